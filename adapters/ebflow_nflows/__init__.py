@@ -1,0 +1,24 @@
+"""The nflows adapter of ebflow_plugin, and the layers that nflows lacks.
+
+``from ebflow_nflows import FullLinear, FullConv2d, SmoothLeakyReLU`` gives nflows Transforms. nflows itself is imported
+with the first of them, so that a model of another library can be wrapped without it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ebflow_nflows.adapter import ADAPTER
+
+if TYPE_CHECKING:
+    from ebflow_nflows.layers import FullConv2d, FullLinear, SmoothLeakyReLU
+
+__all__ = ["ADAPTER", "FullConv2d", "FullLinear", "SmoothLeakyReLU"]
+
+
+def __getattr__(name: str) -> object:
+    if name in __all__:
+        from ebflow_nflows import layers
+
+        return getattr(layers, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

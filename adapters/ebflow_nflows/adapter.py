@@ -1,0 +1,166 @@
+"""The adapter for nflows: which class acts how, and how a Flow is walked. Imports no flow library."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from ebflow_nflows import steps
+from ebflow_nflows.base import MixtureBase, NflowsBase, NormalBase
+from ebflow_plugin.discovery import Adapter, Child, Container, Rule
+from ebflow_plugin.errors import UnsupportedStepError
+from ebflow_plugin.plan import Plan, RefusedStep
+from ebflow_plugin.steps import ActivationStep, FullStep, IdentityStep
+
+PACKAGES = ("nflows", "glasflow", "enflows", "flowcon", "ebflow_nflows")
+
+
+def composite(module: Any) -> Iterator[Child]:  # noqa: ANN401
+    """The members of a CompositeTransform."""
+    return (Child(f"_transforms.{index}", member) for index, member in enumerate(module._transforms))
+
+
+def inverse(module: Any) -> Iterator[Child]:  # noqa: ANN401
+    """The member of an InverseTransform."""
+    yield Child("_transform", module._transform, inverted=True)
+
+
+def multiscale(module: Any) -> Iterator[Child]:  # noqa: ANN401
+    """The levels of a MultiscaleCompositeTransform, a split behind each but the last, and the joined latents."""
+    last = len(module._transforms) - 1
+    for index, member in enumerate(module._transforms):
+        yield Child(f"_transforms.{index}", member)
+        if index < last:
+            yield Child("", module, step=steps.SplitStep)
+    yield Child("", module, step=steps.CollectStep)
+
+
+class EstimatedStep(RefusedStep):
+    """An invertible residual block of enflows or flowcon."""
+
+    reason = "its log-det is a random estimate"
+
+
+RULES: dict[str, Rule] = {
+    "CompositeTransform": Container(composite),
+    "CompositeCDFTransform": Container(composite),
+    "InverseTransform": Container(inverse),
+    "Logit": Container(inverse),
+    "CauchyCDFInverse": Container(inverse),
+    "MultiscaleCompositeTransform": Container(multiscale),
+    # linear
+    "IdentityTransform": IdentityStep,
+    "PointwiseAffineTransform": steps.PointwiseAffineStep,
+    "AffineTransform": steps.PointwiseAffineStep,
+    "Permutation": steps.NflowsPermutationStep,
+    "RandomPermutation": steps.NflowsPermutationStep,
+    "ReversePermutation": steps.NflowsPermutationStep,
+    "SqueezeTransform": steps.NflowsSqueezeStep,
+    "NaiveLinear": steps.NaiveLinearStep,
+    "LULinear": steps.LULinearStep,
+    "QRLinear": steps.QRLinearStep,
+    "SVDLinear": steps.SVDLinearStep,
+    "HouseholderSequence": steps.HouseholderStep,
+    "OneByOneConvolution": steps.OneByOneConvolutionStep,
+    "BatchNorm": steps.BatchNormStep,
+    "ActNorm": steps.ActNormStep,
+    "FullLinear": FullStep,
+    "FullConv2d": FullStep,
+    # nonlinear
+    "SmoothLeakyReLU": ActivationStep,
+    "Tanh": steps.TanhStep,
+    "LogTanh": steps.LogTanhStep,
+    "LeakyReLU": steps.LeakyReLUStep,
+    "Sigmoid": steps.SigmoidStep,
+    "Exp": steps.ExpStep,
+    "GatedLinearUnit": steps.GatedLinearUnitStep,
+    "CauchyCDF": steps.CauchyCDFStep,
+    "AffineCouplingTransform": steps.ConditionedStep,
+    "AdditiveCouplingTransform": steps.AdditiveCouplingStep,
+    "MaskedAffineAutoregressiveTransform": steps.ConditionedStep,
+    "UMNNCouplingTransform": steps.IntegratedStep,
+    "MaskedUMNNAutoregressiveTransform": steps.IntegratedStep,
+    "iResBlock": EstimatedStep,
+    **{
+        name.format(shape): step
+        for shape, step in (
+            ("Linear", steps.LinearSplineStep),
+            ("Quadratic", steps.TailedSplineStep),
+            ("Cubic", steps.TailedSplineStep),
+            ("RationalQuadratic", steps.SplineStep),
+        )
+        for name in ("Piecewise{}CDF", "Piecewise{}CouplingTransform", "MaskedPiecewise{}AutoregressiveTransform")
+    },
+}
+
+BASES = {
+    "StandardNormal": NormalBase,
+    "DiagonalNormal": NormalBase,
+    "ConditionalDiagonalNormal": NormalBase,
+    "MADEMoG": MixtureBase,
+}
+
+
+class NflowsAdapter(Adapter):
+    """Walks the flows of nflows and its forks."""
+
+    name = "nflows"
+    flows = (
+        "Flow objects of nflows, glasflow, enflows and flowcon; for a bare Transform, give it a base density first: "
+        "Flow(transform, StandardNormal([features]))"
+    )
+    opaque = steps.UnknownStep
+
+    def is_flow(self, model: object) -> bool:  # noqa: D102
+        return any(parent.__name__ == "Flow" and ours(parent) for parent in type(model).__mro__)
+
+    def rule(self, cls: type) -> Rule | None:  # noqa: D102
+        return RULES.get(cls.__name__) if ours(cls) else None
+
+    def plan(self, flow: Any, overrides: Mapping[str, str] | None = None) -> Plan:  # noqa: ANN401, D102
+        self._refuse_own_density(flow)
+        overrides = overrides or {}
+        self.check_overrides(overrides, flow)
+        transform, base = getattr(flow, "_transform", None), getattr(flow, "_distribution", None)
+        if transform is None or base is None or not hasattr(base, "log_prob"):
+            lacking = "transform" if transform is None else "base distribution with log_prob"
+            raise UnsupportedStepError(f"{type(flow).__name__} has no {lacking}; build it with Flow(transform, base)")
+        base_class = BASES.get(type(base).__name__, NflowsBase) if ours(type(base)) else NflowsBase
+        embedding = getattr(flow, "_embedding_net", None)
+        return Plan(
+            steps=tuple(self.walk(transform, "_transform", self.inverted, overrides)),
+            base=base_class(base, "_distribution"),
+            adapter=self.name,
+            **({} if embedding is None or isinstance(embedding, nn.Identity) else {"embed": embedding}),
+        )
+
+    def release(self, flow: nn.Module) -> None:
+        """Drops the caches of ``using_cache`` layers: they hold graphs, which cannot be copied."""
+        for module in flow.modules():
+            invalidate = getattr(getattr(module, "cache", None), "invalidate", None)
+            if ours(type(module)) and callable(invalidate):
+                invalidate()
+
+    def own_log_prob(self, flow: Any, x: Tensor, context: Tensor | None) -> Tensor:  # noqa: ANN401, D102
+        self.release(flow)
+        return super().own_log_prob(flow, x, context)
+
+    def _refuse_own_density(self, flow: object) -> None:
+        """A Flow whose log_prob is somebody's own is not its base density after its transform."""
+        for name in ("log_prob", "_log_prob"):
+            owner = next((parent for parent in type(flow).__mro__ if name in vars(parent)), None)
+            if name in vars(flow) or (owner is not None and not ours(owner)):
+                raise UnsupportedStepError(
+                    f"{type(flow).__name__} overrides {name}, so its density may not be that of its transform and base "
+                    "distribution. Wrap a plain Flow(transform, distribution) with the same parts instead."
+                )
+
+
+def ours(cls: type) -> bool:
+    """Whether a class comes from nflows or one of its forks."""
+    return cls.__module__.partition(".")[0] in PACKAGES
+
+
+ADAPTER = NflowsAdapter()

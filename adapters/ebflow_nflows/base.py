@@ -1,0 +1,83 @@
+"""The base distributions of nflows, and any object with ``log_prob``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ebflow_plugin.plan import Base, Shapes, per_sample
+
+
+class NflowsBase(Base):
+    """A base distribution that does its own work."""
+
+    def __init__(self, module: Any, path: str) -> None:  # noqa: ANN401
+        super().__init__(module, path, _shapes(module))
+        self._density_takes_context = _takes_context(module.log_prob)
+
+    def log_prob(self, latents: tuple[Tensor, ...], context: Tensor | None) -> Tensor:  # noqa: D102
+        (z,) = latents
+        if self._density_takes_context:
+            return per_sample(self.module.log_prob(z, context=context), z)
+        return per_sample(self.module.log_prob(z), z)
+
+    def sample(self, n: int, context: Tensor | None, like: Tensor) -> tuple[Tensor, ...]:  # noqa: D102
+        if not hasattr(self.module, "sample"):
+            raise NotImplementedError
+        if context is None or not _takes_context(self.module.sample):
+            drawn = self.module.sample((n,) if isinstance(self.module, torch.distributions.Distribution) else n)
+        else:
+            drawn = self.module.sample(1, context=context).flatten(0, 1)
+        return (drawn.to(like),)
+
+
+class NormalBase(NflowsBase):
+    """A Gaussian of nflows. Its samples are drawn here: nflows has them in float32, and DiagonalNormal has none."""
+
+    def sample(self, n: int, context: Tensor | None, like: Tensor) -> tuple[Tensor, ...]:  # noqa: D102
+        mean, std = self.mean_std(context)
+        noise = torch.randn(n, *self.module._shape, device=like.device, dtype=like.dtype)
+        return (mean + std * noise,)
+
+    def mean_std(self, context: Tensor | None) -> tuple[Tensor | float, Tensor | float]:
+        """Mean and standard deviation, to be broadcast against a batch of latents."""
+        kind = type(self.module).__name__
+        if kind == "DiagonalNormal":
+            shape = self.module._shape
+            return self.module.mean_.reshape(1, *shape), self.module.log_std_.exp().reshape(1, *shape)
+        if kind == "ConditionalDiagonalNormal":
+            mean, log_std = self.module._compute_params(context)
+            return mean, log_std.exp()
+        return 0.0, 1.0
+
+
+class MixtureBase(NflowsBase):
+    """MADEMoG, an autoregressive mixture of Gaussians. nflows draws from it in float32 and with a context alone."""
+
+    def sample(self, n: int, context: Tensor | None, like: Tensor) -> tuple[Tensor, ...]:  # noqa: D102
+        made = self.module._made
+        z = like.new_zeros(n, made.features)
+        for feature in range(made.features):
+            parameters = made.forward(z, context).reshape(n, made.features, made.num_mixture_components, 3)
+            logits, means, spreads = parameters[:, feature].unbind(-1)
+            component = torch.multinomial(torch.softmax(logits, -1), 1)
+            std = torch.nn.functional.softplus(spreads.gather(1, component)) + made.epsilon
+            z[:, feature] = (means.gather(1, component) + std * torch.randn_like(std)).squeeze(1)
+        return (z,)
+
+
+def _shapes(module: Any) -> Shapes | None:  # noqa: ANN401
+    shape = getattr(module, "_shape", None)
+    if isinstance(shape, torch.Size):
+        return (tuple(shape),)
+    features = getattr(getattr(module, "_made", None), "features", None)
+    return None if features is None else ((features,),)
+
+
+def _takes_context(function: Callable[..., Any]) -> bool:
+    parameters = signature(function).parameters.values()
+    return any(parameter.name == "context" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)

@@ -1,0 +1,47 @@
+"""ebflow_plugin: train an existing normalizing flow by energy instead of likelihood.
+
+    import ebflow_plugin as ebf
+
+    model = ebf.wrap(flow)      # an nflows or normflows model of yours; it stays as it is
+    model.energy(x)             # without the determinants of linear layers
+    model.score(x)
+    model.log_prob(x)           # exact, equal to the flow's own
+
+The plan of a flow (:mod:`ebflow_plugin.plan`) is the heart: its steps, split into linear and nonlinear ones.
+"""
+
+from ebflow_plugin.discovery import register_container, register_linear, register_nonlinear
+from ebflow_plugin.errors import (
+    AdapterError,
+    EBFlowError,
+    InputError,
+    NoInverseError,
+    NotAFlowError,
+    SingularError,
+    UnknownNameError,
+    UnsupportedStepError,
+    VerificationError,
+)
+from ebflow_plugin.report import FlowReport
+from ebflow_plugin.version import __version__
+from ebflow_plugin.wrapper import EBFlow, describe, wrap
+
+__all__ = [
+    "AdapterError",
+    "EBFlow",
+    "EBFlowError",
+    "FlowReport",
+    "InputError",
+    "NoInverseError",
+    "NotAFlowError",
+    "SingularError",
+    "UnknownNameError",
+    "UnsupportedStepError",
+    "VerificationError",
+    "__version__",
+    "describe",
+    "register_container",
+    "register_linear",
+    "register_nonlinear",
+    "wrap",
+]

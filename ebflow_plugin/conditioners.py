@@ -1,0 +1,134 @@
+"""What the networks inside a step mean for the energy: are they deterministic, and is their score continuous.
+
+Couplings and autoregressive steps are as smooth as the network that conditions them, and as steady: batch norm in
+training mode couples the samples of a batch, dropout makes the energy random.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+__all__ = ["Smoothness", "kinked_parts", "smoothness_of", "unsteady_parts"]
+
+
+class Smoothness(str, Enum):
+    """What a step does to the score. Objectives that integrate by parts need a continuous one (contract 9)."""
+
+    SMOOTH = "smooth"
+    KINKED = "score jumps"
+    JUMPS = "density jumps"
+    FALSE = "2nd derivative is wrong"
+    UNKNOWN = "unknown"
+
+    __str__ = str.__str__
+
+
+# Modules whose first derivative jumps. ELU is C1 at its default alpha of 1, so its score is continuous.
+_KINKED_MODULES = (
+    nn.ReLU,
+    nn.ReLU6,
+    nn.LeakyReLU,
+    nn.PReLU,
+    nn.RReLU,
+    nn.Hardtanh,
+    nn.Hardsigmoid,
+    nn.Hardswish,
+    nn.Hardshrink,
+    nn.Softshrink,
+    nn.Threshold,
+    nn.MaxPool1d,
+    nn.MaxPool2d,
+    nn.MaxPool3d,
+)
+_KINKED_FUNCTIONS = (
+    F.relu,
+    F.relu_,
+    F.relu6,
+    F.leaky_relu,
+    F.leaky_relu_,
+    F.prelu,
+    F.rrelu,
+    F.hardtanh,
+    F.hardsigmoid,
+    F.hardswish,
+    F.hardshrink,
+    F.softshrink,
+    F.threshold,
+    torch.relu,
+    torch.relu_,
+    torch.abs,
+)
+_BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
+_DROPOUTS = (nn.modules.dropout._DropoutNd,)
+
+
+def kinked_parts(module: nn.Module) -> Iterator[tuple[str, str]]:
+    """Finds ReLU-like activations: modules, and functions held as an attribute (as nflows' networks do).
+
+    Gives the dotted path and the activation's name. What a network calls in its code alone cannot be seen.
+
+    Example:
+        >>> list(kinked_parts(nn.Sequential(nn.Linear(2, 2), nn.ReLU())))
+        [('1', 'ReLU')]
+    """
+    for path, part in module.named_modules():
+        if isinstance(part, _KINKED_MODULES) or (isinstance(part, nn.ELU) and part.alpha != 1.0):
+            yield path, type(part).__name__
+        for name, value in vars(part).items():
+            if any(value is function for function in _KINKED_FUNCTIONS):
+                yield f"{path}.{name}".lstrip("."), value.__name__
+
+
+def smoothness_of(module: Any) -> Smoothness:  # noqa: ANN401
+    """The smoothness of a step that is as smooth as the networks inside its module.
+
+    Example:
+        >>> str(smoothness_of(nn.Tanh())), str(smoothness_of(nn.ReLU()))
+        ('smooth', 'score jumps')
+    """
+    if isinstance(module, nn.Module) and next(kinked_parts(module), None) is not None:
+        return Smoothness.KINKED
+    return Smoothness.SMOOTH
+
+
+def unsteady_parts(module: Any) -> list[Callable[[], str | None]]:  # noqa: ANN401
+    """Finds batch norm and dropout inside a module: one question each, which answers with the reason to refuse.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        >>> [part() for part in unsteady_parts(net)]
+        ["couples the samples of a batch in training mode (BatchNorm1d at '1'); put the model in eval()"]
+        >>> [part() for part in unsteady_parts(net.eval())]
+        [None]
+    """
+    if not isinstance(module, nn.Module):
+        return []
+    questions: list[Callable[[], str | None]] = []
+    for path, part in module.named_modules():
+        if isinstance(part, _BATCH_NORMS):
+            questions.append(lambda part=part, path=path: _batch_norm_refusal(part, path))  # type: ignore[misc]
+        elif isinstance(part, _DROPOUTS):
+            questions.append(lambda part=part, path=path: _dropout_refusal(part, path))  # type: ignore[misc]
+    return questions
+
+
+def _batch_norm_refusal(part: nn.Module, path: str) -> str | None:
+    name = f"{type(part).__name__} at {path!r}"
+    if part.running_mean is None:
+        return f"couples the samples of a batch ({name} keeps no running statistics); remove it"
+    if part.training:
+        return f"couples the samples of a batch in training mode ({name}); put the model in eval()"
+    return None
+
+
+def _dropout_refusal(part: nn.Module, path: str) -> str | None:
+    if part.training and part.p:
+        name = f"{type(part).__name__} at {path!r}"
+        return f"is random in training mode ({name}, p={part.p}); put the model in eval(), or set p to 0"
+    return None

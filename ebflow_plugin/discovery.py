@@ -1,0 +1,349 @@
+"""How a model becomes a plan: the rules of classes, the Adapter that walks a model by them, and how one is found.
+
+An adapter knows one flow library. It is an object, named by the entry-point group ``ebflow_plugin.adapters`` and
+loaded on the first :func:`~ebflow_plugin.wrap`, so that the core imports no flow library.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.metadata import entry_points
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ebflow_plugin.conditioners import Smoothness
+from ebflow_plugin.errors import AdapterError, NotAFlowError, UnknownNameError, suggest
+from ebflow_plugin.plan import LinearStep, NonlinearStep, Plan, Shape, Step
+from ebflow_plugin.registry import TypeRegistry, resolve
+
+__all__ = [
+    "Adapter",
+    "Child",
+    "Container",
+    "Found",
+    "adapters",
+    "find_flow",
+    "register_container",
+    "register_linear",
+    "register_nonlinear",
+]
+
+
+@dataclass(frozen=True)
+class Child:
+    """One member of a container, in the order of the container's own forward.
+
+    Attributes:
+        name: Where the member stands in the container, as a dotted path; empty for the container itself.
+        module: The member.
+        inverted: Whether the container's forward runs the member's inverse.
+        step: The step to take instead of walking into the member (a split, say).
+    """
+
+    name: str
+    module: Any
+    inverted: bool = False
+    step: type[Step] | None = None
+
+
+@dataclass(frozen=True)
+class Container:
+    """The rule of a class that only arranges its members."""
+
+    children: Callable[[Any], Iterable[Child]]
+
+
+@dataclass(frozen=True)
+class Taught:
+    """The rule of a class that a user registered: functions for what the module's own methods shall not do."""
+
+    linear: bool
+    apply: Callable[..., Tensor] | None = None
+    invert: Callable[..., Tensor] | None = None
+    log_det: Callable[..., Tensor | float] | None = None
+    cost: str = "its own"
+    smoothness: Smoothness = Smoothness.UNKNOWN
+
+
+Rule = type[Step] | Container | Taught | Callable[[Any], "Rule"]
+_TAUGHT: TypeRegistry[Container | Taught] = TypeRegistry("rule")
+
+
+class Adapter(ABC):
+    """What turns the flows of one library into plans.
+
+    Attributes:
+        name: The library, as messages call it.
+        flows: What can be wrapped, for the message about an object that cannot.
+        opaque: How the library calls a module whose inside nobody knows.
+        inverted: Whether the density direction is a module's ``inverse``.
+    """
+
+    name: str
+    flows: str
+    opaque: type[OpaqueStep]
+    inverted: bool = False
+
+    @abstractmethod
+    def is_flow(self, model: object) -> bool:
+        """Whether the object is a flow of this library: one with a density."""
+
+    @abstractmethod
+    def rule(self, cls: type) -> Rule | None:
+        """The rule of exactly this class, if it is one of the library's."""
+
+    @abstractmethod
+    def plan(self, flow: Any, overrides: Mapping[str, str] | None = None) -> Plan:  # noqa: ANN401
+        """Walks the flow."""
+
+    def own_log_prob(self, flow: Any, x: Tensor, context: Tensor | None) -> Tensor:  # noqa: ANN401
+        """The library's own ``log_prob``, which the invariant is checked against."""
+        result: Tensor = flow.log_prob(x) if context is None else flow.log_prob(x, context)
+        return result
+
+    def release(self, flow: nn.Module) -> None:
+        """Drops what the library keeps between calls and what cannot be copied (nflows' linear caches)."""
+
+    def walk(self, module: Any, path: str, inverted: bool, overrides: Mapping[str, str]) -> Iterator[Step]:  # noqa: ANN401
+        """Gives the steps of a module in density order, walking into containers.
+
+        Arguments:
+            module: A transform of the library.
+            path: Where it stands in the flow.
+            inverted: Whether data passes through its inverse.
+            overrides: ``"linear"`` or ``"nonlinear"`` by path, where the user knows better.
+        """
+        if path in overrides:
+            rule: Rule | None = Taught(linear=overrides[path] == "linear")
+            why = "override"
+        else:
+            rule, why = resolve(module, lambda cls: _TAUGHT.get(cls) or self.rule(cls))
+        while rule is not None and not isinstance(rule, (type, Container, Taught)):
+            rule = rule(module)
+        if isinstance(rule, Container):
+            children = list(rule.children(module))
+            for child in reversed(children) if inverted else children:
+                below = ".".join(part for part in (path, child.name) if part)
+                turned = inverted != child.inverted
+                if child.step is not None:
+                    yield child.step(child.module, below, turned)
+                else:
+                    yield from self.walk(child.module, below, turned, overrides)
+        elif isinstance(rule, Taught):
+            yield self._taught(rule, module, path, inverted, why)
+        elif rule is not None:
+            yield rule(module, path, inverted)
+        else:
+            step = self.opaque(module, path, inverted)
+            step.known, step.reason = False, why
+            yield step
+
+    def check_overrides(self, overrides: Mapping[str, str], flow: nn.Module) -> None:
+        """Refuses overrides with a path that the flow does not have, or a word that means nothing."""
+        paths = {name for name, _ in flow.named_modules()}
+        for path, word in overrides.items():
+            if path not in paths:
+                raise UnknownNameError(f"overrides name no module {path!r} of the flow. {suggest(path, paths - {''})}")
+            if word not in ("linear", "nonlinear"):
+                raise UnknownNameError(f"overrides[{path!r}] is {word!r}. Valid names: linear, nonlinear.")
+
+    def _taught(self, rule: Taught, module: Any, path: str, inverted: bool, why: str) -> Step:  # noqa: ANN401
+        if rule.linear:
+            return TaughtLinearStep(self.opaque(module, path), rule, path, inverted)
+        step = self.opaque(module, path, inverted)
+        step.reason = why or "registered by the user"
+        step.taught_smoothness = rule.smoothness
+        return step
+
+
+class OpaqueStep(NonlinearStep):
+    """A module whose inside nobody knows, with its own log-det."""
+
+    taught_smoothness: Smoothness = Smoothness.UNKNOWN
+
+    @property
+    def smoothness(self) -> Smoothness:  # noqa: D102
+        return self.taught_smoothness
+
+
+class TaughtLinearStep(LinearStep):
+    """A module that a user says is affine in x. What the user gives no function for, the module itself does."""
+
+    reason = "registered by the user"
+
+    def __init__(self, module: NonlinearStep, rule: Taught, path: str, inverted: bool) -> None:
+        super().__init__(module.module, path, inverted)
+        self._caller, self._rule = module, rule
+        self.cost = rule.cost
+
+    def apply(self, x: Tensor) -> Tensor:  # noqa: D102
+        if self._rule.apply is not None:
+            return self._rule.apply(self.module, x)
+        result: Tensor = self._caller.call_forward(x, None)[0]
+        return result
+
+    def invert(self, y: Tensor) -> Tensor:  # noqa: D102
+        if self._rule.invert is not None:
+            return self._rule.invert(self.module, y)
+        result: Tensor = self._caller.call_inverse(y, None)[0]
+        return result
+
+    def log_abs_det(self, shape: Shape) -> Tensor | float:  # noqa: D102
+        if self._rule.log_det is not None:
+            return self._rule.log_det(self.module, shape)
+        anchor = next((p for p in self.module.parameters() if p.is_floating_point()), torch.empty(0))
+        log_det = self._caller.call_forward(anchor.new_zeros(1, *shape), None)[1]
+        return log_det.reshape(-1)[0] if isinstance(log_det, Tensor) else float(log_det)
+
+
+def register_linear(
+    cls: type,
+    *,
+    apply: Callable[..., Tensor] | None = None,
+    invert: Callable[..., Tensor] | None = None,
+    log_det: Callable[..., Tensor | float] | None = None,
+    cost: str = "its own",
+    force: bool = False,
+) -> type:
+    """Teaches that a class is affine in x, so that its log-det belongs to log Z and not to the energy.
+
+    Exact types only: a subclass that overrides a method is unknown again. Works as a decorator too.
+
+    Arguments:
+        cls: The class of transforms.
+        apply: ``apply(module, x)``, the forward map without its log-det. By default the module's own forward is
+            called and its log-det dropped: right, but not cheaper.
+        invert: ``invert(module, y)``; by default the module's own inverse.
+        log_det: ``log_det(module, event_shape)``, log|det| of the forward map; by default what the module's forward
+            gives for a zero input.
+        cost: What the log-det costs, for the report.
+        force: Replaces an earlier registration.
+
+    Example:
+        >>> class Shift(nn.Module):
+        ...     def forward(self, x, context=None):
+        ...         return x + 1.0, x.new_zeros(len(x))
+        >>> register_linear(Shift, log_det=lambda module, shape: 0.0) is Shift
+        True
+    """
+    _TAUGHT.add(cls, Taught(True, apply, invert, log_det, cost), force)
+    return cls
+
+
+def register_nonlinear(cls: type, *, smoothness: str = "unknown", force: bool = False) -> type:
+    """Teaches that a class is nonlinear: it keeps its own log-det, as an unknown class does, without the warning.
+
+    Arguments:
+        cls: The class of transforms.
+        smoothness: ``"smooth"`` if its score is continuous, ``"score jumps"``, ``"density jumps"`` or ``"unknown"``.
+        force: Replaces an earlier registration.
+
+    Example:
+        >>> class Warp(nn.Module):
+        ...     def forward(self, x, context=None):
+        ...         return x.sinh(), x.cosh().log().sum(-1)
+        >>> register_nonlinear(Warp, smoothness="smooth") is Warp
+        True
+    """
+    try:
+        kind = Smoothness(smoothness)
+    except ValueError:
+        raise UnknownNameError(f"unknown smoothness {smoothness!r}. {suggest(smoothness, list(Smoothness))}") from None
+    _TAUGHT.add(cls, Taught(False, smoothness=kind), force)
+    return cls
+
+
+def register_container(cls: type, children: Callable[[Any], Iterable[tuple[str, Any]]], *, force: bool = False) -> type:
+    """Teaches that a class only arranges its members, so that they are walked into and classified one by one.
+
+    Arguments:
+        cls: The class of transforms.
+        children: ``children(module)`` gives ``(name, member)`` pairs in the order of the module's own forward;
+            ``name`` is the dotted path from the module to the member. A :class:`Child` says more than a pair.
+        force: Replaces an earlier registration.
+
+    Example:
+        >>> class Pair(nn.Module):
+        ...     pass
+        >>> register_container(Pair, lambda pair: [("first", pair.first), ("second", pair.second)]) is Pair
+        True
+    """
+
+    def listed(module: Any) -> Iterator[Child]:  # noqa: ANN401
+        return (child if isinstance(child, Child) else Child(*child) for child in children(module))
+
+    _TAUGHT.add(cls, Container(listed), force)
+    return cls
+
+
+@cache
+def adapters() -> tuple[Adapter, ...]:
+    """Loads every installed adapter; one that cannot be loaded is reported and left out."""
+    loaded = []
+    for point in entry_points(group="ebflow_plugin.adapters"):
+        try:
+            loaded.append(point.load())
+        except Exception as error:  # a broken plug-in must not take the others down
+            warnings.warn(f"adapter {point.name!r} ({point.value}) cannot be loaded: {error}", stacklevel=2)
+    if not loaded:
+        raise AdapterError(
+            "no adapter is installed: install this package with pip, not by copying it (entry-point group "
+            "'ebflow_plugin.adapters')"
+        )
+    return tuple(loaded)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A flow, the adapter that knows it, and where it stood in the object that was given."""
+
+    flow: nn.Module
+    adapter: Adapter
+    inside: str = ""
+
+
+def find_flow(model: object) -> Found:
+    """Finds the flow that an object is, or the only one that it holds.
+
+    Raises:
+        NotAFlowError: If there is none, or more than one.
+    """
+    found = list(_flows_in(model))
+    if len(found) == 1:
+        return found[0]
+    kind = f"{type(model).__module__}.{type(model).__qualname__}"
+    wanted = "\n  ".join(f"{adapter.name}: {adapter.flows}" for adapter in adapters())
+    if not found:
+        raise NotAFlowError(
+            f"{kind} is no flow and holds none in its modules and attributes. What can be wrapped:\n  {wanted}"
+        )
+    places = "\n  ".join(f"{one.inside or '(itself)'}  {type(one.flow).__name__}" for one in found)
+    raise NotAFlowError(f"{kind} holds {len(found)} flows; wrap one of them:\n  {places}")
+
+
+def _flows_in(model: object, depth: int = 2) -> Iterator[Found]:
+    """Outermost flows, in the object, in its modules, and in the attributes of objects that are no modules."""
+    for adapter in adapters():
+        if adapter.is_flow(model):
+            assert isinstance(model, nn.Module)
+            yield Found(model, adapter)
+            return
+    if isinstance(model, nn.Module):
+        members: list[tuple[str, object]] = list(model.named_children())
+        depth += 1  # the modules of a model are all walked
+    elif depth > 0 and hasattr(model, "__dict__") and not isinstance(model, type):
+        members = list(vars(model).items())
+    else:
+        return
+    seen: set[int] = set()
+    for name, member in members:
+        for found in _flows_in(member, depth - 1):
+            if id(found.flow) not in seen:
+                seen.add(id(found.flow))
+                yield replace(found, inside=".".join(part for part in (name, found.inside) if part))

@@ -1,0 +1,71 @@
+"""The errors of this library, and how a message is built.
+
+A message says what is wrong, where (the dotted path in the user's model), and what to do about it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "AdapterError",
+    "EBFlowError",
+    "InputError",
+    "NoInverseError",
+    "NotAFlowError",
+    "SingularError",
+    "UnknownNameError",
+    "UnsupportedStepError",
+    "VerificationError",
+    "suggest",
+]
+
+
+class EBFlowError(Exception):
+    """Every error that this library raises on purpose."""
+
+
+class NotAFlowError(EBFlowError, TypeError):
+    """The object given to :func:`~ebflow_plugin.wrap` is no flow, and does not hold exactly one."""
+
+
+class AdapterError(EBFlowError, ImportError):
+    """No installed adapter knows the library that the object comes from."""
+
+
+class UnsupportedStepError(EBFlowError, ValueError):
+    """Steps of the flow cannot be part of an energy; all of them are listed."""
+
+
+class InputError(EBFlowError, ValueError):
+    """A tensor or an option has a shape, type, device or value that the model cannot take."""
+
+
+class SingularError(EBFlowError, ArithmeticError):
+    """A linear layer is singular, or not finite, so that it has no log-determinant and no inverse."""
+
+
+class NoInverseError(EBFlowError, NotImplementedError):
+    """A step has no inverse, so that the model cannot be sampled through it."""
+
+
+class UnknownNameError(EBFlowError, LookupError):
+    """A name that nobody registered."""
+
+
+class VerificationError(EBFlowError, AssertionError):
+    """:func:`~ebflow_plugin.verify` found that the model does not do what it should."""
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """Builds the end of a message about an unknown name: a near one, and all that are valid.
+
+    Example:
+        >>> suggest("smm", ["dsm", "ssm"])
+        "Did you mean 'ssm'? Valid names: dsm, ssm."
+    """
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    hint = f"Did you mean {near[0]!r}? " if near else ""
+    return f"{hint}Valid names: {', '.join(names) or 'none'}."

@@ -1,0 +1,82 @@
+"""A value computed from tensors, kept until one of them changes.
+
+Factorisations and determinants cost O(D^3); their tensors change only when an optimiser, a checkpoint or the
+user's own hand writes into them. :class:`Memo` notices all of these.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor
+import torch
+
+__all__ = ["Memo"]
+
+T = TypeVar("T")
+
+
+class Memo(Generic[T]):
+    """Keeps one value until the tensors that it came from change.
+
+    A change is noticed by identity (a swapped parameter, ``.to(dtype)``), by the version counter (an optimiser
+    step, ``load_state_dict``, an edit under ``no_grad``) and, with ``contents=True``, by a checksum, since an edit
+    through ``tensor.data`` raises no version counter. The checksum reads every element once and waits for the
+    device; use ``contents=False`` where waiting is not allowed.
+
+    The value is dropped when the memo is copied or pickled: it belongs to the original's tensors.
+
+    Example:
+        >>> weight = torch.eye(2)
+        >>> memo = Memo()
+        >>> memo.get([weight], lambda: weight.sum().item())
+        2.0
+        >>> weight.data[0, 1] = 5.0
+        >>> memo.get([weight], lambda: weight.sum().item())
+        7.0
+    """
+
+    def __init__(self, contents: bool = True) -> None:
+        self.contents = contents
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets the value."""
+        self._state: tuple[Any, ...] | None = None
+        self._refs: tuple[weakref.ref[Tensor], ...] = ()
+        self._value: T | None = None
+
+    def get(self, tensors: Sequence[Tensor], compute: Callable[[], T], key: Hashable = None) -> T:
+        """Returns the kept value, or computes it if ``key`` or a tensor changed.
+
+        Arguments:
+            tensors: All that the value depends on.
+            compute: Computes the value. Called outside of any graph's concern: keep detached tensors.
+            key: What else the value depends on (a shape, a method).
+        """
+        if any(tensor.is_meta for tensor in tensors):
+            return compute()  # a meta tensor has no contents to compare
+        state = (key, *(_version(tensor) for tensor in tensors), self._checksum(tensors))
+        same = state == self._state and len(self._refs) == len(tensors)
+        if not (same and all(ref() is tensor for ref, tensor in zip(self._refs, tensors, strict=True))):
+            self._value = compute()
+            self._state, self._refs = state, tuple(weakref.ref(tensor) for tensor in tensors)
+        return self._value  # type: ignore[return-value]
+
+    def _checksum(self, tensors: Sequence[Tensor]) -> tuple[float, ...]:
+        if not (self.contents and tensors):
+            return ()
+        sums = [tensor.detach().sum(dtype=torch.float64) for tensor in tensors]
+        return tuple(torch.stack([total.to(sums[0].device) for total in sums]).tolist())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Memo[T]:
+        return Memo(self.contents)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Memo, (self.contents,)
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version

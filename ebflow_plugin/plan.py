@@ -1,0 +1,425 @@
+r"""The plan of a flow: its steps from data to noise, and its base density.
+
+A flow's density is :math:`\log p(x) = \log p_u(g(x)) + \sum_i \log|\det J_i|`. A step is *linear* if it is affine in x:
+its Jacobian, and so its log-determinant, does not depend on x. What does not depend on x can leave the training
+objective (Eqs. 8 and 9 of the paper):
+
+.. math::
+    E(x)   &= -\log p_u(g(x)) - \sum_{i\ \text{nonlinear}} \log|\det J_i(x)| \\
+    \log Z &= -\sum_{i\ \text{linear}} \log|\det J_i| \\
+    \log p(x) &= -E(x) - \log Z
+
+A :class:`Plan` is that split. An adapter builds it once, by walking the user's model; each :class:`Step` then refers to
+one module of that model and acts through the module's own parameters. Nothing is copied, nothing is edited.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
+from itertools import chain
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from torch import Tensor
+
+from ebflow_plugin.conditioners import Smoothness, unsteady_parts
+from ebflow_plugin.errors import EBFlowError, NoInverseError, SingularError, UnsupportedStepError
+
+__all__ = ["Base", "LinearStep", "Linearity", "NonlinearStep", "Plan", "RefusedStep", "Shape", "Step", "Value", "per_sample"]
+
+Shape = tuple[int, ...]
+Shapes = tuple[Shape, ...]
+Value = Tensor | tuple[Tensor, ...]
+
+
+class Linearity(str, Enum):
+    """What a step is to the energy."""
+
+    LINEAR = "linear"  # affine in x: its log-det is a constant and belongs to log Z
+    NONLINEAR = "nonlinear"  # its log-det depends on x (or on the context) and belongs to the energy
+    REFUSED = "refused"  # has no place in an energy
+
+    __str__ = str.__str__
+
+
+class Step(ABC):
+    """One transform of a flow, in the density direction.
+
+    A class of steps says how one class of modules acts in *its own* forward direction; ``inverted`` says that data
+    passes through the module's inverse on its way to noise. Steps work on a stack of tensors: nearly all take the
+    top tensor and leave one, a split leaves two, a merge takes two (``takes`` and ``gives``).
+
+    Attributes:
+        module: The user's module.
+        path: Where it stands in the user's model.
+        inverted: Whether the density direction is the module's inverse.
+        reason: Why the step is linear, nonlinear or refused, for people.
+        known: Whether its class is registered. An unknown class keeps its own log-det: exact, only slower.
+        sensitive: Whether its derivative explodes at an edge of its domain (logit, log), which MaP looks for.
+    """
+
+    linearity: ClassVar[Linearity]
+    takes: int = 1
+    gives: int = 1
+    reason: str = ""
+    known: bool = True
+
+    def __init__(self, module: Any, path: str, inverted: bool = False) -> None:  # noqa: ANN401
+        self.module = module
+        self.path = path
+        self.inverted = inverted
+        if inverted:
+            self.takes, self.gives = self.gives, self.takes
+
+    @property
+    def class_name(self) -> str:
+        """The class of the module, as people call it."""
+        return type(self.module).__name__
+
+    @property
+    def where(self) -> str:
+        """Path, class and origin, as error messages show them."""
+        return f"{self.path}  {self.class_name} ({type(self.module).__module__})"
+
+    @property
+    def log_det_cost(self) -> str:
+        """What the log-det costs, for people."""
+        return "-"
+
+    @property
+    def smoothness(self) -> Smoothness:
+        """What the step does to the score."""
+        return Smoothness.SMOOTH
+
+    @property
+    def sensitive(self) -> bool:
+        """Whether the derivative explodes at an edge of the domain."""
+        return False
+
+    def refusal(self) -> str | None:
+        """Says why the step cannot be part of an energy in its present mode, or gives None.
+
+        Asked at each call, since ``train()`` and ``eval()`` decide for batch norm and dropout: look at flags only.
+        """
+        return None
+
+    def initialize(self, x: Value) -> None:
+        """Runs the module's data-dependent initialisation on a clean batch, if it has one and it is still due."""
+
+    def forward_shapes(self, shapes: Shapes) -> Shapes:
+        """The event shapes that the module's own forward makes of these."""
+        return shapes
+
+    def inverse_shapes(self, shapes: Shapes) -> Shapes:
+        """The event shapes that the module's own inverse makes of these."""
+        return shapes
+
+    def encoded_shapes(self, shapes: Shapes) -> Shapes:
+        """The event shapes that :meth:`encode` makes of these."""
+        return self.inverse_shapes(shapes) if self.inverted else self.forward_shapes(shapes)
+
+    def decoded_shapes(self, shapes: Shapes) -> Shapes:
+        """The event shapes that :meth:`decode` makes of these."""
+        return self.forward_shapes(shapes) if self.inverted else self.inverse_shapes(shapes)
+
+    @abstractmethod
+    def encode(self, x: Any, context: Tensor | None) -> tuple[Any, Tensor | None]:  # noqa: ANN401
+        """Moves towards noise. Gives the value and, for nonlinear steps, the log-det with shape ``(B,)``."""
+
+    @abstractmethod
+    def decode(self, z: Any, context: Tensor | None) -> Any:  # noqa: ANN401
+        """Moves towards data: the inverse of :meth:`encode`."""
+
+
+class LinearStep(Step):
+    """A step that is affine in x: its log-det is a constant, and :meth:`encode` never computes it.
+
+    Subclasses give the module's own forward direction: :meth:`apply`, :meth:`invert`, :meth:`log_abs_det`.
+    """
+
+    linearity = Linearity.LINEAR
+    reason = "affine in x"
+    cost: str = "O(D)"
+
+    @property
+    def log_det_cost(self) -> str:
+        """What ``energy()`` skips."""
+        size = self.determinant
+        return self.cost if size is None else f"{size} × {size} determinant"
+
+    @property
+    def determinant(self) -> int | None:
+        """The size of the dense determinant that ``energy()`` skips; None if the log-det is cheap."""
+        return None
+
+    @abstractmethod
+    def apply(self, x: Any) -> Any:  # noqa: ANN401
+        """The module's own forward map, in the cheapest exact way, without a log-det."""
+
+    @abstractmethod
+    def invert(self, y: Any) -> Any:  # noqa: ANN401
+        """The inverse of :meth:`apply`."""
+
+    @abstractmethod
+    def log_abs_det(self, shape: Shape) -> Tensor | float:
+        """log|det| of :meth:`apply` for inputs with this event shape; differentiable in the parameters."""
+
+    def encode(self, x: Any, context: Tensor | None) -> tuple[Any, Tensor | None]:  # noqa: ANN401, D102
+        return (self.invert(x) if self.inverted else self.apply(x)), None
+
+    def decode(self, z: Any, context: Tensor | None) -> Any:  # noqa: ANN401, D102
+        return self.apply(z) if self.inverted else self.invert(z)
+
+    def log_det(self, shapes: Shapes) -> Tensor | float:
+        """log|det| of :meth:`encode` for inputs with these event shapes."""
+        if self.inverted:
+            return -self.log_abs_det(self.inverse_shapes(shapes)[0])
+        return self.log_abs_det(shapes[0])
+
+
+class NonlinearStep(Step):
+    """A step whose log-det depends on x (or on the context), as its module computes it.
+
+    Subclasses say how their library calls a module: :meth:`call_forward` and :meth:`call_inverse`.
+    """
+
+    linearity = Linearity.NONLINEAR
+    reason = "log-det depends on x"
+
+    def __init__(self, module: Any, path: str, inverted: bool = False) -> None:  # noqa: ANN401
+        super().__init__(module, path, inverted)
+        self._unsteady = unsteady_parts(module)
+
+    def refusal(self) -> str | None:  # noqa: D102
+        return next((why for part in self._unsteady if (why := part())), None)
+
+    @abstractmethod
+    def call_forward(self, x: Any, context: Tensor | None) -> tuple[Any, Any]:  # noqa: ANN401
+        """The module's forward: value, and log-det in whatever form the library has it."""
+
+    @abstractmethod
+    def call_inverse(self, y: Any, context: Tensor | None) -> tuple[Any, Any]:  # noqa: ANN401
+        """The module's inverse: value, and log-det in whatever form the library has it."""
+
+    def encode(self, x: Any, context: Tensor | None) -> tuple[Any, Tensor | None]:  # noqa: ANN401, D102
+        value, log_det = (self.call_inverse if self.inverted else self.call_forward)(x, context)
+        return value, per_sample(log_det, x if isinstance(x, Tensor) else x[0])
+
+    def decode(self, z: Any, context: Tensor | None) -> Any:  # noqa: ANN401, D102
+        return (self.call_forward if self.inverted else self.call_inverse)(z, context)[0]
+
+
+class RefusedStep(Step):
+    """A step that can be part of no energy, whatever its mode. It is kept in the plan so that the report shows it."""
+
+    linearity = Linearity.REFUSED
+
+    @property
+    def smoothness(self) -> Smoothness:  # noqa: D102
+        return Smoothness.UNKNOWN
+
+    def refusal(self) -> str | None:  # noqa: D102
+        return self.reason
+
+    def encode(self, x: Any, context: Tensor | None) -> NoReturn:  # noqa: ANN401, D102
+        raise UnsupportedStepError(f"{self.where}: {self.reason}")
+
+    def decode(self, z: Any, context: Tensor | None) -> NoReturn:  # noqa: ANN401, D102
+        raise UnsupportedStepError(f"{self.where}: {self.reason}")
+
+
+class Base(ABC):
+    """The base density of a flow, over the latents that its last step leaves.
+
+    Attributes:
+        module: The user's base distribution.
+        path: Where it stands in the user's model.
+        shapes: The event shapes of the latents, if the distribution tells them.
+    """
+
+    def __init__(self, module: Any, path: str, shapes: Shapes | None = None) -> None:  # noqa: ANN401
+        self.module = module
+        self.path = path
+        self.shapes = shapes
+        self._unsteady = unsteady_parts(module)
+
+    @property
+    def class_name(self) -> str:
+        """The class of the distribution, as people call it."""
+        return type(self.module).__name__
+
+    @property
+    def where(self) -> str:
+        """Path, class and origin, as error messages show them."""
+        return f"{self.path}  {self.class_name} ({type(self.module).__module__})"
+
+    def refusal(self) -> str | None:
+        """Says why the base cannot be part of an energy in its present mode, or gives None."""
+        return next((why for part in self._unsteady if (why := part())), None)
+
+    @abstractmethod
+    def log_prob(self, latents: tuple[Tensor, ...], context: Tensor | None) -> Tensor:
+        """log p_u, one value for each sample."""
+
+    @abstractmethod
+    def sample(self, n: int, context: Tensor | None, like: Tensor) -> tuple[Tensor, ...]:
+        """Draws ``n`` latents, one for each row of a context, on the device and in the dtype of ``like``."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The ordered steps of a flow from data to noise, and its base density.
+
+    Attributes:
+        steps: The steps, in density order.
+        base: The base density.
+        embed: What the flow does to a context before its steps see it (an nflows ``embedding_net``).
+        adapter: The name of the adapter that made the plan.
+    """
+
+    steps: tuple[Step, ...]
+    base: Base
+    embed: Callable[[Tensor | None], Tensor | None] = field(default=lambda context: context)
+    adapter: str = ""
+
+    def energy(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        """Computes E(x) (Eq. 9), with shape ``(B,)``. No log-det of a linear step is computed."""
+        context = self.embed(context)
+        latents, log_det = self.encode(x, context)
+        log_prob = per_sample(self.base.log_prob(latents, context), x)
+        return -log_prob if log_det is None else -(log_prob + log_det)
+
+    def encode(
+        self, x: Tensor, context: Tensor | None = None, visit: Callable[[Step, Value], None] | None = None
+    ) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        """Moves data to noise: the latents, and the log-det of the nonlinear steps (None if there are none).
+
+        Arguments:
+            x: The data, with shape ``(B, *)``.
+            context: The embedded context.
+            visit: Called with each step and the value that reaches it.
+        """
+        stack: list[Tensor] = [x]
+        total: Tensor | None = None
+        for step in self.steps:
+            value: Value = stack.pop() if step.takes == 1 else _pop(stack, step.takes)
+            try:
+                if visit is not None:
+                    visit(step, value)
+                value, log_det = step.encode(value, context)
+            except Exception as error:
+                _blame(error, step, value)
+            stack.extend((value,) if isinstance(value, Tensor) else value)
+            if log_det is not None:
+                total = log_det if total is None else total + log_det
+        return tuple(stack), total
+
+    def decode(self, latents: tuple[Tensor, ...], context: Tensor | None = None) -> Tensor:
+        """Moves noise to data, through the inverse of each step. The context is the embedded one."""
+        stack = list(latents)
+        for step in reversed(self.steps):
+            value: Value = stack.pop() if step.gives == 1 else _pop(stack, step.gives)
+            try:
+                value = step.decode(value, context)
+            except NotImplementedError as error:
+                raise NoInverseError(
+                    f"the model cannot be sampled: one of its steps has no inverse\n  {step.where}"
+                ) from error
+            except Exception as error:
+                _blame(error, step, value)
+            stack.extend((value,) if isinstance(value, Tensor) else value)
+        return stack[0]
+
+    def initialize(self, x: Tensor, context: Tensor | None = None) -> None:
+        """Moves a clean batch to noise, and lets each step initialise itself from what reaches it."""
+        with torch.no_grad():
+            self.encode(x, self.embed(context), visit=lambda step, value: step.initialize(value))
+
+    def log_dets(self, event_shape: Shape) -> Iterator[tuple[LinearStep, Tensor | float]]:
+        """log|det| of each linear step, for data of this event shape. The O(D^3) work is here, and only here."""
+        stack = [event_shape]
+        for step in self.steps:
+            shapes, stack = tuple(stack[-step.takes :]), stack[: -step.takes]
+            if isinstance(step, LinearStep):
+                yield step, step.log_det(shapes)
+            stack.extend(step.encoded_shapes(shapes))
+
+    def log_z(self, event_shape: Shape, like: Tensor) -> Tensor:
+        """Computes log Z (Eq. 9), a scalar on the device and in the dtype of ``like``.
+
+        Raises:
+            SingularError: If a linear step has no finite log-determinant; it names every such step.
+        """
+        terms = [(step, torch.as_tensor(value).to(like).reshape(())) for step, value in self.log_dets(event_shape)]
+        if not terms:
+            return like.new_zeros(())
+        values = torch.stack([value for _, value in terms])
+        if not like.is_meta:
+            finite = torch.isfinite(values.detach()).tolist()
+            singular = [step.where for (step, _), good in zip(terms, finite, strict=True) if not good]
+            if singular:
+                raise SingularError(
+                    f"{len(singular)} of {len(terms)} linear steps have no finite log-determinant: their weight is "
+                    "singular, or holds inf or NaN\n  " + "\n  ".join(singular) + "\nGo back to an earlier "
+                    "checkpoint, lower the learning rate, or start the layer from an orthogonal matrix."
+                )
+        return -values.sum()
+
+    @cached_property
+    def event_shape(self) -> Shape | None:
+        """The event shape of the data, if the base tells that of its latents and every step is known."""
+        if self.base.shapes is None or not all(step.known for step in self.steps):
+            return None
+        stack = list(self.base.shapes)
+        for step in reversed(self.steps):
+            shapes, stack = tuple(stack[-step.gives :]), stack[: -step.gives]
+            stack.extend(step.decoded_shapes(shapes))
+        return stack[0]
+
+    def refuse(self) -> None:
+        """Raises :class:`UnsupportedStepError`, listing every step that cannot be part of an energy as it is now."""
+        refused = [f"{part.where}: {why}" for part in chain(self.steps, (self.base,)) if (why := part.refusal())]
+        if refused:
+            raise UnsupportedStepError(
+                f"{len(refused)} of {len(self.steps)} steps cannot be wrapped (adapter {self.adapter!r})\n  "
+                + "\n  ".join(refused)
+                + "\nRemove them, or put the model in eval() where that makes the step deterministic."
+            )
+
+
+def per_sample(log_det: Any, x: Tensor) -> Tensor:  # noqa: ANN401
+    """Gives a log-det the shape ``(B,)``, the device and the dtype of x, whatever form a library returns it in.
+
+    Example:
+        >>> per_sample(0, torch.zeros(3, 2))
+        tensor([0., 0., 0.])
+    """
+    if not isinstance(log_det, Tensor):
+        return x.new_full((x.shape[0],), float(log_det))
+    log_det = log_det.to(device=x.device, dtype=x.dtype)
+    if log_det.shape == x.shape[:1]:
+        return log_det
+    if log_det.numel() == 1:
+        return log_det.reshape(()).expand(x.shape[0])
+    raise UnsupportedStepError(
+        f"a log-det of shape {tuple(log_det.shape)} came back for a batch of {x.shape[0]}: one value for each sample "
+        f"was expected. Register the class with a log-det of shape (B,)."
+    )
+
+
+def _pop(stack: list[Tensor], count: int) -> tuple[Tensor, ...]:
+    taken = tuple(stack[-count:])
+    del stack[-count:]
+    return taken
+
+
+def _blame(error: Exception, step: Step, value: Value) -> NoReturn:
+    """Lets an error from inside a step say where it happened. Its type stays, so that callers can catch it."""
+    if not isinstance(error, EBFlowError) or step.path not in str(error):
+        shape = tuple(value.shape) if isinstance(value, Tensor) else [tuple(part.shape) for part in value]
+        error.add_note(f"in step {step.where}, on an input of shape {shape}")
+    raise error

@@ -1,0 +1,127 @@
+"""Registries: by exact type for the classes of steps, by name for everything that is chosen by a string.
+
+Both refuse duplicates, and say which names are near or valid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
+
+from torch import nn
+
+from ebflow_plugin.errors import EBFlowError, UnknownNameError, suggest
+
+__all__ = ["NameRegistry", "TypeRegistry", "changes_the_map"]
+
+T = TypeVar("T")
+
+# What a subclass may define without changing the map that its parent stands for.
+_HARMLESS = frozenset({"extra_repr", "train", "eval", "state_dict", "load_state_dict"})
+
+
+class NameRegistry(Generic[T]):
+    """Values by name.
+
+    Example:
+        >>> losses = NameRegistry("objective")
+        >>> losses.add("ssm", 1)
+        >>> losses.get("smm")
+        Traceback (most recent call last):
+        ebflow_plugin.errors.UnknownNameError: unknown objective 'smm'. Did you mean 'ssm'? Valid names: ssm.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._values: dict[str, T] = {}
+
+    def add(self, name: str, value: T, force: bool = False) -> None:
+        """Registers a value; a name that is taken needs ``force=True``."""
+        if name in self._values and not force:
+            raise EBFlowError(f"{self.kind} {name!r} is registered already; pass force=True to replace it")
+        self._values[name] = value
+
+    def get(self, name: str) -> T:
+        """Returns a value, or raises :class:`UnknownNameError` with the near and the valid names."""
+        try:
+            return self._values[name]
+        except KeyError:
+            raise UnknownNameError(f"unknown {self.kind} {name!r}. {suggest(name, self._values)}") from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._values))
+
+
+class TypeRegistry(Generic[T]):
+    """Values by exact type.
+
+    Example:
+        >>> registry = TypeRegistry("step")
+        >>> registry.add(nn.Tanh, "a step")
+        >>> registry.get(nn.Tanh), registry.get(nn.ReLU)
+        ('a step', None)
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._values: dict[type, T] = {}
+
+    def add(self, cls: type, value: T, force: bool = False) -> None:
+        """Registers a value; a type that is taken needs ``force=True``."""
+        if not isinstance(cls, type):
+            raise EBFlowError(f"a {self.kind} is registered for a class, not for {cls!r}")
+        if cls in self._values and not force:
+            raise EBFlowError(f"{cls.__name__} has a {self.kind} already; pass force=True to replace it")
+        self._values[cls] = value
+
+    def get(self, cls: type) -> T | None:
+        """Returns the value of exactly this type, or None."""
+        return self._values.get(cls)
+
+    def remove(self, cls: type) -> None:
+        """Forgets a type."""
+        self._values.pop(cls, None)
+
+
+def resolve(module: Any, find: Callable[[type], T | None]) -> tuple[T | None, str]:  # noqa: ANN401
+    """Finds what is registered for a module's class, or for a parent whose map the class leaves as it is.
+
+    Returns:
+        The value, or None with the reason.
+    """
+    if isinstance(module, nn.Module) and (module._forward_hooks or module._forward_pre_hooks):
+        return None, "unknown: forward hooks may change what it does"
+    cls = type(module)
+    for parent in cls.__mro__:
+        value = find(parent)
+        if value is not None:
+            changed = changes_the_map(module, parent)
+            return (None, f"unknown: overrides {changed} of {parent.__name__}") if changed else (value, "")
+    return None, "unknown class"
+
+
+def changes_the_map(module: Any, parent: type) -> str | None:  # noqa: ANN401
+    """Names a method of ``parent`` that the module's class, or the module itself, overrides; None if it does not.
+
+    Any method counts, not ``forward`` and ``inverse`` alone: a parent's ``forward`` calls others of its methods.
+    ``__init__`` does not count.
+
+    Example:
+        >>> class Doubled(nn.Tanh):
+        ...     def forward(self, x):
+        ...         return 2 * super().forward(x)
+        >>> changes_the_map(Doubled(), nn.Tanh)
+        'forward'
+    """
+    cls = type(module)
+    layers = [vars(module), *(vars(child) for child in cls.__mro__[: cls.__mro__.index(parent)])]
+    for names in layers:
+        for name in names:
+            inherited = getattr(parent, name, None)
+            if not name.startswith("__") and name not in _HARMLESS and _is_behaviour(inherited):
+                return name
+    return None
+
+
+def _is_behaviour(attribute: Any) -> bool:  # noqa: ANN401
+    return callable(attribute) or isinstance(attribute, property)

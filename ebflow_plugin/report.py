@@ -1,0 +1,116 @@
+"""FlowReport: what was found in a flow, one row for each step, for people and for programs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+from ebflow_plugin.plan import Linearity, LinearStep, Plan, Step
+
+__all__ = ["FlowReport", "Row"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One step of a flow.
+
+    Attributes:
+        path: Where the module stands in the flow.
+        class_name: Its class.
+        linearity: ``linear``, ``nonlinear`` or ``refused``.
+        reason: Why.
+        log_det_cost: What its log-det costs; for a linear step, what ``energy()`` skips.
+        smoothness: What it does to the score; score matching needs a continuous one.
+        known: Whether its class is registered.
+    """
+
+    path: str
+    class_name: str
+    linearity: str
+    reason: str
+    log_det_cost: str
+    smoothness: str
+    known: bool
+
+
+@dataclass(frozen=True)
+class FlowReport:
+    """The steps of a flow from data to noise. Iterate it for its rows, print it for a table.
+
+    Attributes:
+        rows: One for each step.
+        base: The class of the base density.
+        adapter: The library, as the adapter calls it.
+        inside: Where the flow stood in the object that was given; empty if it was the object.
+        determinants: How many dense determinants of each size ``energy()`` skips.
+    """
+
+    rows: tuple[Row, ...]
+    base: str
+    adapter: str
+    inside: str = ""
+    determinants: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def of(cls, plan: Plan, inside: str = "") -> FlowReport:
+        """Reads a plan."""
+        sizes = Counter(step.determinant for step in plan.steps if isinstance(step, LinearStep) and step.determinant)
+        shapes = plan.base.shapes
+        base = plan.base.class_name + (f" {' + '.join(map(str, shapes))}" if shapes else "")
+        rows = tuple(_row(step) for step in plan.steps)
+        return cls(rows, base, plan.adapter, inside, tuple(sorted(sizes.items(), reverse=True)))  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def to_dicts(self) -> list[dict[str, str | bool]]:
+        """The rows as plain dictionaries."""
+        return [asdict(row) for row in self.rows]
+
+    def count(self, linearity: str) -> int:
+        """How many steps are ``linear``, ``nonlinear`` or ``refused``."""
+        return sum(row.linearity == linearity for row in self.rows)
+
+    @property
+    def summary(self) -> str:
+        """The last line of the table."""
+        parts = [f"{self.count('linear')} of {len(self)} steps linear"]
+        if refused := self.count("refused"):
+            parts.append(f"{refused} refused")
+        if unknown := sum(not row.known for row in self.rows):
+            parts.append(f"{unknown} of unknown class (kept exact, as nonlinear)")
+        if self.determinants:
+            skipped = [f"{n} determinant{'s' * (n > 1)} of {size} × {size}" for size, n in self.determinants]
+            parts.append(f"energy() skips {' and '.join(skipped)}")
+        else:
+            parts.append("energy() skips no dense determinant")
+        return "; ".join(parts)
+
+    def __str__(self) -> str:
+        head = ("step", "class", "linearity", "log-det cost", "score", "why")
+        body = [(r.path, r.class_name, r.linearity, r.log_det_cost, r.smoothness, r.reason) for r in self.rows]
+        widths = [max(len(line[column]) for line in (head, *body)) for column in range(len(head))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in (head, *body)]
+        rule = "  ".join("─" * width for width in widths)
+        found = f" (found at .{self.inside})" if self.inside else ""
+        return "\n".join(
+            line.rstrip()
+            for line in (lines[0], rule, *lines[1:], rule, f"base: {self.base}; adapter: {self.adapter}{found}", self.summary)
+        )
+
+
+def _row(step: Step) -> Row:
+    why = step.refusal()
+    return Row(
+        path=step.path,
+        class_name=step.class_name,
+        linearity=str(Linearity.REFUSED if why else step.linearity),
+        reason=why or step.reason,
+        log_det_cost=step.log_det_cost,
+        smoothness=str(step.smoothness),
+        known=step.known,
+    )

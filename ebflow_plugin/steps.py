@@ -1,0 +1,349 @@
+"""The steps that libraries have in common: elementwise affine maps, permutations, matrices, and our own layers.
+
+An adapter's step says where a library keeps the numbers; what is done with them stands here, once. All of these act in
+the module's own forward direction.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ebflow_plugin.conditioners import Smoothness
+from ebflow_plugin.errors import InputError
+from ebflow_plugin.linalg import KeptLU
+from ebflow_plugin.memo import Memo
+from ebflow_plugin.plan import LinearStep, NonlinearStep, Shape, Shapes
+
+__all__ = [
+    "ActivationStep",
+    "ElementwiseAffineStep",
+    "FullStep",
+    "IdentityStep",
+    "InitialisedAffineStep",
+    "MatrixStep",
+    "PermutationStep",
+    "SqueezeStep",
+    "TriangularStep",
+    "summed",
+]
+
+
+def summed(log_derivative: Tensor) -> Tensor:
+    """Sums an elementwise log-derivative over all but the batch dimension: ``(B, *)`` to ``(B,)``.
+
+    Example:
+        >>> summed(torch.ones(2, 3, 4))
+        tensor([12., 12.])
+    """
+    return log_derivative.flatten(1).sum(1)
+
+
+class IdentityStep(LinearStep):
+    """y = x."""
+
+    reason = "identity"
+    cost = "0"
+
+    def apply(self, x: Tensor) -> Tensor:  # noqa: D102
+        return x
+
+    def invert(self, y: Tensor) -> Tensor:  # noqa: D102
+        return y
+
+    def log_abs_det(self, shape: Shape) -> float:  # noqa: D102
+        return 0.0
+
+
+class ElementwiseAffineStep(LinearStep):
+    """y = scale · x + shift, elementwise. O(D)."""
+
+    reason = "elementwise affine"
+
+    @abstractmethod
+    def scale_shift(self, dim: int) -> tuple[Tensor | float, Tensor | float]:
+        """Scale and shift, to be broadcast against a batch with ``dim`` dimensions."""
+
+    @abstractmethod
+    def log_scale(self, dim: int) -> Tensor:
+        """log|scale|, to be broadcast against a batch with ``dim`` dimensions."""
+
+    def apply(self, x: Tensor) -> Tensor:  # noqa: D102
+        scale, shift = self.scale_shift(x.dim())
+        return x * scale + shift
+
+    def invert(self, y: Tensor) -> Tensor:  # noqa: D102
+        scale, shift = self.scale_shift(y.dim())
+        return (y - shift) / scale
+
+    def log_abs_det(self, shape: Shape) -> Tensor:  # noqa: D102
+        log_scale = self.log_scale(len(shape) + 1)
+        return log_scale.sum() * (prod(shape) // log_scale.numel())
+
+
+class InitialisedAffineStep(ElementwiseAffineStep):
+    """An ActNorm: an elementwise affine map that starts from the first batch it sees."""
+
+    reason = "affine per feature (ActNorm)"
+
+    def __init__(self, module: Any, path: str, inverted: bool = False) -> None:  # noqa: ANN401
+        super().__init__(module, path, inverted)
+        self._ready: Memo[bool] = Memo(contents=False)
+
+    @abstractmethod
+    def flag(self) -> Tensor:
+        """The module's own flag: has it been initialised?"""
+
+    @abstractmethod
+    def start(self, x: Tensor) -> None:
+        """Initialises the module from a batch that reaches it in the density direction."""
+
+    def samples(self, x: Tensor) -> Tensor:
+        """What the module takes its statistics from: ``(samples, features)``."""
+        return x.movedim(1, -1).flatten(0, -2)
+
+    @property
+    def initialised(self) -> bool:
+        """Reads the flag. Waits for the device at most once for each change of it."""
+        flag = self.flag()
+        return flag.is_meta or self._ready.get([flag], lambda: bool(flag > 0))
+
+    def initialize(self, x: Any) -> None:  # noqa: ANN401, D102
+        if self.initialised:
+            return
+        samples = self.samples(x.detach())
+        if samples.shape[0] < 2:
+            raise InputError(
+                f"{self.where} cannot be initialised from a batch of {x.shape[0]}: it needs a standard deviation. "
+                "Call model.initialize(x) with a larger batch first."
+            )
+        spread = samples.std(0)
+        bad = (~((spread > 0) & torch.isfinite(spread))).nonzero().flatten().tolist()
+        if bad:
+            raise InputError(
+                f"{self.where} cannot be initialised from this batch: features {bad[:5]} are constant or not finite. "
+                "Add noise (dequantize), or call model.initialize(x) with a larger batch first."
+            )
+        self.start(x)
+        self._ready.clear()
+
+
+class PermutationStep(LinearStep):
+    """y is x with the entries of one dimension in another order. O(D), log-det 0."""
+
+    reason = "permutation"
+    cost = "0"
+
+    @abstractmethod
+    def order(self) -> tuple[Tensor, int]:
+        """The index of each output entry's input, and the dimension that it runs over."""
+
+    def apply(self, x: Tensor) -> Tensor:  # noqa: D102
+        order, dim = self.order()
+        return self._select(x, order, dim)
+
+    def invert(self, y: Tensor) -> Tensor:  # noqa: D102
+        order, dim = self.order()
+        return self._select(y, torch.argsort(order), dim)
+
+    def log_abs_det(self, shape: Shape) -> float:  # noqa: D102
+        return 0.0
+
+    def _select(self, x: Tensor, order: Tensor, dim: int) -> Tensor:
+        if x.dim() <= dim or x.shape[dim] != len(order):
+            raise InputError(f"{self.where} permutes {len(order)} entries of dimension {dim}, got {tuple(x.shape)}")
+        return torch.index_select(x, dim, order)
+
+
+class SqueezeStep(LinearStep):
+    """Trades a square of ``factor²`` pixels for ``factor²`` times the channels. Log-det 0."""
+
+    reason = "reordering"
+    cost = "0"
+    factor = 2
+
+    def apply(self, x: Tensor) -> Tensor:  # noqa: D102
+        return F.pixel_unshuffle(x, self.factor)
+
+    def invert(self, y: Tensor) -> Tensor:  # noqa: D102
+        return F.pixel_shuffle(y, self.factor)
+
+    def log_abs_det(self, shape: Shape) -> float:  # noqa: D102
+        return 0.0
+
+    def forward_shapes(self, shapes: Shapes) -> Shapes:  # noqa: D102
+        ((channels, height, width),) = shapes
+        return ((channels * self.factor**2, height // self.factor, width // self.factor),)
+
+    def inverse_shapes(self, shapes: Shapes) -> Shapes:  # noqa: D102
+        ((channels, height, width),) = shapes
+        return ((channels // self.factor**2, height * self.factor, width * self.factor),)
+
+
+class MatrixStep(LinearStep):
+    """y = W x + b with a dense W that has no structure: O(D²) to apply, O(D³) for the log-det and the inverse.
+
+    For a batch of images, W acts on the channels of each pixel (a 1 × 1 convolution).
+    """
+
+    reason = "full matrix"
+
+    def __init__(self, module: Any, path: str, inverted: bool = False) -> None:  # noqa: ANN401
+        super().__init__(module, path, inverted)
+        self._lu = KeptLU()
+
+    @abstractmethod
+    def weight(self) -> Tensor:
+        """W, with shape ``(D, D)``."""
+
+    def bias(self) -> Tensor | None:
+        """b, with shape ``(D,)``."""
+        return None
+
+    @property
+    def determinant(self) -> int | None:  # noqa: D102
+        return self.weight().shape[0]
+
+    def apply(self, x: Tensor) -> Tensor:  # noqa: D102
+        return multiply(x, self.weight(), self.bias())
+
+    def invert(self, y: Tensor) -> Tensor:  # noqa: D102
+        return pixelwise(lambda rows: self._lu.solve(self.weight(), rows), subtract(y, self.bias()))
+
+    def log_abs_det(self, shape: Shape) -> Tensor:  # noqa: D102
+        return torch.linalg.slogdet(self.weight())[1] * prod(shape[1:])
+
+
+class TriangularStep(LinearStep):
+    """y = P L U x[order] + b: O(D²) to apply and to invert, O(D) for the log-det."""
+
+    reason = "matrix held as LU factors"
+
+    @abstractmethod
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """L (unit lower) and U (upper), each with shape ``(D, D)``."""
+
+    @abstractmethod
+    def log_diagonal(self) -> Tensor:
+        """log of the absolute diagonal of U, with shape ``(D,)``."""
+
+    def bias(self) -> Tensor | None:
+        """b, with shape ``(D,)``."""
+        return None
+
+    def order(self) -> Tensor | None:
+        """How x is permuted before the matrix."""
+        return None
+
+    def row_order(self) -> Tensor | None:
+        """How the rows of L U x are permuted."""
+        return None
+
+    def apply(self, x: Tensor) -> Tensor:  # noqa: D102
+        lower, upper = self.factors()
+        order, rows = self.order(), self.row_order()
+        if x.dim() == 2:  # two products with O(B·D²), where the product of the factors would take O(D³)
+            x = x if order is None else x[:, order]
+            y = F.linear(F.linear(x, upper), lower)
+            return add(y if rows is None else y[:, rows], self.bias())
+        weight = lower @ upper  # O(C³), next to O(B·H·W·C²) for the pixels
+        weight = weight if order is None else weight[:, torch.argsort(order)]
+        return multiply(x, weight if rows is None else weight[rows], self.bias())
+
+    def invert(self, y: Tensor) -> Tensor:  # noqa: D102
+        return pixelwise(self._solve, subtract(y, self.bias()))
+
+    def _solve(self, rows: Tensor) -> Tensor:
+        lower, upper = self.factors()
+        order, row_order = self.order(), self.row_order()
+        if row_order is not None:
+            rows = rows[:, torch.argsort(row_order)]
+        # Row vectors: y = x Uᵀ Lᵀ, so that the solves run from the right.
+        half = torch.linalg.solve_triangular(lower.mT, rows, upper=True, left=False, unitriangular=True)
+        x = torch.linalg.solve_triangular(upper.mT, half, upper=False, left=False)
+        return x if order is None else x[:, torch.argsort(order)]
+
+    def log_abs_det(self, shape: Shape) -> Tensor:  # noqa: D102
+        return self.log_diagonal().sum() * prod(shape[1:])
+
+
+class FullStep(LinearStep):
+    """A FullLinear or FullConv2d of ours, in its density direction."""
+
+    reason = "full, unconstrained"
+
+    @property
+    def determinant(self) -> int | None:  # noqa: D102
+        features: int | None = getattr(self.module, "features", None)
+        return features
+
+    @property
+    def log_det_cost(self) -> str:  # noqa: D102
+        return "C·H·W determinant" if self.determinant is None else super().log_det_cost
+
+    def apply(self, x: Tensor) -> Tensor:  # noqa: D102
+        result: Tensor = self.module.transform(x)
+        return result
+
+    def invert(self, y: Tensor) -> Tensor:  # noqa: D102
+        result: Tensor = self.module.invert(y)
+        return result
+
+    def log_abs_det(self, shape: Shape) -> Tensor:  # noqa: D102
+        result: Tensor = self.module.log_det(shape)
+        return result
+
+    def forward_shapes(self, shapes: Shapes) -> Shapes:  # noqa: D102
+        return (self.module.output_shape(shapes[0]),)
+
+    def inverse_shapes(self, shapes: Shapes) -> Shapes:  # noqa: D102
+        return (self.module.input_shape(shapes[0]),)
+
+
+class ActivationStep(NonlinearStep):
+    """A SmoothLeakyReLU of ours, in its density direction."""
+
+    reason = "elementwise, log-det depends on x"
+
+    @property
+    def smoothness(self) -> Smoothness:  # noqa: D102
+        return Smoothness.SMOOTH
+
+    def call_forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:  # noqa: D102
+        return self.module.transform(x), self.module.log_det(x)
+
+    def call_inverse(self, y: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:  # noqa: D102
+        x = self.module.invert(y)
+        return x, -self.module.log_det(x)
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """W x + b for a batch of vectors, or for the channels of a batch of images."""
+    if x.dim() == 4:
+        return F.conv2d(x, weight[:, :, None, None], bias)
+    return F.linear(x, weight, bias)
+
+
+def add(x: Tensor, bias: Tensor | None) -> Tensor:
+    """X + b, with b over the features or channels."""
+    return x if bias is None else x + bias.reshape(-1, *[1] * (x.dim() - 2))
+
+
+def subtract(x: Tensor, bias: Tensor | None) -> Tensor:
+    """X - b, with b over the features or channels."""
+    return x if bias is None else x - bias.reshape(-1, *[1] * (x.dim() - 2))
+
+
+def pixelwise(function: Any, x: Tensor) -> Tensor:  # noqa: ANN401
+    """Applies a function of row vectors ``(N, C)`` to a batch of vectors, or to each pixel of a batch of images."""
+    if x.dim() == 2:
+        result: Tensor = function(x)
+        return result
+    moved = x.movedim(1, -1)
+    result = function(moved.reshape(-1, x.shape[1])).reshape(moved.shape).movedim(-1, 1)
+    return result

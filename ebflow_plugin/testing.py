@@ -1,0 +1,238 @@
+"""The contract, as functions that a third party runs on its own layer or adapter. Our own tests use the same ones.
+
+    from ebflow_plugin import testing
+
+    def test_my_flow():
+        testing.check_flow(make_flow(), x)
+
+Each function raises AssertionError with a message that says what was measured.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ebflow_plugin.plan import LinearStep
+from ebflow_plugin.verification import verify
+from ebflow_plugin.wrapper import EBFlow, wrap
+
+__all__ = [
+    "check_copies",
+    "check_devices",
+    "check_flow",
+    "check_invariant",
+    "check_inverse",
+    "check_no_determinant",
+    "check_untouched",
+    "no_factorisation",
+    "one_device",
+]
+
+# Operators of torch that factorise or invert a matrix, or take its determinant. A triangular solve does not: it costs
+# no more than a product.
+_FACTORISATIONS = frozenset(
+    "_cholesky_solve_helper _linalg_det _linalg_eigh _linalg_eigvals _linalg_slogdet _linalg_solve_ex _linalg_svd "
+    "_lu_with_info cholesky cholesky_inverse cholesky_solve det geqrf inverse linalg_cholesky linalg_cholesky_ex "
+    "linalg_det linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh linalg_inv linalg_inv_ex linalg_ldl_factor "
+    "linalg_ldl_factor_ex linalg_lstsq linalg_lu linalg_lu_factor linalg_lu_factor_ex linalg_lu_solve "
+    "linalg_matrix_exp linalg_pinv linalg_qr linalg_slogdet linalg_solve linalg_solve_ex linalg_svd linalg_svdvals "
+    "linalg_tensorinv logdet lu_solve lu_unpack matrix_exp orgqr ormqr pinverse qr slogdet svd".split()
+)
+
+
+def check_flow(flow: nn.Module, x: Tensor, context: Tensor | None = None, *, tolerance: float = 1e-6) -> None:
+    """Runs every check of this module, and :func:`ebflow_plugin.verify`.
+
+    Arguments:
+        flow: A flow that an adapter knows.
+        x: At least two data points, in float64 if the tolerance shall mean anything.
+        context: Their context.
+        tolerance: How far values may be apart, relative to their size.
+
+    Example:
+        >>> from nflows import distributions, flows, transforms
+        >>> flow = flows.Flow(transforms.LULinear(2), distributions.StandardNormal([2])).double()
+        >>> check_flow(flow, torch.randn(3, 2, dtype=torch.float64))
+    """
+    check_untouched(flow, x, context)
+    check_invariant(flow, x, context, tolerance=tolerance)
+    check_no_determinant(flow, x, context)
+    check_inverse(flow, x, context, tolerance=tolerance)
+    check_copies(flow, x, context)
+    check_devices(flow, x, context)
+    verify(flow, x, context)
+
+
+def check_invariant(
+    flow: nn.Module,
+    x: Tensor,
+    context: Tensor | None = None,
+    *,
+    own: Callable[[], Tensor] | None = None,
+    tolerance: float = 1e-6,
+) -> None:
+    """Contract 1: log_prob = -energy - log Z = the library's own, and log Z does not depend on x.
+
+    Arguments:
+        flow: A flow.
+        x: Data.
+        context: Its context.
+        own: The library's own log_prob; by default the adapter's word for it.
+        tolerance: Relative.
+    """
+    model = wrap(flow)
+    ours = model.log_prob(x, context)
+    assert ours.shape == (len(x),), f"log_prob has shape {tuple(ours.shape)} for {len(x)} samples"
+    assert ours.dtype == x.dtype, f"log_prob is {ours.dtype} for x in {x.dtype}"
+    assert ours.device == x.device, f"log_prob is on {ours.device} for x on {x.device}"
+    theirs = own() if own is not None else model._adapter.own_log_prob(flow, x.clone(), context)
+    _assert_close(ours, theirs, tolerance, "log_prob against the library's own")
+    log_z = model.log_z(tuple(x.shape[1:]))
+    assert log_z.shape == (), f"log_z has shape {tuple(log_z.shape)}"
+    _assert_close(ours, -model.energy(x, context) - log_z, tolerance, "log_prob against -energy - log Z")
+    one = model.log_prob(x[:1], None if context is None else context[:1])
+    _assert_close(ours[:1], one, tolerance, "log_prob of a batch against log_prob of one sample")
+
+
+def check_untouched(flow: nn.Module, x: Tensor, context: Tensor | None = None) -> None:
+    """Contract 2: the flow is the same object with the same parameters and keys, and x is as it was."""
+    wrap(flow).initialize(x, context)  # a fresh ActNorm would change at the first call of either log_prob
+    before = {name: (id(tensor), tensor.detach().clone()) for name, tensor in flow.state_dict(keep_vars=True).items()}
+    modes = [module.training for module in flow.modules()]
+    data = x.clone()
+    model = wrap(flow)
+    assert model.flow is flow, "model.flow is not the flow"
+    model.energy(x, context)
+    model.score(x, context)
+    model.log_prob(x, context)
+    after = flow.state_dict(keep_vars=True)
+    assert list(after) == list(before), "the keys of the flow's state_dict changed"
+    for name, (identity, value) in before.items():
+        assert id(after[name]) == identity, f"{name} is another tensor than before"
+        assert torch.equal(after[name], value), f"{name} changed"
+    assert {id(p) for p in model.parameters()} == {id(p) for p in flow.parameters()}, "the parameters differ"
+    assert modes == [module.training for module in flow.modules()], "the train/eval mode of a module changed"
+    assert torch.equal(x, data), "x was written into"
+    assert not x.requires_grad, "x requires a gradient now"
+
+
+def check_no_determinant(flow: nn.Module, x: Tensor, context: Tensor | None = None) -> None:
+    """Contract 3: energy() and its gradient factorise nothing and ask no linear step for its log-det.
+
+    A step whose density direction is the inverse of a full matrix needs that inverse: leave such flows out.
+    """
+    model = wrap(flow)
+    model.initialize(x, context)
+    for step in model.plan.steps:
+        if isinstance(step, LinearStep):
+            step.log_abs_det = _forbidden(step.path)  # type: ignore[method-assign]
+    with no_factorisation():
+        model.score(x, context)
+
+
+def check_inverse(flow: nn.Module, x: Tensor, context: Tensor | None = None, *, tolerance: float = 1e-6) -> None:
+    """decode(encode(x)) is x."""
+    model = wrap(flow)
+    model.initialize(x, context)
+    with torch.no_grad():
+        embedded = model.plan.embed(context)
+        latents, _ = model.plan.encode(x, embedded)
+        _assert_close(model.plan.decode(latents, embedded), x, tolerance, "decode(encode(x)) against x")
+
+
+def check_copies(flow: nn.Module, x: Tensor, context: Tensor | None = None) -> None:
+    """deepcopy and pickle give a model of its own, with the same values."""
+    model = wrap(flow)
+    model.initialize(x, context)
+    model.log_prob(x, context)
+    copies: Sequence[EBFlow] = (copy.deepcopy(model), pickle.loads(pickle.dumps(model)))  # our own bytes, not a file
+    for copied in copies:
+        assert torch.equal(copied.log_prob(x, context), model.log_prob(x, context)), "a copy has another log_prob"
+        ours, theirs = {id(p) for p in model.parameters()}, {id(p) for p in copied.parameters()}
+        assert not ours & theirs, "a copy shares parameters"
+        modules = {id(module) for module in copied.modules()}
+        for step in copied.plan.steps:
+            if isinstance(step.module, nn.Module):
+                assert id(step.module) in modules, f"step {step.path} of a copy acts through the original"
+
+
+def check_devices(flow: nn.Module, x: Tensor, context: Tensor | None = None) -> None:
+    """Contract 7: on the meta device, no operation of a public path mixes devices, and results stay on it."""
+    model = wrap(copy.deepcopy(wrap(flow)).flow.to("meta"))
+    x = x.to("meta")
+    context = None if context is None else context.to("meta")
+    with one_device(torch.device("meta")):
+        results = [model.energy(x, context), model.score(x, context), model.log_prob(x, context)]
+        results.append(model.log_z(tuple(x.shape[1:])))
+    for result in results:
+        assert result.is_meta, f"a result is on {result.device}"
+    assert results[1].shape == x.shape, "the score has another shape than x"
+
+
+class _Watch(TorchDispatchMode):
+    """Calls a function with each operator and its arguments, before it runs."""
+
+    def __init__(self, look: Callable[[Any, list[Any]], None]) -> None:
+        super().__init__()
+        self._look = look
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        self._look(func, tree_leaves((args, kwargs or {})))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def no_factorisation() -> Iterator[None]:
+    """Lets every operator of torch raise that factorises a matrix, inverts it, or takes its determinant.
+
+    Example:
+        >>> with no_factorisation():
+        ...     torch.linalg.slogdet(torch.eye(2))
+        Traceback (most recent call last):
+        AssertionError: _linalg_slogdet was called
+    """
+
+    def look(func: Any, leaves: list[Any]) -> None:  # noqa: ANN401
+        name = func._schema.name.removeprefix("aten::")
+        assert name not in _FACTORISATIONS, f"{name} was called"
+
+    with _Watch(look):
+        yield
+
+
+@contextmanager
+def one_device(device: torch.device) -> Iterator[None]:
+    """Lets every operator raise that takes tensors of another device. Scalars of the CPU may join, as on CUDA."""
+
+    def look(func: Any, leaves: list[Any]) -> None:  # noqa: ANN401
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if len(tensors) > 1:
+            strangers = [t for t in tensors if t.device != device and not (t.dim() == 0 and t.device.type == "cpu")]
+            assert not strangers or len(strangers) == len(tensors), (
+                f"{func._schema.name} mixes {device} with {strangers[0].device} (shape {tuple(strangers[0].shape)})"
+            )
+
+    with _Watch(look):
+        yield
+
+
+def _forbidden(path: str) -> Callable[..., Any]:
+    def raises(*_: object) -> None:
+        raise AssertionError(f"energy() asked for the log-det of linear step {path}")
+
+    return raises
+
+
+def _assert_close(ours: Tensor, theirs: Tensor, tolerance: float, what: str) -> None:
+    assert ours.shape == theirs.shape, f"{what}: shapes {tuple(ours.shape)} and {tuple(theirs.shape)}"
+    difference = ((ours - theirs).abs() / (1.0 + theirs.abs())).max().item() if ours.numel() else 0.0
+    assert difference <= tolerance, f"{what}: relative difference {difference:.1e}, allowed {tolerance:.1e}"

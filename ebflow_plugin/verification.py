@@ -1,0 +1,294 @@
+"""verify(): a numeric self-check of a wrapped flow on the user's own data.
+
+The classification goes by class, since a probe of numbers can be fooled (a coupling that starts at zero looks linear).
+This is the other half: what the classification claims is measured, on copies of the flow, in float64, at the data
+and near it, and once more after every parameter was moved.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ebflow_plugin.errors import InputError, VerificationError
+from ebflow_plugin.plan import LinearStep, Plan, Step, Value
+from ebflow_plugin.wrapper import EBFlow, refuse_non_finite, wrap
+
+__all__ = ["Check", "VerificationReport", "verify"]
+
+_JACOBIAN_LIMIT = 128  # elements of an event up to which whole Jacobians are taken
+
+
+@dataclass(frozen=True)
+class Check:
+    """One claim, and what was measured.
+
+    Attributes:
+        name: The claim.
+        passed: Whether it holds; None if it could not be measured.
+        detail: The numbers, or why it could not be measured.
+        path: The step that it is about; empty for the whole model.
+    """
+
+    name: str
+    passed: bool | None
+    detail: str
+    path: str = ""
+
+
+@dataclass(frozen=True)
+class VerificationReport:
+    """All checks of :func:`verify`. Prints as a table; truthy if nothing failed."""
+
+    checks: tuple[Check, ...]
+
+    @property
+    def failures(self) -> tuple[Check, ...]:
+        """The checks that failed."""
+        return tuple(check for check in self.checks if check.passed is False)
+
+    def __bool__(self) -> bool:
+        return not self.failures
+
+    def __iter__(self) -> Iterator[Check]:
+        return iter(self.checks)
+
+    def __str__(self) -> str:
+        words = {True: "ok", False: "FAILED", None: "not measured"}
+        rows = [(words[check.passed], check.name, check.path, check.detail) for check in self.checks]
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join((*lines, f"{len(self.checks) - len(self.failures)} of {len(self.checks)} checks hold"))
+
+
+def verify(flow: Any, x: Tensor, context: Tensor | None = None) -> VerificationReport:  # noqa: ANN401
+    """Checks on your own batch that the wrapped flow is what it claims to be.
+
+    Measured are: that log_prob equals the flow's own and -energy - log Z; that samples of a batch do not influence
+    each other; that each linear step is affine; that each log-det matches autograd's Jacobian (small events); that a
+    second backward works and agrees with finite differences. The flow is copied first: neither its parameters nor
+    the state of a fresh ActNorm change.
+
+    Arguments:
+        flow: What :func:`~ebflow_plugin.wrap` takes, or an :class:`~ebflow_plugin.EBFlow`.
+        x: A few data points, with shape ``(B, *)``; at least two.
+        context: Their context.
+
+    Returns:
+        A report that prints as a table.
+
+    Raises:
+        InputError: If x or the context holds NaN or inf: how many, and where the first one stands.
+        VerificationError: If a check fails; the message is the report and names the step.
+
+    Example:
+        >>> import ebflow_plugin as ebf
+        >>> from nflows import distributions, flows, transforms
+        >>> flow = flows.Flow(transforms.LULinear(2), distributions.StandardNormal([2]))
+        >>> report = ebf.verify(flow, torch.randn(4, 2))
+        >>> bool(report), len(report.failures)
+        (True, 0)
+    """
+    model = flow if isinstance(flow, EBFlow) else wrap(flow)
+    model._check(x, context)
+    if x.shape[0] < 2:
+        raise InputError(f"verify needs at least two data points, got {x.shape[0]}")
+    refuse_non_finite("x", x)
+    if context is not None and context.is_floating_point():
+        refuse_non_finite("context", context)
+    report = VerificationReport(tuple(_checks(model, x.detach(), None if context is None else context.detach())))
+    if not report:
+        raise VerificationError(f"{len(report.failures)} checks failed\n{report}")
+    return report
+
+
+def _checks(model: EBFlow, x: Tensor, context: Tensor | None) -> Iterator[Check]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        copied = copy.deepcopy(model)
+        copied.plan.initialize(x, context)
+        yield from _attempt("log_prob equals the flow's own", lambda: _own_log_prob(copied, x, context))
+        yield from _attempt("log_prob = -energy - log Z", lambda: _invariant(copied, x, context))
+        yield from _attempt("samples do not influence each other", lambda: _independence(copied, x, context))
+        try:
+            double, x, context = _in_float64(copied, x, context)
+        except Exception as error:  # a model with float32 written into it; say so and go on without it
+            yield Check("derivatives", None, f"the flow does not run in float64: {error}")
+            return
+        yield from _step_checks(double.plan, x, context, "")
+        yield from _attempt("second backward agrees with finite differences", lambda: _curvature(double, x, context))
+        _move_parameters(double)
+        yield from _step_checks(double.plan, x, context, ", parameters moved")
+
+
+def _attempt(name: str, measure: Callable[[], Iterator[Check]]) -> Iterator[Check]:
+    """Runs one check; an error inside it is its result."""
+    try:
+        yield from measure()
+    except Exception as error:
+        notes = " ".join(getattr(error, "__notes__", ()))
+        yield Check(name, False, f"{type(error).__name__}: {error} {notes}".strip())
+
+
+def _compare(name: str, ours: Tensor, theirs: Tensor, tolerance: float, path: str = "") -> Check:
+    """The largest difference, relative to the size of the numbers."""
+    difference = ((ours - theirs).abs() / (1.0 + theirs.abs())).max() if ours.numel() else ours.new_zeros(())
+    return Check(name, bool(difference <= tolerance), f"largest relative difference {difference.item():.1e}", path)
+
+
+def _tolerance(x: Tensor) -> float:
+    return 1e-3 if x.dtype != torch.float64 else 1e-8
+
+
+@torch.no_grad()
+def _own_log_prob(model: EBFlow, x: Tensor, context: Tensor | None) -> Iterator[Check]:
+    name = "log_prob equals the flow's own"
+    ours = model.log_prob(x, context)
+    try:
+        theirs = model._adapter.own_log_prob(model.flow, x, context)
+    except Exception as error:  # nflows cannot invert its NaiveLinear, for one: nothing to compare with
+        yield Check(name, None, f"the flow's own log_prob raises {type(error).__name__}: {error}")
+        return
+    # 1e-6 in float64: nflows has the log-det of its LeakyReLU in float32 whatever the model is in
+    yield _compare(name, ours, theirs, max(_tolerance(x), 1e-6))
+
+
+@torch.no_grad()
+def _invariant(model: EBFlow, x: Tensor, context: Tensor | None) -> Iterator[Check]:
+    total = -model.energy(x, context) - model.log_z(tuple(x.shape[1:]))
+    yield _compare("log_prob = -energy - log Z", model.log_prob(x, context), total, _tolerance(x))
+
+
+@torch.no_grad()
+def _independence(model: EBFlow, x: Tensor, context: Tensor | None) -> Iterator[Check]:
+    halves = [slice(0, len(x) // 2), slice(len(x) // 2, len(x))]
+    parts = [model.energy(x[half], None if context is None else context[half]) for half in halves]
+    yield _compare("samples do not influence each other", torch.cat(parts), model.energy(x, context), _tolerance(x))
+
+
+def _in_float64(model: EBFlow, x: Tensor, context: Tensor | None) -> tuple[EBFlow, Tensor, Tensor | None]:
+    double = copy.deepcopy(model).double()
+    x = x.double()
+    context = context.double() if context is not None and context.is_floating_point() else context
+    double.energy(x, context)
+    return double, x, context
+
+
+def _move_parameters(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+
+
+def _step_checks(plan: Plan, x: Tensor, context: Tensor | None, when: str) -> Iterator[Check]:
+    """Affinity of the linear steps, and log-dets against autograd, each at the values that reach the step."""
+    reached: list[tuple[Step, Value]] = []
+    try:
+        with torch.no_grad():
+            context = plan.embed(context)
+            plan.encode(x, context, visit=lambda step, value: reached.append((step, value)))
+    except Exception as error:  # moved parameters can leave the domain of a later step: the others are checked
+        if not when:
+            raise
+        yield Check(f"every step runs{when}", None, f"{type(error).__name__}: {error}")
+    for step, value in reached:
+        if isinstance(step, LinearStep):
+            name = f"linear step is affine{when}"
+            yield from _attempt(name, lambda step=step, value=value: _affinity(step, value, name))  # type: ignore[misc]
+        if sum(part[0].numel() for part in _parts(value)) <= _JACOBIAN_LIMIT:
+            name = f"log-det matches autograd{when}"
+            yield from _attempt(name, lambda step=step, value=value: _log_det(step, value, context, name))  # type: ignore[misc]
+
+
+def _parts(value: Value) -> tuple[Tensor, ...]:
+    return (value,) if isinstance(value, Tensor) else value
+
+
+def _flat(value: Value) -> Tensor:
+    return torch.cat([part.flatten(1) for part in _parts(value)], dim=1)
+
+
+def _on_flat(step: Step, value: Value, context: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """The step as a function of flat rows, whatever it takes and gives."""
+    shapes = [part.shape[1:] for part in _parts(value)]
+
+    def function(rows: Tensor) -> Tensor:
+        pieces = rows.split([shape.numel() for shape in shapes], dim=1)
+        parts = tuple(piece.reshape(-1, *shape) for piece, shape in zip(pieces, shapes, strict=True))
+        return _flat(step.encode(parts[0] if len(parts) == 1 else parts, context)[0])
+
+    return function
+
+
+def _affinity(step: Step, value: Value, name: str) -> Iterator[Check]:
+    """f(b) - f(a) = J(a)(b - a) = J(b)(b - a) between each point and the next."""
+    function = _on_flat(step, value, None)
+    here = _flat(value).detach()
+    there = here.roll(1, 0)
+    moved = function(there) - function(here)
+    tangents = [torch.autograd.functional.jvp(function, point, there - here)[1] for point in (here, there)]
+    yield _compare(name, torch.cat(tangents), torch.cat([moved, moved]), 1e-6, step.path)
+
+
+def _log_det(step: Step, value: Value, context: Tensor | None, name: str) -> Iterator[Check]:
+    rows = range(min(2, len(_parts(value)[0])))
+    ours, theirs = [], []
+    for row in rows:
+        one = tuple(part[row : row + 1].detach() for part in _parts(value))
+        single: Value = one[0] if len(one) == 1 else one
+        condition = None if context is None else context[row : row + 1]
+        jacobian = torch.autograd.functional.jacobian(_on_flat(step, single, condition), _flat(single))
+        theirs.append(torch.linalg.slogdet(jacobian.squeeze(2).squeeze(0))[1])
+        if isinstance(step, LinearStep):
+            ours.append(torch.as_tensor(step.log_det(tuple(tuple(part.shape[1:]) for part in one))).to(theirs[-1]))
+        else:
+            log_det = step.encode(single, condition)[1]
+            assert log_det is not None
+            ours.append(log_det[0])
+    yield _compare(name, torch.stack(ours).detach(), torch.stack(theirs), 1e-5, step.path)
+
+
+def _curvature(model: EBFlow, x: Tensor, context: Tensor | None) -> Iterator[Check]:
+    """v·H v of the energy by two backwards, against a difference of scores."""
+    name, step_size = "second backward agrees with finite differences", 1e-5
+    with _frozen(model):
+        direction = torch.randn_like(x)
+        point = x.clone().requires_grad_()
+        score = model.score(point, context)
+        (product,) = torch.autograd.grad((score * direction).sum(), point, allow_unused=True)
+        product = torch.zeros_like(x) if product is None else product
+        ahead, behind = (model.score(x + sign * step_size * direction, context) for sign in (1, -1))
+        difference = (ahead - behind).detach() / (2 * step_size)
+    close = _compare(name, product, difference, 1e-3)
+    if not close.passed:
+        worst = int((product - difference).abs().flatten(1).amax(1).argmax())
+        yield Check(name, False, f"{close.detail}, worst at row {worst}: {_suspects(model)}")
+        return
+    yield close
+
+
+def _suspects(model: EBFlow) -> str:
+    paths = [f"{step.path} ({step.smoothness})" for step in model.plan.steps if step.smoothness != "smooth"]
+    return "steps that are not smooth: " + (", ".join(paths) or "none")
+
+
+@contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """No parameter gradients: they are not looked at, and cost memory."""
+    states = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        for parameter, _ in states:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter, state in states:
+            parameter.requires_grad_(state)
+
+
