@@ -22,18 +22,24 @@ from ebflow_plugin.errors import (
     UnsupportedStepError,
     VerificationError,
 )
+from ebflow_plugin.preprocess import Dequantize, Logit, Rescale
 from ebflow_plugin.report import FlowReport
 from ebflow_plugin.version import __version__
+from ebflow_plugin.surgery import smooth, unconstrain
+from ebflow_plugin.verification import verify
 from ebflow_plugin.wrapper import EBFlow, describe, wrap
 
 __all__ = [
     "AdapterError",
+    "Dequantize",
     "EBFlow",
     "EBFlowError",
     "FlowReport",
     "InputError",
+    "Logit",
     "NoInverseError",
     "NotAFlowError",
+    "Rescale",
     "SingularError",
     "UnknownNameError",
     "UnsupportedStepError",
@@ -43,5 +49,8 @@ __all__ = [
     "register_container",
     "register_linear",
     "register_nonlinear",
+    "smooth",
+    "unconstrain",
+    "verify",
     "wrap",
 ]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import entry_points
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -83,12 +84,15 @@ class Adapter(ABC):
         flows: What can be wrapped, for the message about an object that cannot.
         opaque: How the library calls a module whose inside nobody knows.
         inverted: Whether the density direction is a module's ``inverse``.
+        constrained: The linear classes that :func:`~ebflow_plugin.unconstrain` replaces, each with a function that
+            tells a module's number of features and whether these are channels of images.
     """
 
     name: str
     flows: str
     opaque: type[OpaqueStep]
     inverted: bool = False
+    constrained: Mapping[str, Callable[[Any], tuple[int, bool]]] = MappingProxyType({})
 
     @abstractmethod
     def is_flow(self, model: object) -> bool:
@@ -109,6 +113,18 @@ class Adapter(ABC):
 
     def release(self, flow: nn.Module) -> None:
         """Drops what the library keeps between calls and what cannot be copied (nflows' linear caches)."""
+
+    @abstractmethod
+    def full_layer(self, features: int, images: bool) -> nn.Module:
+        """A FullLinear, or a 1 × 1 FullConv2d, of this library."""
+
+    @abstractmethod
+    def inverse_of(self, module: nn.Module) -> nn.Module:
+        """The library's container that runs a module backwards."""
+
+    def unit(self, flow: nn.Module, path: str, inverted: bool) -> tuple[str, bool]:
+        """The module to replace when the step at a path is, and whether data passes through its inverse."""
+        return path, inverted
 
     def walk(self, module: Any, path: str, inverted: bool, overrides: Mapping[str, str]) -> Iterator[Step]:  # noqa: ANN401
         """Gives the steps of a module in density order, walking into containers.

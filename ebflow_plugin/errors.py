@@ -65,7 +65,7 @@ def suggest(name: str, known: Iterable[str]) -> str:
         >>> suggest("smm", ["dsm", "ssm"])
         "Did you mean 'ssm'? Valid names: dsm, ssm."
     """
-    names = sorted(known)
+    names = sorted(map(str, known))
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f"Did you mean {near[0]!r}? " if near else ""
     return f"{hint}Valid names: {', '.join(names) or 'none'}."

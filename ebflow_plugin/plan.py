@@ -26,7 +26,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 
-from ebflow_plugin.conditioners import Smoothness, unsteady_parts
+from ebflow_plugin.conditioners import Smoothness, smoothness_of, unsteady_parts
 from ebflow_plugin.errors import EBFlowError, NoInverseError, SingularError, UnsupportedStepError
 
 __all__ = ["Base", "LinearStep", "Linearity", "NonlinearStep", "Plan", "RefusedStep", "Shape", "Step", "Value", "per_sample"]
@@ -257,6 +257,11 @@ class Base(ABC):
         """Path, class and origin, as error messages show them."""
         return f"{self.path}  {self.class_name} ({type(self.module).__module__})"
 
+    @property
+    def smoothness(self) -> Smoothness:
+        """What the base does to the score."""
+        return smoothness_of(self.module)
+
     def refusal(self) -> str | None:
         """Says why the base cannot be part of an energy in its present mode, or gives None."""
         return next((why for part in self._unsteady if (why := part())), None)
@@ -345,7 +350,10 @@ class Plan:
         for step in self.steps:
             shapes, stack = tuple(stack[-step.takes :]), stack[: -step.takes]
             if isinstance(step, LinearStep):
-                yield step, step.log_det(shapes)
+                try:
+                    yield step, step.log_det(shapes)
+                except SingularError:  # the layer saw it first; log_z says which layers these are
+                    yield step, float("-inf")
             stack.extend(step.encoded_shapes(shapes))
 
     def log_z(self, event_shape: Shape, like: Tensor) -> Tensor:

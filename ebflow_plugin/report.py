@@ -43,7 +43,8 @@ class FlowReport:
         base: The class of the base density.
         adapter: The library, as the adapter calls it.
         inside: Where the flow stood in the object that was given; empty if it was the object.
-        determinants: How many dense determinants of each size ``energy()`` skips.
+        determinants: Size and number of the dense determinants that ``energy()`` skips.
+        preprocessing: How many leading steps score matching leaves out (MaP).
     """
 
     rows: tuple[Row, ...]
@@ -51,15 +52,17 @@ class FlowReport:
     adapter: str
     inside: str = ""
     determinants: tuple[tuple[int, int], ...] = ()
+    preprocessing: int = 0
 
     @classmethod
-    def of(cls, plan: Plan, inside: str = "") -> FlowReport:
+    def of(cls, plan: Plan, inside: str = "", preprocessing: int = 0) -> FlowReport:
         """Reads a plan."""
         sizes = Counter(step.determinant for step in plan.steps if isinstance(step, LinearStep) and step.determinant)
         shapes = plan.base.shapes
         base = plan.base.class_name + (f" {' + '.join(map(str, shapes))}" if shapes else "")
         rows = tuple(_row(step) for step in plan.steps)
-        return cls(rows, base, plan.adapter, inside, tuple(sorted(sizes.items(), reverse=True)))  # type: ignore[arg-type]
+        determinants = tuple(sorted(((size, n) for size, n in sizes.items() if size), reverse=True))
+        return cls(rows, base, plan.adapter, inside, determinants, preprocessing)
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
@@ -88,6 +91,8 @@ class FlowReport:
             parts.append(f"energy() skips {' and '.join(skipped)}")
         else:
             parts.append("energy() skips no dense determinant")
+        if self.preprocessing:
+            parts.append(f"score matching begins behind {self.rows[self.preprocessing - 1].path} (MaP)")
         return "; ".join(parts)
 
     def __str__(self) -> str:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from ebflow_plugin.conditioners import Smoothness
 from ebflow_plugin.errors import InputError
-from ebflow_plugin.linalg import KeptLU
+from ebflow_plugin.linalg import Dense, Solver
 from ebflow_plugin.memo import Memo
 from ebflow_plugin.plan import LinearStep, NonlinearStep, Shape, Shapes
 
@@ -26,6 +26,7 @@ __all__ = [
     "FullStep",
     "IdentityStep",
     "InitialisedAffineStep",
+    "IsometryStep",
     "MatrixStep",
     "PermutationStep",
     "SqueezeStep",
@@ -44,20 +45,25 @@ def summed(log_derivative: Tensor) -> Tensor:
     return log_derivative.flatten(1).sum(1)
 
 
-class IdentityStep(LinearStep):
+class IsometryStep(LinearStep):
+    """A linear step that keeps distances (a translation, a reordering, a split, a reflection): its log-det is 0."""
+
+    cost = "0"
+
+    def log_abs_det(self, shape: Shape) -> float:  # noqa: D102
+        return 0.0
+
+
+class IdentityStep(IsometryStep):
     """y = x."""
 
     reason = "identity"
-    cost = "0"
 
     def apply(self, x: Tensor) -> Tensor:  # noqa: D102
         return x
 
     def invert(self, y: Tensor) -> Tensor:  # noqa: D102
         return y
-
-    def log_abs_det(self, shape: Shape) -> float:  # noqa: D102
-        return 0.0
 
 
 class ElementwiseAffineStep(LinearStep):
@@ -133,11 +139,10 @@ class InitialisedAffineStep(ElementwiseAffineStep):
         self._ready.clear()
 
 
-class PermutationStep(LinearStep):
+class PermutationStep(IsometryStep):
     """y is x with the entries of one dimension in another order. O(D), log-det 0."""
 
     reason = "permutation"
-    cost = "0"
 
     @abstractmethod
     def order(self) -> tuple[Tensor, int]:
@@ -151,20 +156,16 @@ class PermutationStep(LinearStep):
         order, dim = self.order()
         return self._select(y, torch.argsort(order), dim)
 
-    def log_abs_det(self, shape: Shape) -> float:  # noqa: D102
-        return 0.0
-
     def _select(self, x: Tensor, order: Tensor, dim: int) -> Tensor:
         if x.dim() <= dim or x.shape[dim] != len(order):
             raise InputError(f"{self.where} permutes {len(order)} entries of dimension {dim}, got {tuple(x.shape)}")
         return torch.index_select(x, dim, order)
 
 
-class SqueezeStep(LinearStep):
+class SqueezeStep(IsometryStep):
     """Trades a square of ``factor²`` pixels for ``factor²`` times the channels. Log-det 0."""
 
     reason = "reordering"
-    cost = "0"
     factor = 2
 
     def apply(self, x: Tensor) -> Tensor:  # noqa: D102
@@ -172,9 +173,6 @@ class SqueezeStep(LinearStep):
 
     def invert(self, y: Tensor) -> Tensor:  # noqa: D102
         return F.pixel_shuffle(y, self.factor)
-
-    def log_abs_det(self, shape: Shape) -> float:  # noqa: D102
-        return 0.0
 
     def forward_shapes(self, shapes: Shapes) -> Shapes:  # noqa: D102
         ((channels, height, width),) = shapes
@@ -195,7 +193,7 @@ class MatrixStep(LinearStep):
 
     def __init__(self, module: Any, path: str, inverted: bool = False) -> None:  # noqa: ANN401
         super().__init__(module, path, inverted)
-        self._lu = KeptLU()
+        self._solver: Memo[Solver] = Memo()
 
     @abstractmethod
     def weight(self) -> Tensor:
@@ -213,7 +211,13 @@ class MatrixStep(LinearStep):
         return multiply(x, self.weight(), self.bias())
 
     def invert(self, y: Tensor) -> Tensor:  # noqa: D102
-        return pixelwise(lambda rows: self._lu.solve(self.weight(), rows), subtract(y, self.bias()))
+        return pixelwise(self._inverse(), subtract(y, self.bias()))
+
+    def _inverse(self) -> Solver:
+        weight = self.weight()
+        if weight.requires_grad and torch.is_grad_enabled():
+            return Dense(weight).inverse()
+        return self._solver.get(list(self.module.parameters()), lambda: Dense(weight.detach()).inverse())
 
     def log_abs_det(self, shape: Shape) -> Tensor:  # noqa: D102
         return torch.linalg.slogdet(self.weight())[1] * prod(shape[1:])

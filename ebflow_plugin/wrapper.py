@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import log
 from typing import Any
 
 import torch
@@ -13,7 +15,9 @@ from ebflow_plugin.discovery import Found, find_flow
 from ebflow_plugin.errors import InputError, UnsupportedStepError
 from ebflow_plugin.normalizer import Normalizer
 from ebflow_plugin.plan import Plan, Shape
+from ebflow_plugin.preprocess import Dequantize, DequantizeStep, boundary, preprocessing_steps
 from ebflow_plugin.report import FlowReport
+from ebflow_plugin.sampling import draw
 
 __all__ = ["EBFlow", "describe", "wrap"]
 
@@ -21,6 +25,8 @@ __all__ = ["EBFlow", "describe", "wrap"]
 def wrap(
     flow: Any,  # noqa: ANN401
     *,
+    match_after: str | int | None = "auto",
+    preprocess: Sequence[nn.Module] = (),
     strict: bool = False,
     overrides: Mapping[str, str] | None = None,
     check_finite: bool = False,
@@ -32,6 +38,11 @@ def wrap(
     Arguments:
         flow: A flow of a library that an adapter knows (nflows and its forks, normflows), or an object that holds
             exactly one (sbi's density estimators, nessai's ``FlowModel``).
+        match_after: Where the variable begins that score matching sees (MaP): behind the step with this path or
+            index; behind the leading fixed steps that end in a logit or similar (``"auto"``); or at the data (None).
+            ``log_prob``, ``energy`` and ``score`` are those of the data in any case.
+        preprocess: Steps to put in front of a flow that has none: :class:`~ebflow_plugin.Dequantize`,
+            :class:`~ebflow_plugin.Rescale`, :class:`~ebflow_plugin.Logit`.
         strict: Raises on transforms of unknown class. By default they keep their own log-det, which is exact, and
             one warning lists them.
         overrides: ``"linear"`` or ``"nonlinear"`` by path in the flow, for transforms that you know better.
@@ -53,7 +64,8 @@ def wrap(
         (torch.Size([5]), torch.Size([5, 2]))
     """
     found = find_flow(flow)
-    plan = found.adapter.plan(found.flow, dict(overrides or {}))
+    options = _Options(match_after, tuple(preprocess), dict(overrides or {}), check_finite)
+    plan = options.plan(found)
     plan.refuse()
     unknown = [f"{step.where}: {step.reason}" for step in plan.steps if not step.known]
     if unknown:
@@ -66,7 +78,7 @@ def wrap(
         if strict:
             raise UnsupportedStepError(message)
         warnings.warn(message, stacklevel=2)
-    return EBFlow(found, plan, dict(overrides or {}), check_finite)
+    return EBFlow(found, options)
 
 
 def describe(flow: Any, *, overrides: Mapping[str, str] | None = None) -> FlowReport:  # noqa: ANN401
@@ -82,7 +94,23 @@ def describe(flow: Any, *, overrides: Mapping[str, str] | None = None) -> FlowRe
         [('_transform', 'linear')]
     """
     found = find_flow(flow)
-    return FlowReport.of(found.adapter.plan(found.flow, dict(overrides or {})), found.inside)
+    plan = found.adapter.plan(found.flow, dict(overrides or {}))
+    return FlowReport.of(plan, found.inside, boundary(plan, "auto"))
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What :func:`wrap` was asked for: enough to build the plan of a copy again."""
+
+    match_after: str | int | None = "auto"
+    preprocess: tuple[nn.Module, ...] = ()
+    overrides: dict[str, str] = field(default_factory=dict)
+    check_finite: bool = False
+    skipped: int = 0  # how many leading steps a core leaves to its model
+
+    def plan(self, found: Found) -> Plan:
+        plan = found.adapter.plan(found.flow, self.overrides)
+        return replace(plan, steps=(*preprocessing_steps(self.preprocess), *plan.steps)[self.skipped :])
 
 
 class EBFlow(nn.Module):
@@ -90,23 +118,34 @@ class EBFlow(nn.Module):
 
     Attributes:
         flow: The user's own flow, the same object.
-        check_finite: Whether every input is searched for NaN and inf.
+        core: The energy-based flow of the matched variable, which objectives train; the model itself where there is
+            no preprocessing. It has the same parameters.
+        plan: The steps from data to noise.
     """
 
-    def __init__(self, found: Found, plan: Plan, overrides: dict[str, str], check_finite: bool = False) -> None:
+    core: EBFlow
+
+    def __init__(self, found: Found, options: _Options) -> None:
         super().__init__()
         self.flow = found.flow
-        self.check_finite = check_finite
+        self.preprocessing = nn.ModuleList(options.preprocess)
         self.training = found.flow.training
         self._inside = found.inside
-        self._overrides = overrides
+        self._options = options
         self._seen: tuple[Shape, torch.device, torch.dtype] | None = None
-        self._settle(found, plan)
+        self._settle(found)
 
-    def _settle(self, found: Found, plan: Plan) -> None:
+    def _settle(self, found: Found) -> None:
+        """Makes what refers to the flow's modules from outside, and is never copied with them."""
         self._adapter = found.adapter
-        self.plan = plan
-        self._normalizer = Normalizer(plan)
+        self.plan = self._options.plan(found)
+        self._normalizer = Normalizer(self.plan)
+        count = boundary(self.plan, self._options.match_after)
+        self._prefix = replace(self.plan, steps=self.plan.steps[:count])
+        core: EBFlow = self
+        if count:
+            core = EBFlow(found, replace(self._options, match_after=None, preprocess=(), skipped=count))
+        self.__dict__["core"] = core  # past nn.Module: the core's parameters are the flow's, and are not listed twice
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         """:meth:`energy`, so that any library's losses and samplers for energy-based models take the model."""
@@ -124,7 +163,7 @@ class EBFlow(nn.Module):
         Returns:
             Energies, with shape ``(B,)``.
         """
-        self._check(x, context)
+        x = self._check(x, context)
         self.plan.refuse()
         self._seen = tuple(x.shape[1:]), x.device, x.dtype
         if x.shape[0] == 0:
@@ -137,12 +176,12 @@ class EBFlow(nn.Module):
         It carries a graph if grad mode is on, so that losses of the score can be trained. One forward and one
         backward pass.
         """
+        x = self._check(x, context)
         with torch.inference_mode(False):
             differentiable = torch.is_grad_enabled()
             with torch.enable_grad():
                 if not (differentiable and x.requires_grad):
-                    x = x.clone().detach() if x.is_inference() else x.detach()
-                    x = x.requires_grad_() if x.is_floating_point() else x
+                    x = (x.clone() if x.is_inference() else x).detach().requires_grad_()
                 (gradient,) = torch.autograd.grad(self.energy(x, context).sum(), x, create_graph=differentiable)
         return -gradient
 
@@ -175,9 +214,7 @@ class EBFlow(nn.Module):
         return self._normalizer.exact(tuple(shape), self._like())
 
     @torch.no_grad()
-    def sample(
-        self, n: int, context: Tensor | None = None, *, generator: torch.Generator | None = None
-    ) -> Tensor:
+    def sample(self, n: int, context: Tensor | None = None, *, generator: torch.Generator | None = None) -> Tensor:
         """Draws samples by the inverse of each step, without gradients.
 
         Arguments:
@@ -191,8 +228,6 @@ class EBFlow(nn.Module):
         Raises:
             NoInverseError: If a step has no inverse; it names the step.
         """
-        from ebflow_plugin.sampling import draw
-
         self.plan.refuse()
         return draw(self.plan, n, context, generator, self._like())
 
@@ -202,14 +237,48 @@ class EBFlow(nn.Module):
         Each layer is initialised exactly once: layers that are initialised already, by an earlier call, by training
         or by a loaded checkpoint, stay as they are.
         """
-        self._check(x, context)
+        x = self._check(x, context)
         self.plan.refuse()
         self.plan.initialize(x, context)
+
+    @torch.no_grad()
+    def preprocess(self, x: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        """Takes the fixed steps in front of the matched variable, without gradients.
+
+        Arguments:
+            x: Data, with shape ``(B, *)``.
+            generator: Draws the noise of a :class:`~ebflow_plugin.Dequantize`.
+
+        Returns:
+            The matched variable, and the log-det of the way to it with shape ``(B,)``, so that
+            ``log_prob(x) == core.log_prob(u) + log_det``.
+        """
+        x = self._check(x, None)
+        noisy = next((step for step in self._prefix.steps if isinstance(step, DequantizeStep)), None)
+        if noisy is not None:
+            noisy.generator = generator
+        try:
+            (matched,), log_det = self._prefix.encode(x)
+        finally:
+            if noisy is not None:
+                noisy.generator = None
+        total = x.new_zeros(len(x)) if log_det is None else log_det
+        for _, constant in self._prefix.log_dets(tuple(x.shape[1:])):
+            total = total + constant
+        return matched, total
+
+    def bits_per_dim(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        """Computes -log2 p(x) / D, with shape ``(B,)``: bits per dimension, in the units of x.
+
+        With a :class:`~ebflow_plugin.Dequantize` in front, x are integers, and this is an upper bound (in the
+        mean over the noise) on the bits that the integers cost.
+        """
+        return -self.log_prob(x, context) / (max(1, x[:1].numel()) * log(2.0))
 
     @property
     def report(self) -> FlowReport:
         """What was found in the flow, as :func:`describe` reports it."""
-        return FlowReport.of(self.plan, self._inside)
+        return FlowReport.of(self.plan, self._inside, len(self._prefix.steps))
 
     def _like(self) -> Tensor:
         """An empty tensor with the device and dtype of the flow, or of the data if the flow has no parameters."""
@@ -222,18 +291,23 @@ class EBFlow(nn.Module):
     def _anchor(self) -> Tensor | None:
         return next((parameter for parameter in self.flow.parameters() if parameter.is_floating_point()), None)
 
-    def _check(self, x: Tensor, context: Tensor | None) -> None:
-        """Refuses input that the flow cannot take, in our words, from flags and shapes alone."""
+    def _check(self, x: Tensor, context: Tensor | None) -> Tensor:
+        """Refuses input that the flow cannot take, in our words, from flags and shapes alone. Gives x to go on with."""
         if not isinstance(x, Tensor):
             raise InputError(f"x must be a tensor, got {type(x).__name__}")
+        anchor = self._anchor()
         if not x.is_floating_point():
-            raise InputError(f"x must be floating point, got {x.dtype}; dequantize integer data, or cast it")
+            if not (self.preprocessing and isinstance(self.preprocessing[0], Dequantize)) or x.is_complex():
+                raise InputError(
+                    f"x must be floating point, got {x.dtype}; wrap the flow with preprocess=[Dequantize(levels), …] "
+                    "for integer data, or cast it"
+                )
+            x = x.to(torch.get_default_dtype() if anchor is None else anchor.dtype)
         expected, shape = self.plan.event_shape, tuple(x.shape)
         if x.dim() < 2 or (expected is not None and shape[1:] != expected):
             wanted = "(B, *)" if expected is None else f"(B, {', '.join(map(str, expected))})"
             hint = "; add the batch dimension with x.unsqueeze(0)" if shape == expected or x.dim() == 1 else ""
             raise InputError(f"x must have shape {wanted}, got {shape}{hint}")
-        anchor = self._anchor()
         if anchor is not None:
             if x.device != anchor.device:
                 raise InputError(f"x is on {x.device}, the flow is on {anchor.device}; move one with .to()")
@@ -246,20 +320,23 @@ class EBFlow(nn.Module):
                 raise InputError(f"context must have {x.shape[0]} rows, as x has, got shape {tuple(context.shape)}")
             if context.device != x.device:
                 raise InputError(f"context is on {context.device}, x is on {x.device}; move one with .to()")
-        if self.check_finite:
+            if anchor is not None and context.is_floating_point() and context.dtype != anchor.dtype:
+                raise InputError(f"context is {context.dtype}, the flow is {anchor.dtype}; cast one with .to()")
+        if self._options.check_finite:
             for name, tensor in (("x", x), ("context", context)):
                 if tensor is not None:
                     refuse_non_finite(name, tensor)
+        return x
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out what refers to the flow's modules from outside: it is rebuilt from the copy (or the file)."""
+        """Leaves out what refers to the flow's modules from outside: it is made anew for the copy."""
         self._adapter.release(self.flow)
-        return {key: value for key, value in self.__dict__.items() if key not in ("plan", "_normalizer", "_adapter")}
+        left_out = ("plan", "core", "_prefix", "_normalizer", "_adapter")
+        return {key: value for key, value in self.__dict__.items() if key not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        found = find_flow(self.flow)
-        self._settle(found, found.adapter.plan(found.flow, self._overrides))
+        self._settle(find_flow(self.flow))
 
 
 def refuse_non_finite(name: str, tensor: Tensor) -> None:

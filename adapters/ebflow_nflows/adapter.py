@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
@@ -68,6 +69,7 @@ RULES: dict[str, Rule] = {
     "ActNorm": steps.ActNormStep,
     "FullLinear": FullStep,
     "FullConv2d": FullStep,
+    "Inverted": Container(inverse),
     # nonlinear
     "SmoothLeakyReLU": ActivationStep,
     "Tanh": steps.TanhStep,
@@ -112,6 +114,15 @@ class NflowsAdapter(Adapter):
         "Flow(transform, StandardNormal([features]))"
     )
     opaque = steps.UnknownStep
+    constrained = MappingProxyType(
+        {
+            "LULinear": lambda module: (module.features, False),
+            "QRLinear": lambda module: (module.features, False),
+            "SVDLinear": lambda module: (module.features, False),
+            "HouseholderSequence": lambda module: (module.features, False),
+            "OneByOneConvolution": lambda module: (module.features, True),
+        }
+    )
 
     def is_flow(self, model: object) -> bool:  # noqa: D102
         return any(parent.__name__ == "Flow" and ours(parent) for parent in type(model).__mro__)
@@ -142,6 +153,24 @@ class NflowsAdapter(Adapter):
             invalidate = getattr(getattr(module, "cache", None), "invalidate", None)
             if ours(type(module)) and callable(invalidate):
                 invalidate()
+
+    def full_layer(self, features: int, images: bool) -> nn.Module:  # noqa: D102
+        from ebflow_nflows.layers import FullConv2d, FullLinear
+
+        return FullConv2d(features, kernel_size=1) if images else FullLinear(features)
+
+    def inverse_of(self, module: nn.Module) -> nn.Module:  # noqa: D102
+        from ebflow_nflows.layers import Inverted
+
+        return Inverted(module)
+
+    def unit(self, flow: nn.Module, path: str, inverted: bool) -> tuple[str, bool]:
+        """An InverseTransform around a layer goes with it: the full layer has the inverse matrix."""
+        parent = path.rpartition(".")[0]
+        while parent and type(flow.get_submodule(parent)).__name__ == "InverseTransform":
+            path, inverted = parent, not inverted
+            parent = path.rpartition(".")[0]
+        return path, inverted
 
     def own_log_prob(self, flow: Any, x: Tensor, context: Tensor | None) -> Tensor:  # noqa: ANN401, D102
         self.release(flow)

@@ -1,0 +1,116 @@
+"""The layers that nflows lacks, as nflows Transforms. They work inside a plain nflows ``Flow`` too, without wrapping it.
+
+The arithmetic is the core's (:mod:`ebflow_plugin.layers`); here it gets nflows' shape: ``forward`` is the density
+direction, and every method gives ``(value, log-det)``.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from ebflow_plugin import layers
+from ebflow_plugin.errors import AdapterError
+
+__all__ = ["FullConv2d", "FullLinear", "SmoothLeakyReLU"]
+
+
+def _transform_class() -> Any:  # noqa: ANN401
+    """The Transform that the user's flows are made of: nflows' own, or that of a fork if it stands alone."""
+    for package in ("nflows", "glasflow", "enflows", "flowcon"):
+        if find_spec(package) is not None:
+            name = "glasflow.nflows" if package == "glasflow" else package
+            return import_module(f"{name}.transforms.base").Transform
+    raise AdapterError("the layers of ebflow_nflows need nflows: pip install 'ebflow-plugin[nflows]'")
+
+
+if TYPE_CHECKING:
+    Transform = nn.Module
+else:
+    Transform = _transform_class()
+
+
+class _Linear(Transform):
+    """forward and inverse of a layer with ``transform``, ``invert`` and ``log_det(event_shape)``."""
+
+    transform: Any
+    invert: Any
+    log_det: Any
+
+    def forward(self, inputs: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Moves towards noise. Pays for the log-det, which the wrapper's energy does not ask for."""
+        log_det = self.log_det(tuple(inputs.shape[1:]))
+        return self.transform(inputs), log_det.expand(inputs.shape[0])
+
+    def inverse(self, inputs: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Moves towards data."""
+        outputs = self.invert(inputs)
+        return outputs, -self.log_det(tuple(outputs.shape[1:])).expand(inputs.shape[0])
+
+
+class Inverted(Transform):
+    """A transform run backwards, for full layers inside of an InverseTransform (nflows' own is of one package)."""
+
+    def __init__(self, transform: nn.Module) -> None:
+        super().__init__()
+        self._transform = transform
+
+    def forward(self, inputs: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The transform's inverse."""
+        result: tuple[Tensor, Tensor] = self._transform.inverse(inputs, context)
+        return result
+
+    def inverse(self, inputs: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The transform's forward."""
+        result: tuple[Tensor, Tensor] = self._transform(inputs, context)
+        return result
+
+
+class FullLinear(layers.FullLinear, _Linear):
+    __doc__ = f"""A full, unconstrained linear layer as an nflows Transform.
+
+    Example:
+        >>> import torch
+        >>> from nflows import distributions, flows
+        >>> flow = flows.Flow(FullLinear(2, init="orthogonal"), distributions.StandardNormal([2]))
+        >>> flow.log_prob(torch.zeros(3, 2)).shape
+        torch.Size([3])
+
+    {layers.FullLinear.__doc__}"""
+
+
+class FullConv2d(layers.FullConv2d, _Linear):
+    __doc__ = f"""A full, unconstrained convolution as an nflows Transform.
+
+    Example:
+        >>> import torch
+        >>> from nflows import distributions, flows
+        >>> flow = flows.Flow(FullConv2d(2, kernel_size=3), distributions.StandardNormal([2, 4, 4]))
+        >>> flow.log_prob(torch.zeros(3, 2, 4, 4)).shape
+        torch.Size([3])
+
+    {layers.FullConv2d.__doc__}"""
+
+
+class SmoothLeakyReLU(layers.SmoothLeakyReLU, Transform):
+    __doc__ = f"""A smooth, invertible activation as an nflows Transform.
+
+    Example:
+        >>> import torch
+        >>> outputs, log_det = SmoothLeakyReLU(alpha=0.3)(torch.zeros(3, 2))
+        >>> outputs.shape, log_det.shape
+        (torch.Size([3, 2]), torch.Size([3]))
+
+    {layers.SmoothLeakyReLU.__doc__}"""
+
+    def forward(self, inputs: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Moves towards noise."""
+        return self.transform(inputs), self.log_det(inputs)
+
+    def inverse(self, inputs: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Moves towards data."""
+        outputs = self.invert(inputs)
+        return outputs, -self.log_det(outputs)

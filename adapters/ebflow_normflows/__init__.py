@@ -1,0 +1,24 @@
+"""The normflows adapter of ebflow_plugin, and the layers that normflows lacks.
+
+``from ebflow_normflows import FullLinear, FullConv2d, SmoothLeakyReLU`` gives normflows Flows. normflows itself is
+imported with the first of them, so that a model of another library can be wrapped without it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ebflow_normflows.adapter import ADAPTER
+
+if TYPE_CHECKING:
+    from ebflow_normflows.layers import FullConv2d, FullLinear, SmoothLeakyReLU
+
+__all__ = ["ADAPTER", "FullConv2d", "FullLinear", "SmoothLeakyReLU"]
+
+
+def __getattr__(name: str) -> object:
+    if name in __all__:
+        from ebflow_normflows import layers
+
+        return getattr(layers, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

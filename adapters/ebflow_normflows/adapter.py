@@ -1,0 +1,305 @@
+"""The adapter for normflows: which class acts how, and how a model is walked. Imports no flow library.
+
+normflows calls the direction from noise to data ``forward``. The density direction is ``inverse``, through the flows in
+reverse order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from ebflow_normflows import linear, steps
+from ebflow_normflows.base import LevelsBase, NormflowsBase
+from ebflow_normflows.steps import ours
+from ebflow_plugin.discovery import Adapter, Child, Container, Rule
+from ebflow_plugin.errors import InputError, NotAFlowError, UnsupportedStepError
+from ebflow_plugin.plan import Plan, Step
+from ebflow_plugin.registry import resolve
+from ebflow_plugin.steps import ActivationStep, FullStep, IdentityStep, SqueezeStep
+
+
+def backwards(step: type[Step]) -> Container:
+    """The rule of a class whose *inverse* is what the step describes."""
+    return Container(lambda module: [Child("", module, inverted=True, step=step)])
+
+
+def composite(module: Any) -> Iterator[Child]:  # noqa: ANN401
+    """The members of a Composite."""
+    return (Child(f"_flows.{index}", member) for index, member in enumerate(module._flows))
+
+
+def block(module: Any) -> Iterator[Child]:  # noqa: ANN401
+    """The members of a GlowBlock."""
+    return (Child(f"flows.{index}", member) for index, member in enumerate(module.flows))
+
+
+def coupling_block(module: Any) -> Rule:  # noqa: ANN401
+    """An AffineCouplingBlock: its coupling, as one step with the split and the merge around it."""
+    kinds = [known_class(member) for member in module.flows]
+    if kinds == ["Split", "AffineCoupling", "Merge"] and module.flows[0].mode == module.flows[2].mode:
+        step = steps.whole_coupling(module.flows[0].mode)
+        return Container(lambda module: [Child("flows.1", module.flows[1], step=step)])
+    return Container(block)
+
+
+def lu_permute(module: Any) -> Iterator[Child]:  # noqa: ANN401
+    """The two parts of a LULinearPermute, whose forward is the inverse of both."""
+    yield Child("linear", module.linear, inverted=True)
+    yield Child("permutation", module.permutation, inverted=True)
+
+
+def wrapped_spline(module: Any) -> Iterator[Child]:  # noqa: ANN401
+    """What the public spline classes hold, which runs the other way round."""
+    name = "prqct" if hasattr(module, "prqct") else "mprqat"
+    yield Child(name, getattr(module, name), inverted=True)
+
+
+def permute(module: Any) -> Rule:  # noqa: ANN401
+    """A Permute, by its mode."""
+    modes: dict[str, Rule] = {"shuffle": linear.ShuffleStep, "swap": linear.SwapStep}
+    return modes.get(module.mode, steps.UnknownStep)  # which raises, as normflows does
+
+
+def convolution(module: Any) -> Rule:  # noqa: ANN401
+    """An Invertible1x1Conv, by its parametrisation."""
+    return backwards(linear.LUConvolutionStep if module.use_lu else linear.ConvolutionStep)
+
+
+def vector(module: Any) -> Rule:  # noqa: ANN401
+    """An InvertibleAffine, by its parametrisation."""
+    return backwards(linear.LUVectorStep if module.use_lu else linear.VectorStep)
+
+
+def masked_affine(module: Any) -> Rule:  # noqa: ANN401
+    """A MaskedAffineFlow, which is the identity without networks."""
+    trivial = module.s is torch.zeros_like and module.t is torch.zeros_like
+    return IdentityStep if trivial else steps.MaskedAffineStep
+
+
+RULES: dict[str, Rule] = {
+    "Reverse": Container(lambda module: [Child("flow", module.flow, inverted=True)]),
+    "Composite": Container(composite),
+    "GlowBlock": Container(block),
+    "AffineCouplingBlock": coupling_block,
+    "LULinearPermute": Container(lu_permute),
+    "CoupledRationalQuadraticSpline": Container(wrapped_spline),
+    "CircularCoupledRationalQuadraticSpline": Container(wrapped_spline),
+    "AutoregressiveRationalQuadraticSpline": Container(wrapped_spline),
+    "CircularAutoregressiveRationalQuadraticSpline": Container(wrapped_spline),
+    # linear
+    "Split": linear.SplitStep,
+    "Merge": backwards(linear.SplitStep),
+    "Squeeze": backwards(SqueezeStep),
+    "Permute": permute,
+    "Invertible1x1Conv": convolution,
+    "InvertibleAffine": vector,
+    "_Permutation": linear.IndexedPermutationStep,
+    "_RandomPermutation": linear.IndexedPermutationStep,
+    "_LULinear": linear.LULinearStep,
+    "AffineConstFlow": linear.AffineConstStep,
+    "ActNorm": linear.ActNormStep,
+    "Shift": linear.ShiftStep,
+    "FullLinear": backwards(FullStep),
+    "FullConv2d": backwards(FullStep),
+    # nonlinear
+    "SmoothLeakyReLU": backwards(ActivationStep),
+    "AffineCoupling": steps.CouplingStep,
+    "MaskedAffineFlow": masked_affine,
+    "MaskedAffineAutoregressive": steps.ConditionedStep,
+    "CCAffineConst": steps.ClassAffineStep,
+    "PiecewiseRationalQuadraticCDF": steps.SplineStep,
+    "PiecewiseRationalQuadraticCoupling": steps.SplineStep,
+    "MaskedPiecewiseRationalQuadraticAutoregressive": steps.SplineStep,
+    "PeriodicWrap": steps.PeriodicStep,
+    "PeriodicShift": steps.PeriodicStep,
+    "Logit": steps.LogitStep,
+    "Planar": steps.PlanarStep,
+    "Radial": steps.RadialStep,
+    "Residual": steps.ResidualStep,
+    # refused
+    "BatchNorm": steps.BatchNormStep,
+    "MetropolisHastings": steps.StochasticStep,
+    "HamiltonianMonteCarlo": steps.StochasticStep,
+}
+
+BACKWARDS = ("Invertible1x1Conv", "InvertibleAffine")  # their steps describe their inverse
+
+# The models, a subclass before its parent.
+MODELS = ("ConditionalNormalizingFlow", "NormalizingFlow", "ClassCondFlow", "MultiscaleFlow", "NormalizingFlowVAE")
+
+
+class NormflowsAdapter(Adapter):
+    """Walks the models of normflows."""
+
+    name = "normflows"
+    flows = (
+        "NormalizingFlow, ConditionalNormalizingFlow, ClassCondFlow and MultiscaleFlow; for a bare Flow, give it a "
+        "base density first: NormalizingFlow(DiagGaussian(shape), [flow])"
+    )
+    opaque = steps.UnknownStep
+    inverted = True
+    constrained = MappingProxyType(
+        {
+            "_LULinear": lambda module: (module.features, False),
+            "InvertibleAffine": lambda module: (module.num_channels, False),
+            "Invertible1x1Conv": lambda module: (module.num_channels, True),
+        }
+    )
+
+    def is_flow(self, model: object) -> bool:  # noqa: D102
+        return kind_of(model) is not None
+
+    def rule(self, cls: type) -> Rule | None:  # noqa: D102
+        return RULES.get(cls.__name__) if ours(cls) else None
+
+    def plan(self, flow: Any, overrides: Mapping[str, str] | None = None) -> Plan:  # noqa: ANN401, D102
+        kind = kind_of(flow)
+        if kind == "NormalizingFlowVAE":
+            self._refuse_vae(flow)
+        self._refuse_own_density(flow)
+        overrides = overrides or {}
+        self.check_overrides(overrides, flow)
+        base: NormflowsBase | LevelsBase
+        if not all(hasattr(part, "log_prob") for part in (flow.q0 if kind == "MultiscaleFlow" else [flow.q0])):
+            raise UnsupportedStepError(f"{type(flow).__name__} needs a base distribution with log_prob as its q0")
+        if kind == "MultiscaleFlow":
+            walked = tuple(self._levels(flow, overrides))
+            base = LevelsBase(flow.q0, "q0", flow.class_cond)
+        else:
+            walked = tuple(self._walk_back(flow.flows, "flows", overrides))
+            base = NormflowsBase(flow.q0, "q0", kind != "NormalizingFlow")
+        for step in walked:
+            if isinstance(step, steps.NormflowsStep):
+                step.conditional = kind == "ConditionalNormalizingFlow"
+        used = base.takes_context or any(isinstance(step, steps.ClassAffineStep) for step in walked)
+        plan = Plan(steps=walked, base=base, adapter=self.name)
+        if used:
+            return plan
+        # A MultiscaleFlow without classes demands a y of its users, and makes no use of it.
+        embed = no_context if kind == "NormalizingFlow" else ignored_context
+        return Plan(steps=walked, base=base, adapter=self.name, embed=embed)
+
+    def own_log_prob(self, flow: Any, x: Tensor, context: Tensor | None) -> Tensor:  # noqa: ANN401
+        """The library's own ``log_prob``, of a copy of x: ``Shift`` writes into what it is given."""
+        self.release(flow)
+        x, kind = x.clone(), kind_of(flow)
+        if kind == "ConditionalNormalizingFlow":
+            result: Tensor = flow.log_prob(x, context=context)
+        elif kind == "ClassCondFlow":
+            result = flow.log_prob(x, context)
+        elif kind == "MultiscaleFlow":
+            result = self._own_of_levels(flow, x, context)
+        else:
+            result = flow.log_prob(x)
+        return result
+
+    def release(self, flow: nn.Module) -> None:
+        """Drops the caches of ``use_cache`` layers: they hold graphs, which cannot be copied."""
+        for module in flow.modules():
+            invalidate = getattr(getattr(module, "cache", None), "invalidate", None)
+            if ours(type(module)) and callable(invalidate):
+                invalidate()
+
+    def full_layer(self, features: int, images: bool) -> nn.Module:  # noqa: D102
+        from ebflow_normflows.layers import FullConv2d, FullLinear
+
+        return FullConv2d(features, kernel_size=1) if images else FullLinear(features)
+
+    def inverse_of(self, module: nn.Module) -> nn.Module:  # noqa: D102
+        from normflows.flows import Reverse
+
+        reverse: nn.Module = Reverse(module)
+        return reverse
+
+    def unit(self, flow: nn.Module, path: str, inverted: bool) -> tuple[str, bool]:
+        """A LULinearPermute goes as a whole, and a Reverse with its layer: the full layer has the inverse matrix."""
+        if type(flow.get_submodule(path)).__name__ in BACKWARDS:
+            inverted = not inverted
+        parent = path.rpartition(".")[0]
+        while parent and type(flow.get_submodule(parent)).__name__ in ("LULinearPermute", "Reverse"):
+            path, inverted = parent, not inverted
+            parent = path.rpartition(".")[0]
+        return path, inverted
+
+    def _walk_back(self, flows: Any, path: str, overrides: Mapping[str, str]) -> Iterator[Step]:  # noqa: ANN401
+        for index in reversed(range(len(flows))):
+            yield from self.walk(flows[index], f"{path}.{index}", self.inverted, overrides)
+
+    def _levels(self, flow: Any, overrides: Mapping[str, str]) -> Iterator[Step]:  # noqa: ANN401
+        """The steps of a MultiscaleFlow, with a split behind each level but the first."""
+        if flow.transform is not None:
+            yield from self.walk(flow.transform, "transform", self.inverted, overrides)
+        for level in reversed(range(len(flow.q0))):
+            yield from self._walk_back(flow.flows[level], f"flows.{level}", overrides)
+            if level > 0:
+                merge, path = flow.merges[level - 1], f"merges.{level - 1}"
+                if known_class(merge) == "Merge":
+                    yield linear.LevelStep(merge, path)
+                else:
+                    step = steps.UnknownLevelStep(merge, path, inverted=True)
+                    step.known, step.reason = False, "unknown: no plain Merge"
+                    yield step
+
+    @staticmethod
+    def _own_of_levels(flow: Any, x: Tensor, context: Tensor | None) -> Tensor:  # noqa: ANN401
+        result: Tensor
+        try:
+            result = flow.log_prob(x.clone(), context)
+        except RuntimeError as error:
+            if "output with shape []" not in str(error):
+                raise
+            # It adds in place to the log-det of its first flow, which an ActNorm gives as a scalar.
+            latents, result = flow.inverse_and_log_det(x)
+            for base, z in zip(flow.q0, latents, strict=True):
+                result = result + (base.log_prob(z, context) if flow.class_cond else base.log_prob(z))
+        return result
+
+    @staticmethod
+    def _refuse_vae(flow: object) -> NoReturn:
+        raise NotAFlowError(
+            f"{type(flow).__name__} has no density of its data: log p(x) of a VAE is an integral over z. Its flow has "
+            "one, q(z | x), if its flows have inverses: wrap ClassCondFlow(ConditionalDiagGaussian(D, net), "
+            "vae.flows), where net(x) gives mean and log-scale (NNDiagGaussian has the log-variance: halve it), and "
+            "call energy(z, context=x). A flow prior is a NormalizingFlow of its own: wrap that."
+        )
+
+    @staticmethod
+    def _refuse_own_density(flow: object) -> None:
+        """A model whose log_prob is somebody's own is not its base density after its flows."""
+        owner = next((parent for parent in type(flow).__mro__ if "log_prob" in vars(parent)), None)
+        if "log_prob" in vars(flow) or (owner is not None and not ours(owner)):
+            raise UnsupportedStepError(
+                f"{type(flow).__name__} overrides log_prob, so its density may not be that of its flows and base "
+                "distribution. Wrap a plain NormalizingFlow(q0, flows) with the same parts instead."
+            )
+
+
+def kind_of(model: object) -> str | None:
+    """Which model of normflows an object is, or is derived from."""
+    names = {parent.__name__ for parent in type(model).__mro__ if ours(parent)}
+    return next((name for name in MODELS if name in names), None)
+
+
+def known_class(module: object) -> str | None:
+    """The class of normflows that a module is, if it acts as that class does."""
+    return resolve(module, lambda cls: cls.__name__ if ours(cls) else None)[0]
+
+
+def no_context(context: Tensor | None) -> None:
+    """Refuses a context that nothing would look at."""
+    if context is not None:
+        raise InputError(
+            "a NormalizingFlow takes no context: use ConditionalNormalizingFlow, or ClassCondFlow for class labels"
+        )
+
+
+def ignored_context(context: Tensor | None) -> None:
+    """Drops a context, as the library does."""
+
+
+ADAPTER = NormflowsAdapter()

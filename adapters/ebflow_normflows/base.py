@@ -1,0 +1,109 @@
+"""The base distributions of normflows, and any object with ``log_prob``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from inspect import Parameter, signature
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ebflow_plugin.errors import InputError
+from ebflow_plugin.plan import Base, Shapes, per_sample
+
+
+class NormflowsBase(Base):
+    """A base distribution that does its own work.
+
+    Arguments:
+        module: The distribution.
+        path: Where it stands in the model.
+        conditional: Whether the model hands it a context. One that cannot do without gets it from any model.
+    """
+
+    def __init__(self, module: Any, path: str, conditional: bool) -> None:  # noqa: ANN401
+        super().__init__(module, path, _shapes(module))
+        self.classes: int | None = getattr(module, "num_classes", None)
+        self.needs_context = self.classes is not None or hasattr(module, "context_encoder")
+        self.takes_context = conditional or self.needs_context
+        self._names = [_context_name(module.log_prob), _context_name(getattr(module, "forward", None))]
+
+    def refusal(self) -> str | None:  # noqa: D102
+        if "Resampled" in self.class_name and self.module.training:  # of the package larsflow
+            return "its normaliser is a random estimate in training mode; put it in eval()"
+        return super().refusal()
+
+    def log_prob(self, latents: tuple[Tensor, ...], context: Tensor | None) -> Tensor:  # noqa: D102
+        (z,) = latents
+        if context is None and self.needs_context:
+            raise InputError(f"{self.where} is conditional: pass the context (class labels, for one) of the samples")
+        return per_sample(self.module.log_prob(z, **self._given(self._names[0], context, z)), z)
+
+    def sample(self, n: int, context: Tensor | None, like: Tensor) -> tuple[Tensor, ...]:  # noqa: D102
+        if context is None and self.needs_context and self.classes is None:
+            raise InputError(f"{self.where} is conditional: pass the context to sample for")
+        if callable(self.module):
+            drawn = self.module(n, **self._given(self._names[1], context, like))[0]
+        else:
+            drawn = self.module.sample((n,))
+        return (drawn.to(like),)
+
+    def _given(self, name: str | None, context: Tensor | None, like: Tensor) -> dict[str, Tensor]:
+        """The context as normflows takes it: labels as whole numbers, or one-hot in the dtype of the model."""
+        if context is None or name is None or not self.takes_context:
+            return {}
+        if self.classes is not None:
+            context = context.long() if context.dim() == 1 else context.to(like.dtype)
+        return {name: context}
+
+
+class LevelsBase(Base):
+    """The base distributions of a MultiscaleFlow, one for each level.
+
+    A plan leaves the latents of the last level first, since they are the first to be finished.
+    """
+
+    def __init__(self, module: Sequence[Any], path: str, conditional: bool) -> None:
+        self.parts = [NormflowsBase(part, f"{path}.{level}", conditional) for level, part in enumerate(module)][::-1]
+        shapes = [part.shapes for part in self.parts]
+        known = None if None in shapes else tuple(shape for one in shapes if one is not None for shape in one)
+        super().__init__(module, path, known)
+        self.takes_context = any(part.takes_context for part in self.parts)
+
+    @property
+    def class_name(self) -> str:  # noqa: D102
+        return " + ".join(part.class_name for part in self.parts)
+
+    def refusal(self) -> str | None:  # noqa: D102
+        return next((why for part in self.parts if (why := part.refusal())), None)
+
+    def log_prob(self, latents: tuple[Tensor, ...], context: Tensor | None) -> Tensor:  # noqa: D102
+        parts = [part.log_prob((z,), context) for part, z in zip(self.parts, latents, strict=True)]
+        return torch.stack(parts).sum(0)
+
+    def sample(self, n: int, context: Tensor | None, like: Tensor) -> tuple[Tensor, ...]:  # noqa: D102
+        classes = next((part.classes for part in self.parts if part.classes is not None), None)
+        if context is None and classes is not None:  # normflows draws other classes for each level
+            context = torch.randint(classes, (n,), device=like.device)
+        return tuple(part.sample(n, context, like)[0] for part in self.parts)
+
+
+def _shapes(module: Any) -> Shapes | None:  # noqa: ANN401
+    shape = getattr(module, "shape", None)
+    if isinstance(shape, (tuple, list)):
+        return (tuple(int(size) for size in shape),)
+    for name in ("dim", "ndim", "d"):  # GaussianMixture and GaussianPCA, UniformGaussian, ResampledGaussian
+        if isinstance(size := getattr(module, name, None), int):
+            return ((size,),)
+    return None
+
+
+def _context_name(function: Callable[..., Any] | None) -> str | None:
+    """How a function calls what it is conditioned on: its second parameter, ``context`` or ``y`` in normflows."""
+    if function is None:
+        return None
+    parameters = list(signature(function).parameters.values())
+    if any(parameter.name == "context" or parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters):
+        return "context"
+    return parameters[1].name if len(parameters) > 1 else None

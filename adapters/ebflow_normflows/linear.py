@@ -1,0 +1,294 @@
+"""The linear classes of normflows: where each keeps its numbers.
+
+Each step says what the module's own ``forward`` does, unless its docstring names the other direction: a 1 × 1
+convolution holds the matrix of its *inverse*. :func:`ebflow_normflows.adapter.backwards` turns those round.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ebflow_plugin.errors import InputError
+from ebflow_plugin.memo import Memo
+from ebflow_plugin.plan import Shapes
+from ebflow_plugin.steps import (
+    ElementwiseAffineStep,
+    InitialisedAffineStep,
+    IsometryStep,
+    MatrixStep,
+    PermutationStep,
+    TriangularStep,
+)
+
+
+class AffineConstStep(ElementwiseAffineStep):
+    """AffineConstFlow: ``s`` is the log of the scale, ``t`` the shift."""
+
+    def scale_shift(self, dim: int) -> tuple[Tensor, Tensor]:  # noqa: D102
+        return torch.exp(self.module.s), self.module.t
+
+    def log_scale(self, dim: int) -> Tensor:  # noqa: D102
+        log_scale: Tensor = self.module.s
+        return log_scale
+
+
+class ActNormStep(InitialisedAffineStep, AffineConstStep):
+    """ActNorm: an AffineConstFlow that starts from the first batch, in training and in eval mode.
+
+    normflows also initialises it from the *noise* that ``sample()`` draws. Here only data does.
+    """
+
+    def flag(self) -> Tensor:  # noqa: D102
+        flag: Tensor = self.module.data_dep_init_done
+        return flag
+
+    def samples(self, x: Tensor) -> Tensor:  # noqa: D102
+        shared: list[int] = self.module.batch_dims
+        own = [dim for dim in range(x.dim()) if dim not in shared]
+        return x.permute(*shared, *own).reshape(-1, max(1, self.module.s.numel()))
+
+    def encode(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, None]:  # noqa: D102
+        self.initialize(x)
+        return super().encode(x, context)[0], None
+
+    @torch.no_grad()
+    def start(self, x: Tensor) -> None:  # noqa: D102
+        module, dims = self.module, self.module.batch_dims
+        mean, log_std = x.mean(dims, keepdim=True), torch.log(x.std(dims, keepdim=True) + 1e-6)
+        log_scale, shift = (log_std, mean) if self.inverted else (-log_std, -mean * torch.exp(-log_std))
+        # In place: normflows puts new tensors here, the flag on the CPU and in float32 whatever the model is in.
+        module.s.copy_(log_scale)
+        module.t.copy_(shift)
+        module.data_dep_init_done.fill_(1.0)
+
+
+class ShiftStep(IsometryStep):
+    """transforms.Shift, which writes into the batch that it is given."""
+
+    reason = "translation"
+
+    def _shift(self, x: Tensor) -> Tensor | float:
+        shift: Tensor | float = self.module.shift
+        return shift.to(x) if isinstance(shift, Tensor) else shift
+
+    def apply(self, x: Tensor) -> Tensor:  # noqa: D102
+        return x - self._shift(x)
+
+    def invert(self, y: Tensor) -> Tensor:  # noqa: D102
+        return y + self._shift(y)
+
+
+class ShuffleStep(PermutationStep):
+    """Permute with mode ``shuffle``."""
+
+    def order(self) -> tuple[Tensor, int]:  # noqa: D102
+        return self.module.perm, 1
+
+    def invert(self, y: Tensor) -> Tensor:  # noqa: D102
+        return self._select(y, self.module.inv_perm, 1)
+
+
+class SwapStep(IsometryStep):
+    """Permute with mode ``swap``: the lower half of the channels goes behind the upper one."""
+
+    reason = "permutation"
+
+    def apply(self, x: Tensor) -> Tensor:  # noqa: D102
+        return self._roll(x, -(self.module.num_channels // 2))
+
+    def invert(self, y: Tensor) -> Tensor:  # noqa: D102
+        return self._roll(y, self.module.num_channels // 2)
+
+    def _roll(self, x: Tensor, places: int) -> Tensor:
+        if x.shape[1] != self.module.num_channels:  # normflows drops or doubles some of them then
+            raise InputError(f"{self.where} swaps {self.module.num_channels} channels, got {tuple(x.shape)}")
+        return torch.roll(x, places, dims=1)
+
+
+class IndexedPermutationStep(PermutationStep):
+    """_Permutation and _RandomPermutation, the first part of a LULinearPermute."""
+
+    def order(self) -> tuple[Tensor, int]:  # noqa: D102
+        return self.module._permutation, self.module._dim
+
+
+class LULinearStep(TriangularStep):
+    """_LULinear, the second part of a LULinearPermute."""
+
+    def factors(self) -> tuple[Tensor, Tensor]:  # noqa: D102
+        factors: tuple[Tensor, Tensor] = self.module._create_lower_upper()
+        return factors
+
+    def log_diagonal(self) -> Tensor:  # noqa: D102
+        return torch.log(self.module.upper_diag)
+
+    def bias(self) -> Tensor:  # noqa: D102
+        bias: Tensor = self.module.bias
+        return bias
+
+
+class ConvolutionStep(MatrixStep):
+    """The inverse of an Invertible1x1Conv with ``use_lu=False``: y = W x for each pixel."""
+
+    reason = "1 × 1 convolution, full matrix"
+
+    def weight(self) -> Tensor:  # noqa: D102
+        weight: Tensor = self.module.W
+        return weight
+
+
+class LUConvolutionStep(TriangularStep):
+    """The inverse of an Invertible1x1Conv with ``use_lu=True``: y = P L U x for each pixel."""
+
+    reason = "1 × 1 convolution held as LU factors"
+
+    def __init__(self, module: Any, path: str, inverted: bool = False) -> None:  # noqa: ANN401
+        super().__init__(module, path, inverted)
+        self._order: Memo[Tensor] = Memo(contents=False)
+
+    def factors(self) -> tuple[Tensor, Tensor]:  # noqa: D102
+        module = self.module
+        lower = torch.tril(module.L, diagonal=-1) + module.eye
+        return lower, torch.triu(module.U, diagonal=1) + torch.diag(module.sign_S * torch.exp(module.log_S))
+
+    def log_diagonal(self) -> Tensor:  # noqa: D102
+        log_diagonal: Tensor = self.module.log_S
+        return log_diagonal
+
+    def row_order(self) -> Tensor:  # noqa: D102
+        return self._order.get([self.module.P], lambda: self.module.P.argmax(1), key="rows")
+
+
+class VectorStep(MatrixStep):
+    """The inverse of an InvertibleAffine with ``use_lu=False``: y = x W, with x as a row."""
+
+    def weight(self) -> Tensor:  # noqa: D102
+        weight: Tensor = self.module.W
+        return weight.mT
+
+    def apply(self, x: Tensor) -> Tensor:  # noqa: D102
+        return super().apply(vectors(self, x))
+
+
+class LUVectorStep(LUConvolutionStep):
+    """The inverse of an InvertibleAffine with ``use_lu=True``: y = x P L U, with x as a row.
+
+    normflows multiplies the factors first, which is O(D³); here two products with triangular matrices take O(B·D²).
+    """
+
+    reason = "matrix held as LU factors"
+
+    def order(self) -> Tensor:  # noqa: D102
+        return self._order.get([self.module.P], lambda: self.module.P.argmax(0), key="columns")
+
+    def apply(self, x: Tensor) -> Tensor:  # noqa: D102
+        lower, upper = self.factors()
+        return vectors(self, x)[:, self.order()] @ lower @ upper
+
+    def invert(self, y: Tensor) -> Tensor:  # noqa: D102
+        lower, upper = self.factors()
+        half = torch.linalg.solve_triangular(upper, y, upper=True, left=False)
+        x: Tensor = torch.linalg.solve_triangular(lower, half, upper=False, left=False, unitriangular=True)
+        return x[:, torch.argsort(self.order())]
+
+
+class SplitStep(IsometryStep):
+    """Split, and the inverse of Merge: halves of the channels, or the two colours of a checkerboard."""
+
+    gives = 2
+    reason = "splits the features"
+
+    def apply(self, x: Tensor) -> tuple[Tensor, Tensor]:  # noqa: D102
+        return halves(x, self.module.mode)
+
+    def invert(self, y: tuple[Tensor, Tensor]) -> Tensor:  # noqa: D102
+        return joined(*y, self.module.mode)
+
+    def forward_shapes(self, shapes: Shapes) -> Shapes:  # noqa: D102
+        ((channels, *rest),) = shapes
+        if "checkerboard" in self.module.mode:
+            half = (channels, *rest[:-1], rest[-1] // 2) if rest else (channels // 2,)
+            return half, half
+        both = ((channels + 1) // 2, *rest), (channels // 2, *rest)
+        return both[::-1] if self.module.mode == "channel_inv" else both
+
+    def inverse_shapes(self, shapes: Shapes) -> Shapes:  # noqa: D102
+        first, second = shapes
+        if "checkerboard" in self.module.mode:
+            return ((*first[:-1], 2 * first[-1]),)
+        return ((first[0] + second[0], *first[1:]),)
+
+
+class LevelStep(SplitStep):
+    """The inverse of a merge of a MultiscaleFlow: the second half is finished, the first goes on.
+
+    The half that goes on is given last, since a plan goes on with the last tensor of its stack.
+    """
+
+    reason = "splits off latents"
+
+    def apply(self, x: Tensor) -> tuple[Tensor, Tensor]:  # noqa: D102
+        on, finished = super().apply(x)
+        return finished, on
+
+    def invert(self, y: tuple[Tensor, Tensor]) -> Tensor:  # noqa: D102
+        finished, on = y
+        return super().invert((on, finished))
+
+    def forward_shapes(self, shapes: Shapes) -> Shapes:  # noqa: D102
+        return super().forward_shapes(shapes)[::-1]
+
+    def inverse_shapes(self, shapes: Shapes) -> Shapes:  # noqa: D102
+        return super().inverse_shapes(shapes[::-1])
+
+
+def halves(x: Tensor, mode: str) -> tuple[Tensor, Tensor]:
+    """Splits a batch as ``normflows.flows.Split(mode)`` does, without leaving its device.
+
+    Example:
+        >>> halves(torch.arange(4).reshape(1, 4), "checkerboard")
+        (tensor([[1, 3]]), tensor([[0, 2]]))
+    """
+    if "checkerboard" in mode:
+        even, odd = x[..., 0::2], x[..., 1::2]
+        light = _light(even, mode)
+        return torch.where(light, odd, even), torch.where(light, even, odd)
+    first, second = x.chunk(2, dim=1)
+    return (second, first) if _flipped(mode) else (first, second)
+
+
+def joined(first: Tensor, second: Tensor, mode: str) -> Tensor:
+    """Undoes :func:`halves`.
+
+    Example:
+        >>> joined(*halves(torch.arange(4).reshape(1, 4), "channel_inv"), "channel_inv")
+        tensor([[0, 1, 2, 3]])
+    """
+    if "checkerboard" in mode:
+        light = _light(first, mode)
+        return torch.stack([torch.where(light, second, first), torch.where(light, first, second)], dim=-1).flatten(-2)
+    return torch.cat([second, first] if _flipped(mode) else [first, second], dim=1)
+
+
+def _flipped(mode: str) -> bool:
+    if mode not in ("channel", "channel_inv"):
+        raise InputError(f"normflows has no split mode {mode!r}")
+    return mode == "channel_inv"
+
+
+def _light(half: Tensor, mode: str) -> Tensor:
+    """In which rows the first colour of a checkerboard has the odd columns: where the other indices sum to even."""
+    parity = torch.zeros((), dtype=torch.long, device=half.device)
+    for size in half.shape[1:-1]:
+        parity = parity[..., None] + torch.arange(size, device=half.device)
+    return ((parity % 2 == 0) != ("inv" in mode))[..., None]
+
+
+def vectors(step: MatrixStep | TriangularStep, x: Tensor) -> Tensor:
+    """Refuses anything but a batch of vectors: normflows' log-det of an InvertibleAffine is right for these alone."""
+    if x.dim() != 2:
+        raise InputError(f"{step.where} acts on vectors, got {tuple(x.shape)}; use Invertible1x1Conv for images")
+    return x

@@ -1,0 +1,337 @@
+"""The nonlinear classes of normflows, and those that can be part of no energy.
+
+Each step says what the module's own ``forward`` does; the walk knows that the density direction is ``inverse``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from inspect import signature
+from math import log
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ebflow_normflows.linear import halves, joined
+from ebflow_plugin.conditioners import Smoothness, smoothness_of
+from ebflow_plugin.discovery import OpaqueStep
+from ebflow_plugin.errors import InputError, UnsupportedStepError
+from ebflow_plugin.plan import NonlinearStep, RefusedStep, Value
+from ebflow_plugin.steps import summed
+
+PACKAGES = ("normflows", "ebflow_normflows")
+ONE_WAY = (
+    "has no inverse, which is its density direction; put it into normflows.flows.Reverse, where it has a density but "
+    "cannot be sampled"
+)
+
+
+def ours(cls: type) -> bool:
+    """Whether a class comes from normflows, or from here."""
+    return cls.__module__.partition(".")[0] in PACKAGES
+
+
+class NormflowsStep(NonlinearStep):
+    """A flow that does its own work, as normflows calls it: ``flow(z)`` and ``flow.inverse(z)``, on lists for pairs.
+
+    Attributes:
+        conditional: Whether the model hands its context to its flows. Only a ConditionalNormalizingFlow does, and then
+            it raises where a flow's methods do not take one; here those go without.
+    """
+
+    conditional = True
+
+    def __init__(self, module: Any, path: str, inverted: bool = False) -> None:  # noqa: ANN401
+        super().__init__(module, path, inverted)
+        self._takes_context = {name: takes_context(getattr(module, name, None)) for name in ("forward", "inverse")}
+        self._one_way = inverted and not has_inverse(module)
+
+    def refusal(self) -> str | None:  # noqa: D102
+        return ONE_WAY if self._one_way else super().refusal()
+
+    def call_forward(self, x: Any, context: Tensor | None) -> tuple[Any, Any]:  # noqa: ANN401, D102
+        return self._call(self.module, "forward", x, context)
+
+    def call_inverse(self, y: Any, context: Tensor | None) -> tuple[Any, Any]:  # noqa: ANN401, D102
+        return self._call(self.module.inverse, "inverse", y, context)
+
+    def _call(self, flow: Callable[..., Any], name: str, x: Value, context: Tensor | None) -> tuple[Value, Any]:
+        given = self.conditional and context is not None and self._takes_context[name]
+        value, log_det = flow(list(x) if isinstance(x, tuple) else x, **({"context": context} if given else {}))
+        return (tuple(value) if isinstance(value, list) else value), log_det
+
+
+class UnknownStep(OpaqueStep, NormflowsStep):
+    """A flow whose class nobody registered. It gets a copy of its input: like Shift, it may write into it."""
+
+    def __init__(self, module: Any, path: str, inverted: bool = False) -> None:  # noqa: ANN401
+        kinds = {parent.__name__ for parent in type(module).__mro__ if ours(parent)}
+        if kinds & {"AffineCoupling", "Merge"}:
+            self.takes = 2
+        if "AffineCoupling" in kinds or ("Split" in kinds and "Merge" not in kinds):
+            self.gives = 2
+        super().__init__(module, path, inverted)
+
+    def _call(self, flow: Callable[..., Any], name: str, x: Value, context: Tensor | None) -> tuple[Value, Any]:
+        x = x.clone() if isinstance(x, Tensor) else tuple(part.clone() for part in x)
+        return super()._call(flow, name, x, context)
+
+
+class UnknownLevelStep(UnknownStep):
+    """A merge of a MultiscaleFlow that is no plain Merge: forward takes what goes on and what was finished."""
+
+    def __init__(self, module: Any, path: str, inverted: bool = False) -> None:  # noqa: ANN401
+        self.takes = 2
+        super().__init__(module, path, inverted)
+
+    def call_forward(self, x: tuple[Tensor, Tensor], context: Tensor | None) -> tuple[Any, Any]:  # noqa: D102
+        return super().call_forward(x[::-1], context)
+
+    def call_inverse(self, y: Tensor, context: Tensor | None) -> tuple[Any, Any]:  # noqa: D102
+        value, log_det = super().call_inverse(y, context)
+        return value[::-1], log_det
+
+
+class ConditionedStep(NormflowsStep):
+    """A coupling or autoregressive flow: as smooth as its network."""
+
+    reason = "conditioned on its input"
+
+    @property
+    def smoothness(self) -> Smoothness:  # noqa: D102
+        # min(exp(x), 1), as an output function of nets.MLP: its kink is in its code alone
+        if any(type(part).__name__ == "ClampExp" and ours(type(part)) for part in self.module.modules()):
+            return Smoothness.KINKED
+        return smoothness_of(self.module)
+
+
+class MaskedAffineStep(ConditionedStep):
+    """MaskedAffineFlow; without ``s`` it only shifts."""
+
+    def __init__(self, module: Any, path: str, inverted: bool = False) -> None:  # noqa: ANN401
+        super().__init__(module, path, inverted)
+        if not isinstance(module.s, nn.Module):
+            self.reason = "volume-preserving, but not affine in x"
+
+
+class CouplingStep(ConditionedStep):
+    """AffineCoupling, on a pair: the first half decides what happens to the second."""
+
+    takes = 2
+    gives = 2
+
+    def __init__(self, module: Any, path: str, inverted: bool = False) -> None:  # noqa: ANN401
+        super().__init__(module, path, inverted)
+        if not module.scale:
+            self.reason = "volume-preserving, but not affine in x"
+
+
+@cache
+def whole_coupling(mode: str) -> type[CouplingStep]:
+    """The step of an AffineCoupling together with the split before and the merge behind it, of the same mode.
+
+    One step, and one row of the report, since these two only move features.
+    """
+
+    class WholeCouplingStep(CouplingStep):
+        takes = 1
+        gives = 1
+
+        def _call(self, flow: Callable[..., Any], name: str, x: Any, context: Tensor | None) -> tuple[Value, Any]:  # noqa: ANN401
+            (first, second), log_det = super()._call(flow, name, halves(x, mode), context)
+            return joined(first, second, mode), log_det
+
+    return WholeCouplingStep
+
+
+class SplineStep(NormflowsStep):
+    """A rational-quadratic spline: its score jumps at every knot."""
+
+    reason = "spline"
+
+    @property
+    def smoothness(self) -> Smoothness:  # noqa: D102
+        return Smoothness.KINKED
+
+
+class PeriodicStep(NormflowsStep):
+    """PeriodicWrap and PeriodicShift: translations in pieces, so that the density jumps where the pieces meet."""
+
+    reason = "wraps around: Jacobian 1 almost everywhere, but not affine in x"
+
+    @property
+    def smoothness(self) -> Smoothness:  # noqa: D102
+        return Smoothness.JUMPS
+
+
+class PlanarStep(NormflowsStep):
+    """Planar, which has an inverse with a leaky ReLU alone."""
+
+    def refusal(self) -> str | None:  # noqa: D102
+        return ONE_WAY if self.inverted and self.module.act != "leaky_relu" else super().refusal()
+
+    @property
+    def smoothness(self) -> Smoothness:  # noqa: D102
+        return Smoothness.JUMPS if self.module.act == "leaky_relu" else Smoothness.SMOOTH
+
+
+class RadialStep(NormflowsStep):
+    """Radial. Its score jumps at one point, its centre, which matters to integration by parts in one dimension."""
+
+    @property
+    def smoothness(self) -> Smoothness:  # noqa: D102
+        return Smoothness.KINKED if self.module.z_0.numel() == 1 else Smoothness.SMOOTH
+
+
+class LogitStep(NonlinearStep):
+    """transforms.Logit: the inverse is logit(α + (1 - 2α) x), elementwise."""
+
+    reason = "elementwise"
+
+    @property
+    def sensitive(self) -> bool:  # noqa: D102
+        return self.inverted
+
+    def call_forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:  # noqa: D102
+        alpha, beta = self.module.alpha, 1 - 2 * self.module.alpha
+        return (torch.sigmoid(x) - alpha) / beta, summed(F.logsigmoid(x) + F.logsigmoid(-x) - log(beta))
+
+    def call_inverse(self, y: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:  # noqa: D102
+        alpha, beta = self.module.alpha, 1 - 2 * self.module.alpha
+        inside = alpha + beta * y
+        log_inside, log_rest = torch.log(inside), torch.log1p(-inside)
+        return log_inside - log_rest, summed(log(beta) - log_inside - log_rest)
+
+
+class ClassAffineStep(NormflowsStep):
+    """CCAffineConst: scale and shift of each class. No model of normflows hands it the classes that it needs."""
+
+    reason = "affine in x, but its log-det depends on the context"
+
+    def call_forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:  # noqa: D102
+        result: tuple[Tensor, Tensor] = self.module(x, self._one_hot(x, context))
+        return result
+
+    def call_inverse(self, y: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:  # noqa: D102
+        result: tuple[Tensor, Tensor] = self.module.inverse(y, self._one_hot(y, context))
+        return result
+
+    def _one_hot(self, x: Tensor, context: Tensor | None) -> Tensor:
+        if context is None:
+            raise InputError(f"{self.where} needs the classes of the samples: pass them as context")
+        if context.dim() > 1:
+            return context.to(x.dtype)
+        classes: int = self.module.s_cc.shape[0]
+        return x.new_zeros(len(context), classes).scatter_(1, context.long()[:, None], 1.0)
+
+
+class ResidualStep(NormflowsStep):
+    """Residual: its log-det is exact in the plane and as a series of exact traces, otherwise a random estimate."""
+
+    reason = "residual block, log-det depends on x"
+
+    def __init__(self, module: Any, path: str, inverted: bool = False) -> None:  # noqa: ANN401
+        super().__init__(module, path, inverted)
+        self._planar = _acts_on_plane(module.iresblock.nnet)
+
+    @property
+    def smoothness(self) -> Smoothness:  # noqa: D102
+        return smoothness_of(self.module)
+
+    def refusal(self) -> str | None:  # noqa: D102
+        return self._estimated(self._planar) or super().refusal()
+
+    def _estimated(self, planar: bool | None) -> str | None:
+        """Says why the log-det is an estimate for inputs of this kind, or gives None. Unknown inputs may be exact."""
+        block = self.module.iresblock
+        if (block.brute_force or not block.training) and planar is not False:
+            return None
+        if block.exact_trace and (not block.training or block.n_power_series is not None):
+            return None
+        if block.exact_trace:
+            return "its log-det is a series of random length in training mode; put it in eval(), or set n_power_series"
+        if planar is not False:
+            return "its log-det is a random estimate in training mode; put it in eval(), or give it brute_force=True"
+        if block.training:
+            return (
+                "its log-det is a random estimate in training mode; build it with exact_trace=True and n_power_series, "
+                "or with exact_trace=True and put it in eval()"
+            )
+        return (
+            "its log-det is a random estimate that carries no graph in eval mode, so that the score and all gradients "
+            "would miss it; build it with exact_trace=True"
+        )
+
+    def encode(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:  # noqa: D102
+        why = self._estimated(x.dim() == 2 and x.shape[1] == 2)
+        if why is not None:
+            raise UnsupportedStepError(f"{self.where}: {why}")
+        if torch.is_inference_mode_enabled():  # its log-det is made of derivatives
+            with torch.inference_mode(False), torch.no_grad():
+                return super().encode(x.clone(), context)
+        return super().encode(x.view_as(x), context)  # normflows lets what it is given require a gradient
+
+    def decode(self, z: Tensor, context: Tensor | None) -> Tensor:  # noqa: D102
+        net = self.module.iresblock.nnet
+        if self.module.reverse != self.inverted:
+            explicit: Tensor = z + net(z)
+            return explicit
+        return self._fixed_point(net, z)
+
+    def _fixed_point(self, net: nn.Module, y: Tensor) -> Tensor:
+        """Solves x + net(x) = y. normflows stops where a step is below 3e-3; this goes on to the precision of y."""
+        x: Tensor = y
+        change = torch.full_like(y, float("inf"))
+        tolerance = 100 * torch.finfo(y.dtype).eps * (1 + y.abs())
+        for _ in range(1000):
+            x, previous = y - net(x), x
+            change = (x - previous).abs()
+            if torch.all(change <= tolerance):
+                return x
+        if torch.all(change <= 1e-3 * (1 + y.abs())):
+            return x
+        raise UnsupportedStepError(
+            f"{self.where}: x + net(x) = y was not solved in 1000 iterations: the Lipschitz constant of the network is "
+            "not below 1. Call normflows.utils.update_lipschitz(flow, 50) after each change of its weights."
+        )
+
+
+class BatchNormStep(RefusedStep):
+    """BatchNorm, which takes the statistics of the present batch in eval mode too."""
+
+    reason = "couples the samples of a batch, in eval mode too; use ActNorm, or AffineConstFlow with the statistics"
+
+
+class StochasticStep(RefusedStep):
+    """MetropolisHastings and HamiltonianMonteCarlo."""
+
+    reason = "stochastic, has no density of its own; remove it, and move the samples of the wrapped model instead"
+
+
+def takes_context(function: Callable[..., Any] | None) -> bool:
+    """Whether a function can be called with ``context=``."""
+    if function is None:
+        return False
+    parameters = signature(function).parameters.values()
+    return any(parameter.name == "context" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+
+
+def has_inverse(module: object) -> bool:
+    """Whether a flow defines ``inverse``: that of the class Flow raises."""
+    if "inverse" in vars(module):
+        return True
+    owner = next((parent for parent in type(module).__mro__ if "inverse" in vars(parent)), None)
+    return owner is not None and not (owner.__name__ == "Flow" and ours(owner))
+
+
+def _acts_on_plane(net: nn.Module) -> bool | None:
+    """Whether a network takes vectors of two entries, as its first layer tells; None if it does not tell."""
+    for layer in net.modules():
+        if hasattr(layer, "in_channels"):
+            return False
+        if isinstance(features := getattr(layer, "in_features", None), int):
+            return features == 2
+    return None

@@ -1,0 +1,125 @@
+"""Objectives: losses of an EBFlow, each an ``nn.Module`` that is called on a batch.
+
+    objective = SSM(model)              # or objective("ssm", model)
+    loss = objective(x)                 # a scalar; loss.backward() gives the flow's parameters their gradients
+
+=========== ============================================================== ==================================
+name        formula (sum over dimensions, mean over the batch)             a training step costs
+=========== ============================================================== ==================================
+ML          E[E(x)] + log Z                                                determinants: O(D³)
+RelativeML  the gradient of ML, times WᵀW                                  one energy, O(D²)
+SML         E_data[E(x)] - E_model[E(x)]                                   solves: O(D³), one energy of 2B
+SM          E[½‖∇E‖² - tr ∇²E]                                             D Hessian products
+SSM         ½ E‖∇E‖² - E[vᵀ∇²E v]                                          one Hessian product
+FDSSM       D/ε² · E[2E - E₊ - E₋ + ⅛(E₊ - E₋)²]                           one energy of 3B
+DSM         ½ E‖∇E(x̃) + (x - x̃)/σ²‖²                                       one gradient
+=========== ============================================================== ==================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+from ebflow_plugin.errors import InputError
+from ebflow_plugin.objectives.base import FunctionObjective, Objective, WeightedSum
+from ebflow_plugin.objectives.likelihood import ML, SML
+from ebflow_plugin.objectives.relative import RelativeML
+from ebflow_plugin.objectives.score_matching import DSM, FDSSM, SM, SSM
+from ebflow_plugin.registry import NameRegistry
+from ebflow_plugin.wrapper import EBFlow
+
+__all__ = [
+    "DSM",
+    "FDSSM",
+    "ML",
+    "SM",
+    "SML",
+    "SSM",
+    "Objective",
+    "RelativeML",
+    "WeightedSum",
+    "objective",
+    "register_objective",
+]
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+_OBJECTIVES: NameRegistry[Callable[..., Objective]] = NameRegistry("objective")
+for _name, _cls in {
+    "ml": ML,
+    "relative_ml": RelativeML,
+    "sml": SML,
+    "sm": SM,
+    "ssm": SSM,
+    "fdssm": FDSSM,
+    "dsm": DSM,
+}.items():
+    _OBJECTIVES.add(_name, _cls)
+
+
+def objective(name: str, model: EBFlow, **options: Any) -> Objective:  # noqa: ANN401
+    """Makes an objective by its name.
+
+    Arguments:
+        name: ``"ml"``, ``"relative_ml"``, ``"sml"``, ``"sm"``, ``"ssm"``, ``"fdssm"``, ``"dsm"``, in letters of
+            either case, or what :func:`register_objective` was given.
+        model: What :func:`~ebflow_plugin.wrap` returns.
+        options: The options of the objective.
+
+    Raises:
+        UnknownNameError: If there is no such objective, or it has no such option; it says which there are.
+
+    Example:
+        >>> import ebflow_plugin as ebf
+        >>> from nflows import distributions, flows, transforms
+        >>> model = ebf.wrap(flows.Flow(transforms.LULinear(2), distributions.StandardNormal([2])))
+        >>> objective("dsm", model, sigma=0.5).sigma
+        0.5
+        >>> objective("smm", model)
+        Traceback (most recent call last):
+        ebflow_plugin.errors.UnknownNameError: unknown objective 'smm'. Did you mean 'sm'? Valid names: ...
+    """
+    if not isinstance(name, str):
+        raise InputError(f"the name of an objective is a string, got {name!r}; call {name!r} itself on the model")
+    return _OBJECTIVES.get(name.lower())(model, **options)
+
+
+def register_objective(name: str, *, force: bool = False) -> Callable[[T], T]:
+    """Registers an objective of your own, so that :func:`objective` makes it by name.
+
+    Decorates a subclass of :class:`Objective`, or a plain function ``f(model, x, context)`` that returns a scalar.
+    What the function takes besides are its options. It gets the model in data space, and no gradient flows to ``x``
+    and ``context``.
+
+    Arguments:
+        name: The name.
+        force: Replaces an earlier registration.
+
+    Example:
+        >>> import ebflow_plugin as ebf
+        >>> import torch
+        >>> from nflows import distributions, flows, transforms
+        >>> @register_objective("spread", force=True)
+        ... def spread(model, x, context, power=2):
+        ...     return model.energy(x, context).pow(power).mean()
+        >>> model = ebf.wrap(flows.Flow(transforms.LULinear(2), distributions.StandardNormal([2])))
+        >>> loss = 0.9 * objective("ssm", model) + 0.1 * objective("spread", model, power=4)
+        >>> loss(torch.randn(5, 2)).backward()
+    """
+    if not isinstance(name, str) or not name:
+        raise InputError(f"the name of an objective is a string, got {name!r}; write @register_objective('name')")
+
+    def register(made: T) -> T:
+        if isinstance(made, type):
+            if not issubclass(made, Objective):
+                raise InputError(f"{made.__name__} is no subclass of ebflow_plugin.objectives.Objective")
+            _OBJECTIVES.add(name.lower(), made, force)
+        elif callable(made):
+            _OBJECTIVES.add(name.lower(), partial(FunctionObjective, function=made), force)
+        else:
+            raise InputError(f"an objective is a class or a function, got {made!r}")
+        return made
+
+    return register

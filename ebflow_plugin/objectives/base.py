@@ -1,0 +1,344 @@
+r"""What all objectives share: options, the way from the data to the matched variable, and weighted sums."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
+from functools import partial
+from numbers import Real
+from typing import ClassVar, TypedDict
+
+import torch
+from torch import Generator, Tensor, nn
+
+from ebflow_plugin.errors import InputError, UnknownNameError, suggest
+from ebflow_plugin.wrapper import EBFlow
+
+__all__ = ["Common", "FunctionObjective", "Objective", "WeightedSum", "one_of", "positive", "whole"]
+
+REDUCTIONS = ("mean", "none")
+
+
+class Common(TypedDict, total=False):
+    """The options that every objective takes; see :class:`Objective`."""
+
+    generator: Generator | None
+    energy_weight: float
+    reduction: str
+
+
+class Objective(nn.Module):
+    r"""A loss of an :class:`~ebflow_plugin.EBFlow`: called on a batch, it gives a scalar to minimise.
+
+    It holds the model as a submodule, so that ``objective.parameters()`` are the flow's. Sums run over all dimensions
+    but the batch, means over the batch. Gradients reach the flow's parameters (an ``embedding_net`` included), never
+    the ``x`` and the ``context`` that were given. Objectives can be scaled and added:
+    ``0.9 * SSM(model) + 0.1 * ML(model)``.
+
+    What is matched is the variable behind the model's preprocessing (MaP), ``model.core``. A data-dependent
+    initialisation that is still due in training mode (ActNorm) happens first, on the clean batch.
+
+    A subclass gives :meth:`per_sample`.
+
+    Arguments:
+        model: What :func:`~ebflow_plugin.wrap` returns.
+        generator: Draws everything random, the noise of a ``Dequantize`` included: the same seed gives the same
+            value. It may live on the CPU while the model does not. By default the global one of the model's device.
+        energy_weight: Adds :math:`\lambda\,\mathbb{E}[E(x)]`, the paper's regulariser (0.001 for its CIFAR-10 and
+            CelebA models).
+        reduction: ``"mean"`` for a scalar, ``"none"`` for one value for each sample, with shape ``(B,)``.
+
+    Example:
+        >>> import ebflow_plugin as ebf
+        >>> from nflows import distributions, flows, transforms
+        >>> flow = flows.Flow(transforms.LULinear(2), distributions.StandardNormal([2]))
+        >>> class Spread(Objective):
+        ...     def per_sample(self, x, context):
+        ...         return self.model.core.energy(x, context).square(), None
+        >>> Spread(ebf.wrap(flow))(torch.randn(5, 2)).shape
+        torch.Size([])
+    """
+
+    model: EBFlow
+    in_data_space: ClassVar[bool] = False  # whether the log-det of the preprocessing belongs to the value
+
+    def __init__(
+        self,
+        model: EBFlow,
+        *,
+        generator: Generator | None = None,
+        energy_weight: float = 0.0,
+        reduction: str = "mean",
+        **unknown: object,
+    ) -> None:
+        super().__init__()
+        name = type(self).__name__
+        if unknown:
+            option = next(iter(unknown))
+            raise UnknownNameError(f"{name} has no option {option!r}. {suggest(option, _options_of(type(self)))}")
+        if not isinstance(model, EBFlow):
+            kind = f"{type(model).__module__}.{type(model).__qualname__}"
+            raise InputError(
+                f"{name} needs an EBFlow, got {kind}: wrap the flow first, {name}(ebflow_plugin.wrap(flow))"
+            )
+        if generator is not None and not isinstance(generator, Generator):
+            raise InputError(f"generator must be a torch.Generator or None, got {generator!r}")
+        if not _is_number(energy_weight) or energy_weight < 0:
+            raise InputError(f"energy_weight must be a finite number, at least 0, got {energy_weight!r}")
+        self.model = model
+        self.training = model.training
+        self.generator = generator
+        self.energy_weight = float(energy_weight)
+        self.reduction = one_of("reduction", reduction, REDUCTIONS)
+
+    @abstractmethod
+    def per_sample(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Computes the loss of each sample.
+
+        Arguments:
+            x: The matched variable, with shape ``(B, *)``: clean, detached, not empty.
+            context: The context, detached, with ``B`` rows.
+
+        Returns:
+            The values, and the energies of x if they were computed on the way (else None), each with shape ``(B,)``.
+        """
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        """Computes the loss of a batch.
+
+        Arguments:
+            x: Data, with shape ``(B, *)``.
+            context: What the flow is conditioned on, with ``B`` rows.
+
+        Returns:
+            A scalar, or the values of all samples with shape ``(B,)`` for ``reduction="none"``.
+        """
+        if torch.is_inference_mode_enabled():  # its tensors cannot be part of the graph that a score needs
+            with torch.inference_mode(False), torch.no_grad():
+                return self.forward(x, context)
+        core = self.model.core
+        u, log_det = self.model.preprocess(x, self.generator)
+        core._check(u, context)
+        u, context = _own(u), None if context is None else _own(context)
+        if u.shape[0] == 0:
+            if self.reduction == "mean":
+                raise InputError('x holds no samples, so that there is no mean; use reduction="none" for empty batches')
+            return u.flatten(1).sum(1)
+        start(core, u, context)
+        values, energies = self.per_sample(u, context)
+        if self.energy_weight:
+            energies = core.energy(u, context) if energies is None else energies
+            values = values + self.energy_weight * energies
+        if self.in_data_space:
+            values = values - log_det.detach()
+        return values.mean() if self.reduction == "mean" else values
+
+    def extra_repr(self) -> str:
+        """Describes the options."""
+        weight = f", energy_weight={self.energy_weight:g}" if self.energy_weight else ""
+        return f"reduction={self.reduction!r}{weight}"
+
+    def __mul__(self, weight: float) -> WeightedSum:
+        return WeightedSum([(weight, self)]) if isinstance(weight, Real) else NotImplemented
+
+    __rmul__ = __mul__
+
+    def __add__(self, other: Objective) -> WeightedSum:
+        return WeightedSum([(1.0, self), (1.0, other)]) if isinstance(other, Objective) else NotImplemented
+
+    def __radd__(self, other: object) -> Objective:
+        if isinstance(other, Real) and other == 0:  # sum() starts there
+            return self
+        return NotImplemented
+
+
+class WeightedSum(Objective):
+    r"""A weighted sum of objectives of one model, :math:`\sum_i w_i L_i`, itself an objective.
+
+    Each term makes its own pass and its own draws. Sums of sums are one sum.
+
+    Arguments:
+        terms: Pairs of a weight and an objective.
+
+    Example:
+        >>> import ebflow_plugin as ebf
+        >>> from ebflow_plugin.objectives import ML, SSM
+        >>> from nflows import distributions, flows, transforms
+        >>> model = ebf.wrap(flows.Flow(transforms.LULinear(2), distributions.StandardNormal([2])))
+        >>> loss = 0.9 * SSM(model) + 0.1 * ML(model)
+        >>> loss.weights
+        (0.9, 0.1)
+        >>> loss(torch.randn(5, 2)).backward()
+    """
+
+    weights: tuple[float, ...]
+
+    def __init__(self, terms: Iterable[tuple[float, Objective]]) -> None:
+        nn.Module.__init__(self)
+        flat = [pair for weight, term in terms for pair in _flatten(weight, term)]
+        if not flat:
+            raise InputError("a weighted sum needs at least one objective")
+        first = flat[0][1]
+        for _, term in flat:
+            if term.model is not first.model:
+                raise InputError(
+                    f"{type(first).__name__} and {type(term).__name__} are objectives of different models; a sum needs "
+                    "one and the same EBFlow: wrap the flow once"
+                )
+            if term.reduction != first.reduction:
+                raise InputError(
+                    f"{type(first).__name__} has reduction={first.reduction!r} and {type(term).__name__} has "
+                    f"reduction={term.reduction!r}; the terms of a sum need the same"
+                )
+        self.weights = tuple(weight for weight, _ in flat)
+        self.terms = nn.ModuleList(term for _, term in flat)
+        self.reduction = first.reduction
+        self.training = first.training
+
+    @property
+    def model(self) -> EBFlow:  # type: ignore[override]
+        """The model of all terms."""
+        first: Objective = self.terms[0]  # type: ignore[assignment]
+        return first.model
+
+    def per_sample(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:  # noqa: D102
+        raise NotImplementedError("the terms compute their own values")
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        """Computes the weighted sum of the terms' losses."""
+        values: list[Tensor] = [
+            weight * term(x, context) for weight, term in zip(self.weights, self.terms, strict=True)
+        ]
+        return torch.stack(values).sum(0)
+
+    def extra_repr(self) -> str:
+        """Describes the weights."""
+        return f"weights={self.weights}"
+
+
+class FunctionObjective(Objective):
+    """A user's function as an objective: ``function(model, x, context, **options)`` gives a scalar.
+
+    The function gets the whole model, in data space, and the batch as it was given, without gradients to it.
+
+    Arguments:
+        model: An EBFlow.
+        function: The function.
+        options: What the function takes behind its first three arguments.
+
+    Example:
+        >>> import ebflow_plugin as ebf
+        >>> from nflows import distributions, flows, transforms
+        >>> model = ebf.wrap(flows.Flow(transforms.LULinear(2), distributions.StandardNormal([2])))
+        >>> def ridge(model, x, context, power=2):
+        ...     return model.energy(x, context).abs().pow(power).mean()
+        >>> FunctionObjective(model, ridge, power=1)(torch.randn(5, 2)).shape
+        torch.Size([])
+    """
+
+    def __init__(self, model: EBFlow, function: Callable[..., Tensor], **options: object) -> None:
+        super().__init__(model)
+        self.name = getattr(function, "__name__", type(function).__name__)
+        parameters = list(inspect.signature(function).parameters.values())[3:]
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            known = [parameter.name for parameter in parameters]
+            for option in options:
+                if option not in known:
+                    raise UnknownNameError(f"{self.name} has no option {option!r}. {suggest(option, known)}")
+        self.function = partial(function, **options)
+
+    def per_sample(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:  # noqa: D102
+        raise NotImplementedError("the function computes a scalar")
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        """Calls the function."""
+        self.model._check(x, context)
+        value = self.function(self.model, x.detach(), None if context is None else context.detach())
+        if not isinstance(value, Tensor) or value.dim() != 0:
+            shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise InputError(f"{self.name} must return a scalar tensor, got {shape}; take the mean over the batch")
+        return value
+
+    def extra_repr(self) -> str:
+        """Describes the function and its options."""
+        return ", ".join([self.name, *(f"{key}={value!r}" for key, value in self.function.keywords.items())])
+
+
+def start(core: EBFlow, x: Tensor, context: Tensor | None) -> None:
+    """Runs the data-dependent initialisation of a model in training mode, if a step still waits for it.
+
+    Asks flags only, so that it waits for the device at most once.
+    """
+    for step in core.plan.steps:
+        if getattr(step.module, "training", False) and not getattr(step, "initialised", True):
+            core.plan.initialize(x, context)
+            return
+
+
+def positive(name: str, value: object) -> float:
+    """Returns a positive number as a float, or raises an error that names the option.
+
+    Example:
+        >>> positive("eps", -1)
+        Traceback (most recent call last):
+        ebflow_plugin.errors.InputError: eps must be a positive number, got -1
+    """
+    if not _is_number(value) or value <= 0:  # type: ignore[operator]
+        raise InputError(f"{name} must be a positive number, got {value!r}")
+    return float(value)  # type: ignore[arg-type]
+
+
+def whole(name: str, value: object) -> int:
+    """Returns a whole number of at least 1, or raises an error that names the option.
+
+    Example:
+        >>> whole("projections", 0)
+        Traceback (most recent call last):
+        ebflow_plugin.errors.InputError: projections must be a whole number, at least 1, got 0
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InputError(f"{name} must be a whole number, at least 1, got {value!r}")
+    return value
+
+
+def one_of(name: str, value: object, allowed: Iterable[str]) -> str:
+    """Returns one of the allowed words, or raises an error that names the option and what is allowed.
+
+    Example:
+        >>> one_of("reduction", "sum", ("mean", "none"))
+        Traceback (most recent call last):
+        ebflow_plugin.errors.InputError: unknown reduction 'sum'. Valid names: mean, none.
+    """
+    if not isinstance(value, str) or value not in tuple(allowed):
+        raise InputError(f"unknown {name} {value!r}. {suggest(str(value), allowed)}")
+    return value
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """The user's values outside of the user's graph."""
+    return tensor.clone() if tensor.is_inference() else tensor.detach()
+
+
+def _flatten(weight: float, term: Objective) -> list[tuple[float, Objective]]:
+    if not _is_number(weight):
+        raise InputError(f"the weight of {type(term).__name__} must be a finite number, got {weight!r}")
+    if isinstance(term, WeightedSum):
+        return [(weight * inner, part) for inner, part in zip(term.weights, term.terms, strict=True)]  # type: ignore[misc]
+    return [(float(weight), term)]
+
+
+def _options_of(cls: type[Objective]) -> list[str]:
+    """The keyword options of a class and its parents, in this order."""
+    names: dict[str, None] = {}
+    for parent in cls.__mro__:
+        if issubclass(parent, Objective) and "__init__" in vars(parent):
+            for parameter in list(inspect.signature(parent).parameters.values())[1:]:
+                if parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+                    names[parameter.name] = None
+    return list(names)

@@ -1,0 +1,234 @@
+r"""What score matching cannot do with a given flow, said when the objective is made and not found out after training.
+
+Two things are looked for. Steps that bias or falsify an objective: a score that jumps biases what integrates by parts,
+a density that jumps biases every kind of score matching (of a LeakyReLU with slope 0.5 before a shift of 0.7, DSM learns
+0.43 and 0.32, however small σ is), a wrong second derivative falsifies what differentiates the score. And parameters
+that the score does not depend on (a class prior, say): score matching leaves them at their initial value.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Collection, Iterable
+from itertools import chain
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ebflow_plugin.conditioners import Smoothness
+from ebflow_plugin.errors import EBFlowError, UnsupportedStepError
+from ebflow_plugin.plan import Base, Step
+from ebflow_plugin.wrapper import EBFlow
+
+if TYPE_CHECKING:
+    from ebflow_plugin.objectives.base import Objective
+
+__all__ = ["EVERY_JUMP", "BlindSpots", "refuse_false_derivatives", "warn_about_jumps"]
+
+ROWS = 16  # how many samples a search for blind spots takes
+EVERY_JUMP = (Smoothness.KINKED, Smoothness.JUMPS, Smoothness.UNKNOWN)
+_MEANING = {
+    Smoothness.KINKED: "its score jumps",
+    Smoothness.JUMPS: "its density jumps",
+    Smoothness.FALSE: "its second derivatives are wrong",
+    Smoothness.UNKNOWN: "of unknown smoothness",
+}
+
+
+def refuse_false_derivatives(objective: Objective) -> None:
+    """Raises if a step's second derivatives, in x or in x and the parameters, are silently wrong."""
+    found = [part for part in _parts(objective.model) if part.smoothness == Smoothness.FALSE]
+    if found:
+        name = type(objective).__name__
+        raise UnsupportedStepError(
+            f"{name} cannot train {len(found)} steps of this flow\n  " + "\n  ".join(_lines(found)) + f"\n{name} "
+            "differentiates the score, and torch would give a wrong result there, without an error. Use an objective of "
+            "energies alone: ML, SML or FDSSM."
+        )
+
+
+def warn_about_jumps(objective: Objective, harmed_by: Collection[Smoothness], rarely: bool = False) -> None:
+    """Warns if steps do what an objective cannot see, or may do so.
+
+    Arguments:
+        objective: The objective.
+        harmed_by: What does it harm.
+        rarely: Whether it sees jumps of the score, but with few samples (finite differences).
+    """
+    found = [part for part in _parts(objective.model) if part.smoothness in harmed_by]
+    kinds = {part.smoothness for part in found}
+    if not kinds:
+        return
+    name = type(objective).__name__
+    advice = []
+    if Smoothness.KINKED in kinds:
+        effect = (
+            "leaves jumps of the score to the few samples near them: take eps of at least 0.1"
+            if rarely
+            else "integrates by parts and misses jumps of the score, so that its value and gradients are biased"
+        )
+        advice.append(
+            f"{name} {effect}. Use DSM, which they do no harm, or ebflow_plugin.smooth(flow), which gives the ReLU-like "
+            "activations of conditioners a smooth form."
+        )
+    if Smoothness.JUMPS in kinds:
+        advice.append(
+            "No score shows by how much a density jumps, so that every kind of score matching is biased there: use ML "
+            "or SML, or a smooth layer (SmoothLeakyReLU)."
+        )
+    if Smoothness.UNKNOWN in kinds:
+        advice.append(
+            "Nobody said whether the score of the unknown classes is continuous, which "
+            f'{name} needs; if you know that it is: register_nonlinear(cls, smoothness="smooth"). DSM needs less.'
+        )
+    warnings.warn(
+        f"{name} may be wrong about {len(found)} of {len(objective.model.core.plan.steps)} steps\n  "
+        + "\n  ".join(_lines(found))
+        + "\n"
+        + "\n".join(advice),
+        stacklevel=3,
+    )
+
+
+def _parts(model: EBFlow) -> Iterable[Step | Base]:
+    return chain(model.core.plan.steps, (model.core.plan.base,))
+
+
+def _lines(parts: Iterable[Step | Base]) -> list[str]:
+    return [f"{part.where}: {_MEANING[part.smoothness]}" for part in parts]
+
+
+class Blind(NamedTuple):
+    """Names of trainable parameters that the score does not depend on."""
+
+    constant: list[str]  # the energy does: a constant of x
+    unused: list[str]  # neither does the energy, for this context
+
+
+class BlindSpots:
+    """Searches for parameters that the score does not depend on, on a perturbed copy of a model.
+
+    At first with random data and no context. What that cannot decide (the flow needs a context, or data in a domain;
+    parameters are not used at all without a context) is looked for again with the first real batch.
+
+    Arguments:
+        model: The model of the objective.
+        energy_is_seen: Whether the objective sees the energy besides the score.
+    """
+
+    def __init__(self, model: EBFlow, energy_is_seen: bool = False) -> None:
+        self._model = [model]  # in a list, so that the objective lists the model's parameters once
+        self._energy_is_seen = energy_is_seen
+        self._reported: set[str] = set()
+        shape = model.core.plan.event_shape
+        self.open = any(p.requires_grad and not p.is_meta for p in model.flow.parameters())
+        if self.open and shape is not None:
+            try:
+                found = find_blind_spots(model, shape)
+            except Exception:  # its domain or its context are unknown: the first batch has them
+                return
+            self.open = bool(found.unused)
+            self._report(found.constant, stacklevel=5)
+
+    def look_again(self, x: Tensor, context: Tensor | None) -> None:
+        """Searches with a real batch, once."""
+        self.open = False
+        (model,) = self._model
+        try:
+            with torch.inference_mode(False):
+                generator = torch.Generator(x.device).manual_seed(0)
+                u, _ = model.preprocess(x[:ROWS].clone(), generator)
+                found = find_blind_spots(
+                    model, u.detach(), None if context is None else context[:ROWS].clone().detach()
+                )
+        except Exception as error:  # a search must not stop a training run
+            warnings.warn(
+                f"could not find out which parameters score matching cannot see: {type(error).__name__}: {error}",
+                stacklevel=5,
+            )
+            return
+        self._report([*found.constant, *found.unused], stacklevel=6)
+
+    def _report(self, names: list[str], stacklevel: int) -> None:
+        (model,) = self._model
+        unseen = [name for name in names if name not in self._reported]
+        self._reported.update(unseen)
+        if not unseen or self._energy_is_seen:
+            return
+        parameters = dict(model.flow.named_parameters())
+        total = sum(parameter.requires_grad for parameter in parameters.values())
+        lines = [f"{name}  {tuple(parameters[name].shape)}" for name in unseen]
+        warnings.warn(
+            f"score matching cannot see {len(unseen)} of {total} trainable parameters: the score does not depend on "
+            "them, so that they keep their value\n  " + "\n  ".join(lines) + "\nFreeze them with "
+            "requires_grad_(False), or train them with a term that sees the energy (ML, or energy_weight).",
+            stacklevel=stacklevel,
+        )
+
+
+def find_blind_spots(model: EBFlow, data: Tensor | tuple[int, ...], context: Tensor | None = None) -> Blind:
+    """Names the trainable parameters that the score does not depend on: one energy, two backward passes.
+
+    Arguments:
+        model: A model, which stays as it is: a copy is perturbed, since fresh couplings look constant.
+        data: The matched variable, or its event shape for random data.
+        context: The context of the data.
+
+    Raises:
+        EBFlowError: If the copy gives values that are not finite.
+
+    Example:
+        >>> import ebflow_plugin as ebf
+        >>> from nflows import distributions, flows, transforms
+        >>> class Prior(distributions.StandardNormal):
+        ...     def __init__(self, shape):
+        ...         super().__init__(shape)
+        ...         self.level = nn.Parameter(torch.zeros(()))
+        ...     def _log_prob(self, inputs, context):
+        ...         return super()._log_prob(inputs, context) + self.level
+        >>> model = ebf.wrap(flows.Flow(transforms.LULinear(2), Prior([2])))
+        >>> find_blind_spots(model, (2,)).constant
+        ['_distribution.level']
+    """
+    model = copy.deepcopy(model)
+    core = model.core
+    like = core._like()
+    generator = torch.Generator().manual_seed(0)
+
+    def noise(shape: tuple[int, ...]) -> Tensor:
+        return torch.randn(shape, generator=generator).to(like)
+
+    x = data if isinstance(data, Tensor) else noise((ROWS, *data))
+    with torch.no_grad():
+        for parameter in model.flow.parameters():
+            if parameter.is_floating_point():
+                fan_in = parameter[0].numel() if parameter.dim() > 1 else 1
+                parameter += 0.1 / fan_in**0.5 * noise(tuple(parameter.shape)).to(parameter)
+    named = {name: parameter for name, parameter in model.flow.named_parameters() if parameter.requires_grad}
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        energy = core.energy(x, context)
+        in_energy = _depends(energy.sum(), named)
+        in_score = dict.fromkeys(named, False)
+        if energy.requires_grad:
+            (gradient,) = torch.autograd.grad(energy.sum(), x, create_graph=True, materialize_grads=True)
+            in_score = _depends((gradient * noise(tuple(x.shape))).sum(), named)
+    return Blind(
+        [name for name in named if in_energy[name] and not in_score[name]],
+        [name for name in named if not in_energy[name] and not in_score[name]],
+    )
+
+
+def _depends(value: Tensor, named: dict[str, nn.Parameter]) -> dict[str, bool]:
+    """Whether the gradient of a value in each parameter is anything but zero."""
+    if not bool(torch.isfinite(value)):
+        raise EBFlowError("the energy, or its gradient, of a perturbed copy is not finite")
+    if not value.requires_grad:
+        return dict.fromkeys(named, False)
+    gradients = torch.autograd.grad(value, list(named.values()), retain_graph=True, allow_unused=True)
+    return {
+        name: gradient is not None and bool(gradient.count_nonzero())
+        for name, gradient in zip(named, gradients, strict=True)
+    }

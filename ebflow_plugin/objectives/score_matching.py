@@ -1,0 +1,327 @@
+r"""Score matching: exact (SM), sliced (SSM), by finite differences (FDSSM), and denoising (DSM).
+
+All of them see the energy through its dependence on x alone, so that no determinant of a linear layer is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Unpack
+
+import torch
+from torch import Generator, Tensor
+
+from ebflow_plugin.conditioners import Smoothness
+from ebflow_plugin.errors import InputError
+from ebflow_plugin.objectives import checks
+from ebflow_plugin.objectives.base import Common, Objective, one_of, positive, whole
+from ebflow_plugin.wrapper import EBFlow
+
+__all__ = ["DSM", "FDSSM", "SM", "SSM", "ScoreObjective"]
+
+SMALL_EPS = 0.1  # below it, FDSSM leaves the jumps of a score to a handful of samples
+
+
+class ScoreObjective(Objective):
+    """An objective that sees the score alone. Finds the parameters that the score does not depend on, once."""
+
+    def __init__(self, model: EBFlow, **common: Unpack[Common]) -> None:
+        super().__init__(model, **common)
+        self._blind = checks.BlindSpots(model, energy_is_seen=self.energy_weight > 0)
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        """Computes the loss of a batch; see :meth:`Objective.forward`."""
+        value = super().forward(x, context)
+        if self._blind.open:
+            self._blind.look_again(x, context)
+        return value
+
+    def gradient(self, x: Tensor, context: Tensor | None, create_graph: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Gives the point as a leaf of a graph, and the energy and its gradient there."""
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            energy = self.model.core.energy(x, context)
+            return x, energy, derivative(energy, x, create_graph)
+
+
+class SM(ScoreObjective):
+    r"""Score matching with the exact trace of the Hessian (Section 2.2, Hyvärinen 2005).
+
+    .. math:: L = \mathbb{E}\left[\tfrac12 \|\nabla E(x)\|^2 - \operatorname{tr} \nabla^2 E(x)\right]
+
+    Cost: one energy, its gradient, and D Hessian-vector products. Use it for small D, and to check the others. It
+    integrates by parts, so it needs a continuous score: it warns where a step does not give one.
+
+    Arguments:
+        model: What :func:`~ebflow_plugin.wrap` returns.
+        common: ``generator``, ``energy_weight`` and ``reduction`` of :class:`Objective`.
+
+    Raises:
+        UnsupportedStepError: If a step has wrong second derivatives.
+
+    Example:
+        >>> import ebflow_plugin as ebf
+        >>> from nflows import distributions, flows, transforms
+        >>> model = ebf.wrap(flows.Flow(transforms.IdentityTransform(), distributions.StandardNormal([2])))
+        >>> SM(model)(torch.tensor([[1.0, 0.0]]))  # ½ · 1² - 2
+        tensor(-1.5000)
+    """
+
+    def __init__(self, model: EBFlow, **common: Unpack[Common]) -> None:
+        super().__init__(model, **common)
+        checks.refuse_false_derivatives(self)
+        checks.warn_about_jumps(self, checks.EVERY_JUMP)
+
+    def per_sample(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:  # noqa: D102
+        wanted = torch.is_grad_enabled()
+        x, energy, gradient = self.gradient(x, context, create_graph=True)
+        with torch.enable_grad():
+            trace = torch.zeros_like(energy)
+            for place, partial in enumerate(gradient.flatten(1).unbind(1)):
+                trace = trace + derivative(partial, x, wanted).flatten(1)[:, place]
+        return 0.5 * dot(gradient, gradient) - trace, energy
+
+
+class SSM(ScoreObjective):
+    r"""Sliced score matching: SM with an unbiased estimate of the trace (Eq. 5).
+
+    .. math:: L = \tfrac12 \mathbb{E}\|\nabla E(x)\|^2 - \mathbb{E}\left[v^T \nabla^2 E(x)\, v\right],
+              \qquad \mathbb{E}[v v^T] = I
+
+    Cost: one energy, its gradient, and one Hessian-vector product for each projection. Use it where the data have a
+    density of their own (no noise is added), and the flow is smooth. It integrates by parts, so it needs a continuous
+    score: it warns where a step does not give one.
+
+    Arguments:
+        model: What :func:`~ebflow_plugin.wrap` returns.
+        projections: How many directions v are drawn for each sample; their mean is taken.
+        projection: ``"rademacher"`` (entries ±1; the least variance), ``"gaussian"``, or ``"sphere"`` (uniform, with
+            radius :math:`\sqrt D`).
+        projected: Takes :math:`\tfrac12 (v^T \nabla E)^2` in the place of :math:`\tfrac12 \|\nabla E\|^2`, as sliced
+            score matching was first proposed: the same in expectation, with more variance.
+        common: ``generator``, ``energy_weight`` and ``reduction`` of :class:`Objective`.
+
+    Raises:
+        UnsupportedStepError: If a step has wrong second derivatives.
+
+    Example:
+        >>> import ebflow_plugin as ebf
+        >>> from nflows import distributions, flows, transforms
+        >>> model = ebf.wrap(flows.Flow(transforms.LULinear(2), distributions.StandardNormal([2])))
+        >>> SSM(model, projections=2)(torch.randn(5, 2)).backward()
+    """
+
+    def __init__(
+        self,
+        model: EBFlow,
+        *,
+        projections: int = 1,
+        projection: str = "rademacher",
+        projected: bool = False,
+        **common: Unpack[Common],
+    ) -> None:
+        super().__init__(model, **common)
+        self.projections = whole("projections", projections)
+        self.projection = one_of("projection", projection, PROJECTIONS)
+        self.projected = bool(projected)
+        checks.refuse_false_derivatives(self)
+        checks.warn_about_jumps(self, checks.EVERY_JUMP)
+
+    def per_sample(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:  # noqa: D102
+        wanted = torch.is_grad_enabled()
+        x, energy, gradient = self.gradient(x, context, create_graph=True)
+        values = torch.zeros_like(energy) if self.projected else 0.5 * dot(gradient, gradient)
+        for _ in range(self.projections):
+            v = PROJECTIONS[self.projection](x.detach(), self.generator)
+            with torch.enable_grad():
+                slope = dot(gradient, v)
+                curvature = dot(derivative(slope, x, wanted), v)
+            term = 0.5 * slope.square() - curvature if self.projected else -curvature
+            values = values + term / self.projections
+        return values, energy
+
+    def extra_repr(self) -> str:
+        """Describes the options."""
+        more = ", projected" if self.projected else ""
+        return f"projections={self.projections}, projection={self.projection!r}{more}, {super().extra_repr()}"
+
+
+class FDSSM(ScoreObjective):
+    r"""Sliced score matching by finite differences: three energies and no derivative in x (Eq. 6, scaled).
+
+    .. math:: L = \frac{D}{\epsilon^2}\, \mathbb{E}\left[2E(x) - E(x+\delta) - E(x-\delta)
+              + \tfrac18 \left(E(x+\delta) - E(x-\delta)\right)^2\right],
+              \qquad \|\delta\| = \epsilon \text{ uniformly}
+
+    With the factor :math:`D/\epsilon^2` it tends to SSM as :math:`\epsilon \to 0`.
+
+    Cost: one energy of 3B samples, so that training needs one backward pass and no second one. Use it where memory or
+    a missing second derivative rules out SSM. The differences cancel: in a precision of p digits the values are
+    uncertain by about :math:`10^{-p} |E| D / \epsilon^2`, so keep ε well above 0.01 in single precision.
+
+    Where the score of a flow jumps, it is right in expectation (unlike SSM), but leaves the jump to the samples that
+    are closer to it than ε: the variance grows with 1/ε, and below 0.1 it warns. Where the density itself jumps it is
+    biased for every ε, and warns.
+
+    Arguments:
+        model: What :func:`~ebflow_plugin.wrap` returns.
+        eps: The length of the step, in the units of the matched variable (the paper has 1.0 for MNIST in logit
+            space, and 0.1 for CIFAR-10).
+        common: ``generator``, ``energy_weight`` and ``reduction`` of :class:`Objective`.
+
+    Example:
+        >>> import ebflow_plugin as ebf
+        >>> from nflows import distributions, flows, transforms
+        >>> model = ebf.wrap(flows.Flow(transforms.LULinear(2), distributions.StandardNormal([2])))
+        >>> FDSSM(model, eps=0.5)(torch.randn(5, 2)).backward()
+    """
+
+    def __init__(self, model: EBFlow, *, eps: float = 0.1, **common: Unpack[Common]) -> None:
+        super().__init__(model, **common)
+        self.eps = positive("eps", eps)
+        harmed_by = checks.EVERY_JUMP if self.eps < SMALL_EPS else (Smoothness.JUMPS,)
+        checks.warn_about_jumps(self, harmed_by, rarely=True)
+
+    def per_sample(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:  # noqa: D102
+        size = x[0].numel()
+        step = sphere(x, self.generator) * (self.eps / size**0.5)
+        rows = None if context is None else torch.cat([context] * 3)
+        energy, ahead, behind = self.model.core.energy(torch.cat([x, x + step, x - step]), rows).chunk(3)
+        values = (energy - ahead) + (energy - behind) + 0.125 * (ahead - behind).square()
+        return values * (size / self.eps**2), energy
+
+    def extra_repr(self) -> str:
+        """Describes the options."""
+        return f"eps={self.eps:g}, {super().extra_repr()}"
+
+
+class DSM(ScoreObjective):
+    r"""Denoising score matching: the score of noised data, without a second derivative in x (Eq. 7).
+
+    .. math:: L = \tfrac12 \mathbb{E}\left\|\nabla E(\tilde x) + \frac{x - \tilde x}{\sigma^2}\right\|^2,
+              \qquad \tilde x \sim \mathcal{N}(x, \sigma^2 I)
+
+    What is learnt is the density of the noised data. It does not integrate the model by parts, so that jumps of the
+    model's score do it no harm; jumps of the model's density do, and it warns.
+
+    Cost: one energy and its gradient; training adds one backward pass through both. Use it first: it is the cheapest
+    and the steadiest. A large σ is easy to learn and blurs the density; the variance of the loss grows with
+    :math:`D/\sigma^2` as σ falls.
+
+    Arguments:
+        model: What :func:`~ebflow_plugin.wrap` returns.
+        sigma: The standard deviation of the noise, in the units of the matched variable. A number; a *list* of
+            numbers, of which each sample gets one, all equally likely; or a *tuple* ``(low, high)``, a range from
+            which each sample gets one, log-uniformly. With more than one σ the density of data under the mixture of
+            these noises is learnt.
+        common: ``generator``, ``energy_weight`` and ``reduction`` of :class:`Objective`.
+
+    Raises:
+        UnsupportedStepError: If a step has wrong second derivatives: training differentiates the score in the
+            parameters.
+
+    Example:
+        >>> import ebflow_plugin as ebf
+        >>> from nflows import distributions, flows, transforms
+        >>> model = ebf.wrap(flows.Flow(transforms.LULinear(2), distributions.StandardNormal([2])))
+        >>> DSM(model, sigma=0.5)(torch.randn(5, 2)).backward()
+        >>> DSM(model, sigma=[0.1, 1.0])(torch.randn(5, 2)).backward()
+        >>> DSM(model, sigma=(0.1, 1.0))(torch.randn(5, 2)).backward()
+    """
+
+    def __init__(
+        self, model: EBFlow, *, sigma: float | list[float] | tuple[float, float] = 1.0, **common: Unpack[Common]
+    ) -> None:
+        super().__init__(model, **common)
+        self.sigma = _sigma(sigma)
+        checks.refuse_false_derivatives(self)
+        checks.warn_about_jumps(self, (Smoothness.JUMPS,))
+
+    def per_sample(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:  # noqa: D102
+        wanted = torch.is_grad_enabled()
+        noise = gaussian(x, self.generator)
+        sigma = self._draw_sigma(x)
+        _, _, gradient = self.gradient(x + sigma * noise, context, create_graph=wanted)
+        error = gradient - noise / sigma  # (x - x̃) / σ² is -noise / σ
+        return 0.5 * dot(error, error), None
+
+    def _draw_sigma(self, x: Tensor) -> Tensor | float:
+        if isinstance(self.sigma, float):
+            return self.sigma
+        where = x.device if self.generator is None else self.generator.device
+        shape = (x.shape[0], *[1] * (x.dim() - 1))
+        if isinstance(self.sigma, list):
+            index = torch.randint(len(self.sigma), shape, generator=self.generator, device=where)
+            table = torch.stack([x.new_full((), sigma) for sigma in self.sigma])  # filled, not copied from the host
+            return table[index.to(x.device, non_blocking=True)]
+        low, high = self.sigma
+        share = torch.rand(shape, generator=self.generator, device=where, dtype=x.dtype)
+        return low * (high / low) ** share.to(x.device, non_blocking=True)
+
+    def extra_repr(self) -> str:
+        """Describes the options."""
+        return f"sigma={self.sigma}, {super().extra_repr()}"
+
+
+def derivative(values: Tensor, x: Tensor, create_graph: bool) -> Tensor:
+    """The derivative of each sample's value in the sample, with the shape of x; zero if there is no dependence."""
+    if not values.requires_grad:
+        return torch.zeros_like(x)
+    (gradient,) = torch.autograd.grad(
+        values.sum(), x, create_graph=create_graph, retain_graph=True, materialize_grads=True
+    )
+    return gradient
+
+
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    """The inner product of each sample: ``(B, *)`` and ``(B, *)`` to ``(B,)``.
+
+    Example:
+        >>> dot(torch.ones(2, 3, 4), torch.ones(2, 3, 4))
+        tensor([12., 12.])
+    """
+    return (a * b).flatten(1).sum(1)
+
+
+def gaussian(like: Tensor, generator: Generator | None) -> Tensor:
+    """Standard normal entries."""
+    if generator is None:
+        return torch.randn_like(like)
+    drawn = torch.randn(like.shape, generator=generator, device=generator.device, dtype=like.dtype)
+    return drawn.to(like.device, non_blocking=True)
+
+
+def rademacher(like: Tensor, generator: Generator | None) -> Tensor:
+    """Entries of +1 and -1."""
+    drawn = torch.empty_like(like, device=like.device if generator is None else generator.device)
+    return drawn.bernoulli_(0.5, generator=generator).mul_(2.0).sub_(1.0).to(like.device, non_blocking=True)
+
+
+def sphere(like: Tensor, generator: Generator | None) -> Tensor:
+    r"""For each sample a direction, uniformly, with length :math:`\sqrt D`."""
+    direction = gaussian(like, generator)
+    length = direction.flatten(1).norm(dim=1).reshape(-1, *[1] * (like.dim() - 1))
+    return direction * (like[0].numel() ** 0.5 / length)
+
+
+PROJECTIONS: dict[str, Callable[[Tensor, Generator | None], Tensor]] = {
+    "gaussian": gaussian,
+    "rademacher": rademacher,
+    "sphere": sphere,
+}
+
+
+def _sigma(sigma: object) -> float | list[float] | tuple[float, float]:
+    allowed = "a positive number, a list of them to choose from, or a tuple (low, high), 0 < low < high, for a range"
+    try:
+        if isinstance(sigma, list) and sigma:
+            return [positive("sigma", value) for value in sigma]
+        if isinstance(sigma, tuple) and len(sigma) == 2:
+            low, high = (positive("sigma", value) for value in sigma)
+            if low < high:
+                return low, high
+        elif not isinstance(sigma, (list, tuple)):
+            return positive("sigma", sigma)
+    except InputError:
+        pass
+    raise InputError(f"sigma must be {allowed}; got {sigma!r}")

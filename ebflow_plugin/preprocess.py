@@ -1,0 +1,204 @@
+r"""Fixed preprocessing in front of a flow, and where the matched variable begins (MaP).
+
+Logit and similar steps have derivatives that explode at the edges of their domain. Score matching of the variable
+*behind* them, :math:`x_k = g_k \circ \dots \circ g_1(x)` with :math:`g_k` the last such step, trains well where score
+matching of x does not (Section 4.2 and Table 3 of the paper). The density of x is the same either way: the log-dets
+of the steps in front are added back in ``log_prob``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import log, prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ebflow_plugin.errors import InputError, UnknownNameError, suggest
+from ebflow_plugin.plan import LinearStep, NonlinearStep, Plan, Shape, Step
+from ebflow_plugin.steps import summed
+
+__all__ = ["Dequantize", "DequantizeStep", "Logit", "Rescale", "boundary", "preprocessing_steps"]
+
+
+class Dequantize(nn.Module):
+    """Integers 0 to ``levels - 1``, made continuous: (x + u) / levels with u uniform on [0, 1), drawn at each call.
+
+    The density of the result, in the units of x, is a lower bound on the probability of the integers (in the
+    mean over u), so that ``-log_prob`` in bits is what papers report.
+
+    Arguments:
+        levels: How many values there are; 256 for 8-bit images.
+
+    Example:
+        >>> import ebflow_plugin as ebf
+        >>> from nflows import distributions, flows, transforms
+        >>> flow = flows.Flow(transforms.LULinear(4), distributions.StandardNormal([4]))
+        >>> model = ebf.wrap(flow, preprocess=[ebf.Dequantize(16), ebf.Rescale(0.05, 0.95), ebf.Logit()])
+        >>> model.bits_per_dim(torch.randint(16, (3, 4))).shape
+        torch.Size([3])
+        >>> model.sample(2).max() <= 15
+        tensor(True)
+    """
+
+    def __init__(self, levels: int = 256) -> None:
+        super().__init__()
+        if isinstance(levels, bool) or not isinstance(levels, int) or levels < 2:
+            raise InputError(f"levels must be a whole number, at least 2, got {levels!r}")
+        self.levels = levels
+
+    def extra_repr(self) -> str:  # noqa: D102
+        return f"levels={self.levels}"
+
+
+class Rescale(nn.Module):
+    """Maps the interval ``source`` to the interval from ``low`` to ``high``, elementwise.
+
+    Arguments:
+        low: Where the lower end of ``source`` goes.
+        high: Where the upper end goes.
+        source: The interval of the data; [0, 1] behind a :class:`Dequantize`.
+
+    Example:
+        >>> Rescale(-1.0, 1.0, source=(0.0, 255.0)).scale
+        0.00784313725490196
+    """
+
+    def __init__(self, low: float, high: float, source: tuple[float, float] = (0.0, 1.0)) -> None:
+        super().__init__()
+        if not low < high or not source[0] < source[1]:
+            raise InputError(f"Rescale needs low < high in both intervals, got {(low, high)} and source {source}")
+        self.scale = (high - low) / (source[1] - source[0])
+        self.shift = low - source[0] * self.scale
+
+    def extra_repr(self) -> str:  # noqa: D102
+        return f"scale={self.scale:g}, shift={self.shift:g}"
+
+
+class Logit(nn.Module):
+    """log(x) - log(1 - x), elementwise, for x in (0, 1). Input outside of it gives NaN; :class:`Rescale` keeps off the edges.
+
+    Example:
+        >>> Logit()
+        Logit()
+    """
+
+
+class DequantizeStep(LinearStep):
+    """A :class:`Dequantize` in front of a flow. Its log-det is a constant."""
+
+    reason = "adds noise, divides"
+    generator: torch.Generator | None = None
+
+    def apply(self, x: Tensor) -> Tensor:  # noqa: D102
+        device = x.device if self.generator is None else self.generator.device
+        noise = torch.rand(x.shape, generator=self.generator, device=device, dtype=x.dtype).to(x.device)
+        return (x + noise) / self.module.levels
+
+    def invert(self, y: Tensor) -> Tensor:  # noqa: D102
+        return torch.floor(y * self.module.levels).clamp(0, self.module.levels - 1)
+
+    def log_abs_det(self, shape: Shape) -> float:  # noqa: D102
+        return -prod(shape) * log(self.module.levels)
+
+
+class RescaleStep(LinearStep):
+    """A :class:`Rescale` in front of a flow."""
+
+    reason = "elementwise affine"
+
+    def apply(self, x: Tensor) -> Tensor:  # noqa: D102
+        return x * self.module.scale + self.module.shift
+
+    def invert(self, y: Tensor) -> Tensor:  # noqa: D102
+        return (y - self.module.shift) / self.module.scale
+
+    def log_abs_det(self, shape: Shape) -> float:  # noqa: D102
+        return prod(shape) * log(self.module.scale)
+
+
+class LogitStep(NonlinearStep):
+    """A :class:`Logit` in front of a flow."""
+
+    reason = "elementwise"
+
+    @property
+    def sensitive(self) -> bool:  # noqa: D102
+        return True
+
+    def call_forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:  # noqa: D102
+        return torch.log(x) - torch.log1p(-x), -summed(torch.log(x) + torch.log1p(-x))
+
+    def call_inverse(self, y: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:  # noqa: D102
+        return torch.sigmoid(y), summed(F.logsigmoid(y) + F.logsigmoid(-y))
+
+
+_STEPS: dict[type, type[Step]] = {Dequantize: DequantizeStep, Rescale: RescaleStep, Logit: LogitStep}
+
+
+def preprocessing_steps(modules: Sequence[Any]) -> tuple[Step, ...]:
+    """The steps of ``wrap(..., preprocess=modules)``.
+
+    Example:
+        >>> [step.path for step in preprocessing_steps([Rescale(0.1, 0.9), Logit()])]
+        ['preprocess.0', 'preprocess.1']
+    """
+    for place, module in enumerate(modules):
+        if type(module) not in _STEPS:
+            valid = ", ".join(cls.__name__ for cls in _STEPS)
+            raise InputError(f"preprocess[{place}] is {type(module).__name__}; valid: {valid}. Put other maps in the flow.")
+        if isinstance(module, Dequantize) and place:
+            raise InputError("Dequantize must come first: it takes the integers of the data")
+    return tuple(_STEPS[type(module)](module, f"preprocess.{place}") for place, module in enumerate(modules))
+
+
+def boundary(plan: Plan, match_after: str | int | None) -> int:
+    """How many leading steps of a plan are preprocessing: the matched variable begins behind them.
+
+    Arguments:
+        plan: The whole plan.
+        match_after: ``"auto"`` for the longest leading run of steps without trainable parameters that ends in a
+            numerically sensitive one; the path or the index of the last preprocessing step; None for none.
+
+    Raises:
+        InputError: If a step of the prefix has trainable parameters, which would never be trained.
+        UnknownNameError: If the flow has no such step.
+    """
+    if match_after is None:
+        return 0
+    if match_after == "auto":
+        count = 0
+        for place, step in enumerate(plan.steps):
+            if _trainable(step) or step.takes != 1 or step.gives != 1:
+                break
+            if step.sensitive:
+                count = place + 1
+        return count
+    if isinstance(match_after, int) and not isinstance(match_after, bool):
+        if not 0 <= match_after < len(plan.steps):
+            raise InputError(f"match_after is {match_after}, but the flow has the steps 0 to {len(plan.steps) - 1}")
+        count = match_after + 1
+    else:
+        paths = [step.path for step in plan.steps]
+        inside = [
+            place for place, path in enumerate(paths) if path == match_after or path.startswith(f"{match_after}.")
+        ]
+        if not inside:
+            raise UnknownNameError(f"match_after names no step {match_after!r}. {suggest(str(match_after), paths)}")
+        count = inside[-1] + 1
+    trained = [step.where for step in plan.steps[:count] if _trainable(step)]
+    if trained:
+        raise InputError(
+            f"match_after={match_after!r} puts {len(trained)} steps with trainable parameters in front of the matched "
+            "variable, where they would never be trained\n  " + "\n  ".join(trained) + "\nChoose an earlier step, or "
+            "freeze them with requires_grad_(False)."
+        )
+    if any(step.takes != 1 or step.gives != 1 for step in plan.steps[:count]):
+        raise InputError(f"match_after={match_after!r} stands behind a split: the matched variable must be one tensor")
+    return count
+
+
+def _trainable(step: Step) -> bool:
+    return isinstance(step.module, nn.Module) and any(p.requires_grad for p in step.module.parameters())

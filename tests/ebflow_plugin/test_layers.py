@@ -1,0 +1,481 @@
+"""The three maps: against autograd's Jacobian, torch's determinant, and finite differences, in double precision."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.autograd.functional import jacobian
+
+from ebflow_plugin.errors import InputError, SingularError
+from ebflow_plugin.layers import FullConv2d, FullLinear, SmoothLeakyReLU
+
+double = torch.float64
+INITS = ["identity", "negative_identity", "orthogonal", "normal"]
+
+
+def random(*shape, seed=0, dtype=double):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def stirred(layer, seed=0):
+    """The layer with no parameter left at a special value."""
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter += 0.1 * random(*parameter.shape, seed=seed, dtype=parameter.dtype)
+    return layer
+
+
+def linear(**options):
+    return stirred(FullLinear(5, dtype=double, **options)), (5,)
+
+
+def conv(**options):
+    return stirred(FullConv2d(2, **{"kernel_size": 3, "dtype": double, **options})), (2, 4, 6)
+
+
+LINEAR = {
+    "linear": linear,
+    "linear without bias": lambda: linear(bias=False),
+    "linear on positions": lambda: (linear()[0], (3, 5)),
+    "1x1": lambda: conv(kernel_size=1),
+    "zeros": conv,
+    "zeros without bias": lambda: conv(bias=False),
+    "band": lambda: (stirred(FullConv2d(1, 3, dtype=double)), (1, 14, 14)),
+    "circular": lambda: conv(padding_mode="circular"),
+    "replicate": lambda: conv(padding_mode="replicate"),
+    "even": lambda: conv(kernel_size=2, padding_mode="reflect"),
+    "asymmetric": lambda: conv(padding=(0, 2, 2, 0)),
+    "stride": lambda: conv(kernel_size=4, stride=2),
+    "stride, circular": lambda: conv(kernel_size=4, stride=2, padding_mode="circular"),
+    "groups": lambda: conv(groups=2),
+}
+
+
+@pytest.fixture(params=LINEAR.values(), ids=LINEAR.keys())
+def case(request):
+    return request.param()
+
+
+def dense_matrix(layer, shape):
+    found = jacobian(lambda x: layer.transform(x[None])[0], random(*shape))
+    return found.reshape(math.prod(shape), math.prod(shape))
+
+
+def test_log_det_is_that_of_the_jacobian(case):
+    layer, shape = case
+    expected = torch.linalg.slogdet(dense_matrix(layer, shape))[1]
+    torch.testing.assert_close(layer.log_det(shape), expected)
+    with torch.no_grad():
+        found = layer.log_det(shape)
+        assert found.shape == ()
+        assert not found.requires_grad
+        torch.testing.assert_close(found, expected.detach())
+
+
+@pytest.mark.parametrize("batch", [0, 1, 3])
+@pytest.mark.parametrize("tracked", [False, True])
+def test_invert_undoes_transform(case, batch, tracked):
+    layer, shape = case
+    layer.requires_grad_(tracked)
+    x = random(batch, *shape)
+    y = layer.transform(x)
+    assert y.shape == (batch, *layer.output_shape(shape))
+    assert layer.input_shape(layer.output_shape(shape)) == shape
+    found = layer.invert(y)
+    assert found.requires_grad == tracked
+    torch.testing.assert_close(found, x, check_device=False, rtol=1e-7, atol=1e-7)
+
+
+def with_parameters(layer, function):
+    """A function of the parameters and further tensors, as gradcheck wants it."""
+    names, values = zip(*layer.named_parameters(), strict=True)
+
+    def called(*tensors):
+        state = dict(zip(names, tensors, strict=False))
+        return torch.func.functional_call(
+            Calling(layer, function), {f"layer.{k}": v for k, v in state.items()}, tensors[len(names) :]
+        )
+
+    return called, tuple(value.detach().clone().requires_grad_() for value in values)
+
+
+class Calling(torch.nn.Module):
+    def __init__(self, layer, function):
+        super().__init__()
+        self.layer, self.function = layer, function
+
+    def forward(self, *tensors):
+        return self.function(self.layer, *tensors)
+
+
+def test_gradients(case):
+    layer, shape = case
+    log_det, parameters = with_parameters(layer, lambda layer: layer.log_det(shape))
+    y = random(1, *layer.output_shape(shape)).requires_grad_()
+    invert, _ = with_parameters(layer, lambda layer, y: layer.invert(y))
+    fast = math.prod(shape) > 50  # projections of the Jacobian in the place of all of it
+    assert torch.autograd.gradcheck(log_det, parameters, fast_mode=fast)
+    assert torch.autograd.gradcheck(invert, (*parameters, y), fast_mode=fast)
+    assert torch.autograd.gradgradcheck(invert, (*parameters, y), fast_mode=True)
+    layer.requires_grad_(False)  # now through the factors that are kept
+    assert torch.autograd.gradcheck(layer.invert, y, fast_mode=fast, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(lambda y: layer.invert(y).square(), y, fast_mode=True)
+
+
+def test_gradients_of_bias_alone(case):
+    layer, shape = case
+    if layer.bias is None:
+        return
+    layer.weight.requires_grad_(False)
+    y = layer.transform(random(2, *shape)).detach()
+    (gradient,) = torch.autograd.grad(layer.invert(y).sum(), layer.bias)
+    weight_solved = layer.invert(y.requires_grad_())
+    (expected,) = torch.autograd.grad(weight_solved.sum(), y)
+    dims = [d for d in range(y.dim()) if d != (1 if y.dim() == 4 else y.dim() - 1)]
+    torch.testing.assert_close(gradient, -expected.sum(dims))
+
+
+def test_single_precision_round_trip():
+    layer = FullLinear(300, init="normal", generator=generator()).requires_grad_(False)
+    x = random(10, 300, dtype=torch.float32)
+    y = layer.transform(x)
+    exact = torch.linalg.solve(layer.weight.double(), y.double().mT).mT.float()
+    torch.testing.assert_close(layer.invert(y), exact, rtol=1e-6, atol=1e-6)
+    assert layer.invert(y).dtype == torch.float32
+    assert layer.log_det((300,)) == torch.linalg.slogdet(layer.weight.double())[1].float()
+
+
+def edit_in_place(layer):
+    with torch.no_grad():
+        layer.weight.mul_(2.0)
+
+
+def edit_data(layer):
+    layer.weight.data.mul_(2.0)
+
+
+def load(layer):
+    layer.load_state_dict({name: value * 2 for name, value in layer.state_dict().items()})
+
+
+def train(layer):
+    optimiser = torch.optim.Adam(layer.parameters(), lr=0.1)
+    layer.weight.grad = torch.ones_like(layer.weight)
+    optimiser.step()
+
+
+def swap(layer):
+    layer.weight = torch.nn.Parameter(layer.weight.detach() * 2)
+
+
+@pytest.mark.parametrize("change", [edit_in_place, edit_data, load, train, swap, lambda layer: layer.float()])
+@pytest.mark.parametrize("name", ["linear", "1x1", "zeros", "band", "circular"])
+def test_nothing_is_stale(name, change):
+    layer, shape = LINEAR[name]()
+    with torch.no_grad():
+        x = random(2, *shape)
+        before = layer.log_det(shape)
+        layer.invert(layer.transform(x))
+        change(layer)
+        x = x.to(layer.weight.dtype)
+        expected = torch.linalg.slogdet(dense_matrix(copy.deepcopy(layer).double(), shape))[1]
+        found = layer.log_det(shape)
+        assert found.dtype == layer.weight.dtype
+        torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-5)
+        assert layer.weight.dtype == torch.float32 or not torch.isclose(found, before)
+        torch.testing.assert_close(layer.invert(layer.transform(x)), x, rtol=1e-4, atol=1e-4)
+
+
+def test_image_sizes_alternate():
+    layer = stirred(FullConv2d(2, 3, dtype=double)).requires_grad_(False)
+    for shape in ((2, 4, 4), (2, 5, 3), (2, 4, 4)):
+        torch.testing.assert_close(layer.log_det(shape), torch.linalg.slogdet(dense_matrix(layer, shape))[1])
+        x = random(1, *shape)
+        torch.testing.assert_close(layer.invert(layer.transform(x)), x)
+
+
+def test_copies_and_checkpoints(case):
+    layer, shape = case
+    layer.requires_grad_(False)
+    x = random(2, *shape)
+    y = layer.transform(x)
+    layer.invert(y), layer.log_det(shape)
+    assert set(layer.state_dict()) <= {"weight", "bias"}
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        torch.testing.assert_close(twin.invert(y), layer.invert(y))
+        twin.weight.mul_(2.0)
+        torch.testing.assert_close(twin.log_det(shape), layer.log_det(shape) + math.prod(shape) * math.log(2))
+    assert str(tuple(layer.weight.shape)[0]) in repr(layer)
+
+
+def test_meta_device(case):
+    layer, shape = case
+    layer = layer.to("meta")
+    y = layer.transform(torch.empty(2, *shape, device="meta", dtype=double))
+    for tracked in (True, False):
+        layer.requires_grad_(tracked)
+        assert layer.invert(y).shape == (2, *shape)
+        assert layer.log_det(shape).device.type == "meta"
+
+
+@pytest.mark.parametrize("init", INITS)
+def test_construction_on_a_device_and_in_a_dtype(init):
+    for layer in (
+        FullLinear(4, init=init, device="meta", dtype=double),
+        FullConv2d(2, 3, init=init, device="meta", dtype=double),
+    ):
+        assert {(p.device.type, p.dtype) for p in layer.parameters()} == {("meta", double)}
+
+
+def test_after_inference_mode(case):
+    layer, shape = case
+    layer.requires_grad_(False)
+    y = layer.transform(random(1, *shape))
+    with torch.inference_mode():
+        layer.invert(y), layer.log_det(shape)
+    y.requires_grad_()
+    (gradient,) = torch.autograd.grad(layer.invert(y).sum(), y)
+    assert gradient.shape == y.shape
+    (layer.log_det(shape) * y.sum()).backward()
+
+
+def test_linear_initialisation():
+    eye = torch.eye(6, dtype=double)
+    made = {init: FullLinear(6, init=init, dtype=double, generator=generator()) for init in INITS}
+    assert torch.equal(made["identity"].weight, eye)
+    assert torch.equal(made["negative_identity"].weight, -eye)
+    torch.testing.assert_close(made["orthogonal"].weight @ made["orthogonal"].weight.mT, eye)
+    assert not torch.allclose(made["orthogonal"].weight, eye)
+    assert all(not layer.bias.any() for layer in made.values())
+    big = FullLinear(400, init="normal", generator=generator())
+    assert big.weight.std().item() == pytest.approx(400**-0.5, rel=0.01)
+    for init in ("orthogonal", "normal"):
+        again = FullLinear(6, init=init, dtype=double, generator=generator())
+        assert torch.equal(again.weight, made[init].weight)
+        again.reset_parameters(generator(1))
+        assert not torch.equal(again.weight, made[init].weight)
+
+
+CONVOLUTIONS = [
+    dict(kernel_size=3),
+    dict(kernel_size=(2, 4)),
+    dict(kernel_size=2, dilation=3),
+    dict(kernel_size=1, groups=2),
+    dict(kernel_size=3, padding=(2, 0, 0, 2)),
+    dict(kernel_size=2, stride=2),
+    dict(kernel_size=5, stride=2, groups=2),
+    dict(kernel_size=(3, 4), stride=(1, 2), padding_mode="circular"),
+]
+
+
+@pytest.mark.parametrize("options", CONVOLUTIONS)
+def test_convolution_initialisation(options):
+    x = random(2, 4, 6, 6)
+    make = {init: FullConv2d(4, **options, init=init, dtype=double, generator=generator()) for init in INITS}
+    high, wide = make["identity"].setting.stride
+    # the elements of a cell, in pixel_unshuffle's order, for a stride that may differ along the axes
+    cells = (
+        x.view(2, 4, 6 // high, high, 6 // wide, wide).permute(0, 1, 3, 5, 2, 4).reshape(2, -1, 6 // high, 6 // wide)
+    )
+    if high == wide:
+        assert torch.equal(cells, F.pixel_unshuffle(x, high))
+    assert torch.equal(make["identity"].transform(x), cells)
+    assert torch.equal(make["negative_identity"].transform(x), -cells)
+    turned = make["orthogonal"].transform(x)
+    torch.testing.assert_close(turned.square().sum(1), cells.square().sum(1))
+    assert not torch.allclose(turned.abs(), cells.abs())
+    noisy = make["normal"]
+    assert noisy.weight.ne(0).all()
+    torch.testing.assert_close(noisy.invert(noisy.transform(x)), x)
+    again = FullConv2d(4, **options, init="normal", dtype=double, generator=generator())
+    assert torch.equal(again.weight, noisy.weight)
+
+
+def test_convolution_without_cells():
+    with pytest.raises(InputError, match="init='identity' needs an output channel.*Use init='normal'"):
+        FullConv2d(4, 3, out_channels=1, padding=2)
+    layer = FullConv2d(4, 3, out_channels=1, padding=2, init="normal", dtype=double, generator=generator(1))
+    x = random(2, 4, 2, 2)
+    assert layer.transform(x).shape == (2, 1, 4, 4)
+    torch.testing.assert_close(layer.invert(layer.transform(x)), x)
+    torch.testing.assert_close(layer.log_det((4, 2, 2)), torch.linalg.slogdet(dense_matrix(layer, (4, 2, 2)))[1])
+
+
+@pytest.mark.parametrize("mode", ["zeros", "circular", "reflect", "replicate"])
+def test_transform_is_torchs_convolution(mode):
+    layer = stirred(FullConv2d(4, (3, 5), padding=(1, 2), padding_mode=mode, groups=2, dtype=double))
+    theirs = torch.nn.Conv2d(4, 4, (3, 5), padding=(1, 2), padding_mode=mode, groups=2, dtype=double)
+    theirs.load_state_dict(layer.state_dict())
+    x = random(2, 4, 7, 6)
+    torch.testing.assert_close(layer.transform(x), theirs(x))
+
+
+def test_singular_layers():
+    layer = FullLinear(3)
+    with torch.no_grad():
+        layer.weight[0] = layer.weight[1]
+        for call in (lambda: layer.log_det((3,)), lambda: layer.invert(torch.ones(1, 3))):
+            with pytest.raises(SingularError, match="3 x 3 matrix of a linear layer is singular"):
+                call()
+    assert layer.log_det((3,)) == -torch.inf  # in a graph
+    with pytest.raises(SingularError, match="singular"):
+        layer.invert(torch.ones(1, 3))
+    layer.reset_parameters()
+    assert layer.log_det((3,)) == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: FullLinear(0), "features must be a positive integer, got 0"),
+        (lambda: FullLinear(2.5), "features must be a positive integer, got 2.5"),
+        (lambda: FullLinear(3, init="identiti"), "unknown init 'identiti'. Did you mean 'identity'"),
+        (lambda: FullConv2d(3, 3, init="zero"), "unknown init 'zero'. .*Valid names: identity, negative_identity"),
+        (lambda: FullLinear(3).transform(torch.ones(2, 4)), r"takes 3 features in the last dimension, .* \(2, 4\)"),
+        (lambda: FullLinear(3).invert(torch.ones(2, 4)), r"FullLinear\(3\) takes 3 features"),
+        (lambda: FullLinear(3).log_det((4,)), r"shape \(4,\)"),
+        (lambda: FullLinear(3).log_det(()), r"shape \(\)"),
+        (lambda: FullConv2d(3, 3).transform(torch.ones(3, 4, 4)), r"\(B, C, H, W\), but got shape \(3, 4, 4\)"),
+        (lambda: FullConv2d(3, 3).transform(torch.ones(1, 2, 4, 4)), r"3 channels.* but got shape \(2, 4, 4\)"),
+        (lambda: FullConv2d(3, 3).invert(torch.ones(1, 2, 4, 4)), r"3 channels.* but got shape \(2, 4, 4\)"),
+        (lambda: FullConv2d(3, 3, padding=0).transform(torch.ones(1, 3, 4, 4)), "must keep the number of elements"),
+        (lambda: FullConv2d(3, 3, padding=0).log_det((3, 4, 4)), r"\(3, 2, 2\) \(12 elements\)"),
+        (lambda: SmoothLeakyReLU(0.0), r"alpha must lie in \(0, 1\], got 0.0"),
+        (lambda: SmoothLeakyReLU(1.5), "got 1.5"),
+        (lambda: SmoothLeakyReLU(float("nan")), "got nan"),
+    ],
+)
+def test_bad_input(make, message):
+    with pytest.raises(InputError, match=message):
+        make()
+
+
+ACTIVATIONS = [
+    SmoothLeakyReLU(),
+    SmoothLeakyReLU(0.6),
+    SmoothLeakyReLU(1.0),
+    SmoothLeakyReLU(1e-6),
+    SmoothLeakyReLU(residual=True),
+]
+
+
+@pytest.mark.parametrize("layer", ACTIVATIONS, ids=repr)
+def test_activation_formula(layer):
+    x = torch.linspace(-30, 30, 13, dtype=double).view(1, 13)
+    expected = layer.alpha * x + (1 - layer.alpha) * (1 + x.exp()).log() + (x if layer.residual else 0)
+    torch.testing.assert_close(layer.transform(x), expected)
+    found = jacobian(lambda x: layer.transform(x)[0], x)[:, 0]
+    torch.testing.assert_close(layer.log_det(x), torch.linalg.slogdet(found)[1][None])
+    assert layer.log_det(x.expand(4, 13).reshape(4, 1, 13)).shape == (4,)
+    assert layer.log_det(x[0]).shape == (13,)
+    assert layer.transform(x[:0]).shape == layer.invert(x[:0]).shape == (0, 13)
+    assert layer.log_det(x[:0]).shape == (0,)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, double])
+@pytest.mark.parametrize("alpha", [1.0, 1 - 1e-6, 0.6, 0.3, 0.01, 1e-6, 1e-12, 1e-30])
+@pytest.mark.parametrize("residual", [False, True])
+def test_activation_inverse_everywhere(dtype, alpha, residual):
+    """The root is right to rounding, of y, of the terms of the sum, or of x itself."""
+    layer = SmoothLeakyReLU(alpha, residual)
+    far = 30 if dtype == torch.float32 else 300
+    magnitudes = torch.logspace(-far, far, 501, dtype=double)
+    near = torch.linspace(-40, 40, 2001, dtype=double)
+    y = torch.cat([-magnitudes, magnitudes, near, near / 40, torch.zeros(1, dtype=double)]).to(dtype)
+    slope = alpha + residual
+    y = y[y.double().abs() / slope < torch.finfo(dtype).max / 4]  # elsewhere the answer is no number of this type
+    x = layer.invert(y)
+    assert x.dtype == dtype
+    exact, goal = x.double(), y.double()
+    bent = (1 - alpha) * F.softplus(exact, threshold=40.0)
+    rounding = (slope * exact).abs() + bent + goal.abs() + (slope + (1 - alpha) * torch.sigmoid(exact)) * exact.abs()
+    assert ((slope * exact + bent - goal).abs() <= 2 * torch.finfo(dtype).eps * rounding).all()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.floats(-1e30, 1e30), st.floats(1e-9, 1.0), st.booleans())
+def test_activation_round_trip(x, alpha, residual):
+    layer = SmoothLeakyReLU(alpha, residual)
+    x = torch.tensor([x], dtype=double)
+    found = layer.invert(layer.transform(x))
+    slope = layer.log_det(x[None]).exp()
+    rounding = torch.finfo(double).eps * (1 + layer.transform(x).abs() + slope * x.abs()) / slope
+    assert ((found - x).abs() <= 4 * rounding).all()
+
+
+@pytest.mark.parametrize("layer", ACTIVATIONS, ids=repr)
+def test_activation_derivatives(layer):
+    x = torch.tensor([-8.0, -1.0, 0.0, 0.7, 9.0], dtype=double, requires_grad=True)
+    for function in (layer.transform, layer.log_det):
+        assert torch.autograd.gradcheck(function, x, check_forward_ad=True)
+        assert torch.autograd.gradgradcheck(function, x)
+    if layer.alpha > 1e-3:  # finite differences of the inverse are hopeless where its slope is a million
+        assert torch.autograd.gradcheck(layer.invert, x, check_forward_ad=True)
+        assert torch.autograd.gradgradcheck(layer.invert, x)
+
+
+@pytest.mark.parametrize("layer", ACTIVATIONS, ids=repr)
+@pytest.mark.parametrize("y", [-30.0, -2.0, -1e-3, 0.0, 0.4, 3.0, 30.0, 1e10])
+def test_activation_inverse_derivatives_in_closed_form(layer, y):
+    y = torch.tensor(y, dtype=double)
+    x = layer.invert(y)
+    s, bend = torch.sigmoid(x), 1 - layer.alpha
+    first = layer.log_det(x[None]).exp()[0]
+    second = bend * s * (1 - s)
+    third = second * (1 - 2 * s)
+    expected = [1 / first, -second / first**3, 3 * second**2 / first**5 - third / first**4]
+    function = layer.invert
+    for value in expected:
+        function = torch.func.grad(function)
+        torch.testing.assert_close(function(y), value, rtol=1e-9, atol=1e-12)
+    one = torch.ones_like(y)
+    twice = torch.func.jvp(lambda a: torch.func.jvp(layer.invert, (a,), (one,))[1], (y,), (one,))[1]
+    torch.testing.assert_close(twice, expected[1], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, double])
+@pytest.mark.parametrize("x", [-1e30, -800.0, -100.0, -25.0, 0.0, 19.9, 20.1, 39.9, 40.1, 100.0, 1e30])
+def test_activation_derivatives_far_out(x, dtype):
+    """Three derivatives that are finite and right where torch's softplus switches, and where exponentials overflow."""
+    layer = SmoothLeakyReLU(0.3)
+    s = torch.sigmoid(torch.tensor(x, dtype=double))
+    t = torch.sigmoid(torch.tensor(-x, dtype=double))
+    slope = 0.3 + 0.7 * s
+    ratio = 0.7 * s * t / slope
+    derivatives = {
+        layer.transform: [slope, 0.7 * s * t, 0.7 * s * t * (t - s)],
+        layer.log_det: [ratio, ratio * (t - s) - ratio**2],
+    }
+    for function, expected in derivatives.items():
+        value = torch.tensor([x], dtype=dtype, requires_grad=True)
+        found = function(value)
+        for derivative in expected:
+            (found,) = torch.autograd.grad(found.sum(), value, create_graph=True)
+            torch.testing.assert_close(
+                found[0].double(), derivative, rtol=1e-5, atol=1e-7 if dtype == torch.float32 else 1e-15
+            )
+
+
+def test_activation_waits_for_nothing():
+    """On the meta device any look at a value would fail."""
+    layer = SmoothLeakyReLU()
+    y = torch.empty(2, 3, device="meta")
+    assert layer.invert(y).shape == (2, 3)
+    assert layer.log_det(y).shape == (2,)
+
+
+def test_activation_copies():
+    layer = SmoothLeakyReLU(0.2, residual=True)
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert (twin.alpha, twin.residual) == (0.2, True)
+    assert not layer.state_dict()
+    assert repr(layer) == "SmoothLeakyReLU(alpha=0.2, residual=True)"

@@ -1,0 +1,195 @@
+"""MaP: log_prob does not change, score matching begins behind the fixed steps, and bad prefixes are refused."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nflows import distributions, flows, transforms
+
+import ebflow_plugin as ebf
+
+D = 3
+
+
+def flow_of(*layers):
+    flow = flows.Flow(transforms.CompositeTransform(layers), distributions.StandardNormal([D])).double()
+    with torch.no_grad():
+        for parameter in flow.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)))
+    return flow.eval()
+
+
+def unit_data(batch=6, seed=0):
+    return 0.05 + 0.9 * torch.rand(batch, D, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def affine(low=0.05, high=0.95):
+    return transforms.PointwiseAffineTransform(shift=low, scale=high - low)
+
+
+@pytest.mark.parametrize(
+    ("layers", "count"),
+    [
+        ([transforms.Logit(), transforms.LULinear(D)], 1),
+        ([affine(), transforms.Logit(), transforms.LULinear(D)], 2),
+        ([affine(), transforms.Logit(), affine(0.0, 2.0), transforms.LULinear(D)], 2),
+        ([affine(), transforms.Logit(), transforms.Tanh(), transforms.InverseTransform(transforms.Tanh())], 4),
+        ([affine(), transforms.LULinear(D)], 0),
+        ([transforms.LULinear(D), transforms.Logit()], 0),
+        ([transforms.InverseTransform(transforms.Sigmoid(learn_temperature=True)), transforms.LULinear(D)], 0),
+        ([transforms.Sigmoid(), transforms.LULinear(D)], 0),
+        ([transforms.RandomPermutation(D), transforms.CauchyCDFInverse() if hasattr(transforms, "CauchyCDFInverse") else transforms.Logit()], 2),
+    ],
+)
+def test_auto_finds_the_longest_fixed_run_that_ends_in_a_sensitive_step(layers, count):
+    model = ebf.wrap(flow_of(*layers))
+    assert model.report.preprocessing == count
+    assert len(model.core.plan.steps) == len(model.plan.steps) - count
+    assert (model.core is model) == (count == 0)
+    assert ("(MaP)" in model.report.summary) == (count > 0)
+
+
+prefixes = st.lists(
+    st.sampled_from(["affine", "permutation", "reverse", "sigmoid-logit", "identity"]), max_size=3
+)
+
+
+@given(prefix=prefixes, seed=st.integers(0, 5), how=st.sampled_from(["auto", "index", "path", "none"]))
+@settings(max_examples=40, deadline=None)
+def test_log_prob_is_the_same_with_and_without(prefix, seed, how):
+    make = {
+        "affine": affine,
+        "permutation": lambda: transforms.RandomPermutation(D),
+        "reverse": lambda: transforms.ReversePermutation(D),
+        "sigmoid-logit": lambda: transforms.CompositeTransform([transforms.Sigmoid(), transforms.Logit()]),
+        "identity": transforms.IdentityTransform,
+    }
+    layers = [*(make[name]() for name in prefix), affine(0.2, 0.4), transforms.Logit(), transforms.LULinear(D)]
+    flow = flow_of(*layers)
+    x = torch.sigmoid(torch.randn(5, D, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)))
+    last = len(ebf.wrap(flow, match_after=None).plan.steps) - 2
+    path = ebf.wrap(flow).plan.steps[last].path
+    model = ebf.wrap(flow, match_after={"auto": "auto", "index": last, "path": path, "none": None}[how])
+    plain = ebf.wrap(flow, match_after=None)
+    assert torch.equal(model.log_prob(x), plain.log_prob(x))
+    assert torch.equal(model.energy(x), plain.energy(x))
+    assert torch.equal(model.score(x), plain.score(x))
+    matched, log_det = model.preprocess(x)
+    assert not matched.requires_grad
+    assert log_det.shape == (5,)
+    assert torch.allclose(model.core.log_prob(matched) + log_det, flow.log_prob(x), rtol=1e-10)
+    assert (how == "none") == (model.core is model)
+
+
+def test_without_preprocessing_the_matched_variable_is_the_data():
+    model = ebf.wrap(flow_of(transforms.LULinear(D)))
+    x = unit_data()
+    matched, log_det = model.preprocess(x)
+    assert torch.equal(matched, x)
+    assert torch.equal(log_det, torch.zeros(6, dtype=torch.float64))
+
+
+def test_a_trainable_prefix_is_refused():
+    flow = flow_of(transforms.Logit(), transforms.LULinear(D), transforms.ActNorm(D))
+    for where in (1, "_transform._transforms.1"):
+        with pytest.raises(ebf.InputError, match=r"1 steps with trainable parameters(?s:.*)_transforms\.1  LULinear"):
+            ebf.wrap(flow, match_after=where)
+    flow._transform._transforms[1].requires_grad_(False)
+    assert len(ebf.wrap(flow, match_after=1).core.plan.steps) == 1
+
+
+def test_bad_choices():
+    flow = flow_of(transforms.Logit(), transforms.LULinear(D))
+    with pytest.raises(ebf.InputError, match=r"match_after is 5, but the flow has the steps 0 to 1"):
+        ebf.wrap(flow, match_after=5)
+    with pytest.raises(ebf.UnknownNameError, match="no step '_transform._transform.0'.*Did you mean"):
+        ebf.wrap(flow, match_after="_transform._transform.0")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: [ebf.Rescale(0.1, 0.9), ebf.Dequantize(4)], "Dequantize must come first"),
+        (lambda: [transforms.Logit()], r"preprocess\[0\] is Logit; valid: Dequantize, Rescale, Logit"),
+        (lambda: [ebf.Dequantize(1)], "levels must be a whole number, at least 2, got 1"),
+        (lambda: [ebf.Dequantize(2.5)], "levels must be a whole number"),
+        (lambda: [ebf.Rescale(1.0, 0.0)], "low < high"),
+        (lambda: [ebf.Rescale(0.0, 1.0, source=(1.0, 1.0))], "low < high"),
+    ],
+)
+def test_bad_preprocessing(make, message):
+    with pytest.raises(ebf.InputError, match=message):
+        ebf.wrap(flow_of(transforms.LULinear(D)), preprocess=make())
+
+
+def preprocessed(levels=8):
+    steps = [ebf.Dequantize(levels), ebf.Rescale(0.05, 0.95), ebf.Logit()]
+    return ebf.wrap(flow_of(transforms.LULinear(D)), preprocess=steps)
+
+
+def test_added_preprocessing_is_the_change_of_variables():
+    model = preprocessed()
+    x = torch.randint(8, (6, D), generator=torch.Generator().manual_seed(0))
+    matched, log_det = model.preprocess(x, generator=torch.Generator().manual_seed(3))
+    noise = torch.rand(6, D, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    unit = (x + noise) / 8
+    squeezed = 0.05 + 0.9 * unit
+    assert torch.allclose(matched, torch.logit(squeezed))
+    expected = (math.log(0.9 / 8) - torch.log(squeezed) - torch.log1p(-squeezed)).sum(1)
+    assert torch.allclose(log_det, expected)
+    assert [row.path for row in model.report][:3] == ["preprocess.0", "preprocess.1", "preprocess.2"]
+    assert list(model.flow.state_dict()) == list(flow_of(transforms.LULinear(D)).state_dict())
+
+
+def test_dequantisation_noise_is_drawn_at_each_call():
+    model = preprocessed()
+    x = torch.randint(8, (4, D))
+    assert not torch.equal(model.preprocess(x)[0], model.preprocess(x)[0])
+    one, two = (model.preprocess(x, generator=torch.Generator().manual_seed(7))[0] for _ in range(2))
+    assert torch.equal(one, two)
+
+
+def test_the_probabilities_of_integers_sum_to_at_most_one():
+    """Σ_x exp(E_u log p(x + u)) <= Σ_x ∫ p(x + u) du = 1, by Jensen; and close to it for a smooth density."""
+    flow = flows.Flow(transforms.IdentityTransform(), distributions.StandardNormal([1])).double()
+    model = ebf.wrap(flow, preprocess=[ebf.Dequantize(4), ebf.Rescale(1e-6, 1 - 1e-6), ebf.Logit()])
+    x = torch.arange(4).repeat_interleave(4000)[:, None]
+    log_p = -model.bits_per_dim(x) * math.log(2.0)
+    total = log_p.reshape(4, 4000).mean(1).exp().sum().item()
+    assert 0.8 < total <= 1.0
+
+
+def test_samples_come_back_as_integers():
+    model = preprocessed()
+    samples = model.sample(200, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(samples, samples.round())
+    assert samples.min() >= 0
+    assert samples.max() <= 7
+    assert len(samples.unique()) > 3
+
+
+def test_bits_per_dim_is_log_prob_in_other_units():
+    model = ebf.wrap(flow_of(transforms.LULinear(D)))
+    x = unit_data()
+    assert torch.allclose(model.bits_per_dim(x), -model.log_prob(x) / (D * math.log(2.0)))
+
+
+def test_map_makes_the_gradient_of_score_matching_smaller_by_orders_of_magnitude():
+    """Fig. 3 of the paper, in kind: near 0 and 1 the derivatives of the logit explode."""
+    flow = flow_of(affine(1e-6, 1 - 1e-6), transforms.Logit(eps=1e-9), transforms.LULinear(D))
+    x = torch.rand(64, D, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) ** 8
+
+    def gradient_norm(model, data):
+        point = data.clone().requires_grad_()
+        score = model.score(point)
+        direction = torch.ones_like(data)
+        (curvature,) = torch.autograd.grad((score * direction).sum(), point, create_graph=True)
+        loss = (0.5 * score.square().sum(1) + (curvature * direction).sum(1)).mean()
+        gradients = torch.autograd.grad(loss, [p for p in flow.parameters() if p.requires_grad], allow_unused=True)
+        return sum(g.square().sum() for g in gradients if g is not None).sqrt()
+
+    with_map, without = ebf.wrap(flow), ebf.wrap(flow, match_after=None)
+    matched, _ = with_map.preprocess(x)
+    assert gradient_norm(without, x) > 1e3 * gradient_norm(with_map.core, matched)

@@ -1,0 +1,149 @@
+"""verify() holds on what is right (test_contracts.py), and finds what is wrong."""
+
+import pytest
+import torch
+from nflows import distributions, flows, transforms
+from nflows.nn import nets
+
+import ebflow_plugin as ebf
+from ebflow_plugin import discovery
+
+D = 4
+
+
+def make_flow(*layers):
+    torch.manual_seed(0)
+    return flows.Flow(transforms.CompositeTransform(layers), distributions.StandardNormal([D])).double().eval()
+
+
+@pytest.fixture
+def x():
+    return torch.randn(5, D, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+class WrongLogDet(transforms.Transform):
+    def forward(self, inputs, context=None):
+        return 2.0 * inputs.sinh(), inputs.cosh().log().sum(-1)
+
+
+class BatchMean(transforms.Transform):
+    def forward(self, inputs, context=None):
+        return inputs - inputs.mean(0), inputs.new_zeros(len(inputs))
+
+
+class Detached(transforms.Transform):
+    """Its derivative is dropped, as in normflows' Residual in eval mode."""
+
+    def forward(self, inputs, context=None):
+        return inputs.sinh(), inputs.detach().cosh().log().sum(-1)
+
+
+class FalseCurvature(transforms.Transform):
+    """The first derivative is right, the second is not, as in UMNN."""
+
+    def forward(self, inputs, context=None):
+        return Sinh.apply(inputs), inputs.cosh().log().sum(-1)
+
+
+class Sinh(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sinh()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * x.detach().cosh()
+
+
+LIES = [
+    (WrongLogDet, "log-det matches autograd"),
+    (BatchMean, "samples do not influence each other"),
+    (Detached, "score agrees with finite differences"),
+    (FalseCurvature, "second backward agrees with finite differences"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:1 of")
+@pytest.mark.parametrize(("cls", "claim"), LIES)
+def test_a_lie_is_found(cls, claim, x):
+    with pytest.raises(ebf.VerificationError, match="checks failed") as error:
+        ebf.verify(make_flow(transforms.LULinear(D, identity_init=False), cls()), x)
+    failed = [line for line in str(error.value).splitlines() if line.startswith("FAILED")]
+    assert any(claim in line for line in failed), str(error.value)
+
+
+def test_a_nonlinear_class_taught_as_linear_is_named(x):
+    class Warp(transforms.Transform):
+        def forward(self, inputs, context=None):
+            return inputs.sinh(), inputs.cosh().log().sum(-1)
+
+    ebf.register_linear(Warp)
+    try:
+        with pytest.raises(ebf.VerificationError, match=r"FAILED +linear step is affine +_transform._transforms.1"):
+            ebf.verify(make_flow(transforms.LULinear(D), Warp()), x)
+    finally:
+        discovery._TAUGHT.remove(Warp)
+
+
+def test_a_coupling_that_starts_at_zero_is_found_out_after_its_parameters_move(x):
+    """At its start it looks linear: that is why a probe must not classify."""
+    coupling = transforms.AffineCouplingTransform(
+        [1, 0, 1, 0], lambda i, o: nets.ResidualNet(i, o, 8, activation=torch.tanh)
+    )
+    flow = make_flow(coupling)
+    with torch.no_grad():
+        for parameter in coupling.transform_net.final_layer.parameters():
+            parameter.zero_()
+    with pytest.raises(ebf.VerificationError) as error:
+        ebf.verify(ebf.wrap(flow, overrides={"_transform._transforms.0": "linear"}), x)
+    failed = [line for line in str(error.value).splitlines() if line.startswith("FAILED")]
+    assert any("linear step is affine, parameters moved" in line for line in failed)
+    assert not any("linear step is affine  " in line for line in failed)
+
+
+def test_the_flow_stays_as_it_is(x):
+    flow = make_flow(transforms.ActNorm(D), transforms.LULinear(D, using_cache=True)).train()
+    before = {name: tensor.clone() for name, tensor in flow.state_dict().items()}
+    state = torch.get_rng_state()
+    report = ebf.verify(flow, x)
+    assert report
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(before[name], tensor) for name, tensor in flow.state_dict().items())
+    assert not flow._transform._transforms[0].initialized
+    assert all(parameter.grad is None and parameter.requires_grad for parameter in flow.parameters())
+
+
+def test_the_report_is_a_table(x):
+    report = ebf.verify(make_flow(transforms.LULinear(D), transforms.Tanh()), x)
+    text = str(report)
+    assert "checks hold" in text
+    assert "linear step is affine" in text
+    assert "_transform._transforms.0" in text
+    assert len(list(report)) == len(report.checks) > 5
+    assert report.failures == ()
+
+
+def test_nan_and_single_points_are_refused(x):
+    flow = make_flow(transforms.LULinear(D))
+    with pytest.raises(ebf.InputError, match="at least two data points, got 1"):
+        ebf.verify(flow, x[:1])
+    x[3, 2] = float("nan")
+    with pytest.raises(ebf.InputError, match=r"x holds 1 NaN or inf in 1 of 5 rows, the first at \[3, 2\]"):
+        ebf.verify(flow, x)
+
+
+def test_float32_models_are_checked_in_float64(x):
+    flow = make_flow(transforms.LULinear(D), transforms.Tanh()).float()
+    assert all(check.passed for check in ebf.verify(flow, x.float()))
+
+
+def test_a_flow_that_does_not_run_in_float64_says_so(x):
+    class Single(transforms.Transform):
+        def forward(self, inputs, context=None):
+            return inputs @ torch.eye(D), inputs.new_zeros(len(inputs))
+
+    with pytest.warns(UserWarning, match="nobody registered"):
+        report = ebf.verify(make_flow(Single()).float(), x.float())
+    assert any(check.passed is None and "does not run in float64" in check.detail for check in report)
