@@ -24,9 +24,9 @@ from ebflow_plugin.errors import (
 )
 from ebflow_plugin.preprocess import Dequantize, Logit, Rescale
 from ebflow_plugin.report import FlowReport
-from ebflow_plugin.version import __version__
 from ebflow_plugin.surgery import smooth, unconstrain
 from ebflow_plugin.verification import verify
+from ebflow_plugin.version import __version__
 from ebflow_plugin.wrapper import EBFlow, describe, wrap
 
 __all__ = [

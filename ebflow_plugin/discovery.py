@@ -12,14 +12,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import entry_points
-from types import MappingProxyType
+from inspect import signature
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ebflow_plugin.conditioners import Smoothness
-from ebflow_plugin.errors import AdapterError, NotAFlowError, UnknownNameError, suggest
+from ebflow_plugin.errors import AdapterError, NotAFlowError, UnknownNameError, UnsupportedStepError, suggest
 from ebflow_plugin.plan import LinearStep, NonlinearStep, Plan, Shape, Step
 from ebflow_plugin.registry import TypeRegistry, resolve
 
@@ -29,10 +30,12 @@ __all__ = [
     "Container",
     "Found",
     "adapters",
+    "comes_from",
     "find_flow",
     "register_container",
     "register_linear",
     "register_nonlinear",
+    "takes_context",
 ]
 
 
@@ -82,25 +85,35 @@ class Adapter(ABC):
     Attributes:
         name: The library, as messages call it.
         flows: What can be wrapped, for the message about an object that cannot.
+        packages: The packages that the library's classes come from.
+        rules: The rule of each class of the library, by its name.
         opaque: How the library calls a module whose inside nobody knows.
         inverted: Whether the density direction is a module's ``inverse``.
+        density_methods: The methods of a flow that make up its density.
         constrained: The linear classes that :func:`~ebflow_plugin.unconstrain` replaces, each with a function that
-            tells a module's number of features and whether these are channels of images.
+            tells a module's number of features and whether these are channels of images; None to leave it.
     """
 
     name: str
     flows: str
+    packages: tuple[str, ...]
+    rules: Mapping[str, Rule]
     opaque: type[OpaqueStep]
+    density_methods: tuple[str, ...] = ("log_prob",)
     inverted: bool = False
-    constrained: Mapping[str, Callable[[Any], tuple[int, bool]]] = MappingProxyType({})
+    constrained: Mapping[str, Callable[[Any], tuple[int, bool] | None]] = MappingProxyType({})
 
     @abstractmethod
     def is_flow(self, model: object) -> bool:
         """Whether the object is a flow of this library: one with a density."""
 
-    @abstractmethod
     def rule(self, cls: type) -> Rule | None:
         """The rule of exactly this class, if it is one of the library's."""
+        return self.rules.get(cls.__name__) if self.ours(cls) else None
+
+    def ours(self, cls: type) -> bool:
+        """Whether a class comes from the library."""
+        return comes_from(cls, self.packages)
 
     @abstractmethod
     def plan(self, flow: Any, overrides: Mapping[str, str] | None = None) -> Plan:  # noqa: ANN401
@@ -112,7 +125,21 @@ class Adapter(ABC):
         return result
 
     def release(self, flow: nn.Module) -> None:
-        """Drops what the library keeps between calls and what cannot be copied (nflows' linear caches)."""
+        """Drops what linear layers keep between calls (``using_cache``): graphs, which cannot be copied."""
+        for module in flow.modules():
+            invalidate = getattr(getattr(module, "cache", None), "invalidate", None)
+            if self.ours(type(module)) and callable(invalidate):
+                invalidate()
+
+    def refuse_own_density(self, flow: object) -> None:
+        """Raises if somebody overrode the density of a flow: it is then not that of its transforms and its base."""
+        for name in self.density_methods:
+            owner = next((parent for parent in type(flow).__mro__ if name in vars(parent)), None)
+            if name in vars(flow) or (owner is not None and not self.ours(owner)):
+                raise UnsupportedStepError(
+                    f"{type(flow).__name__} overrides {name}, so its density may not be that of its transforms and "
+                    "base distribution. Wrap a plain flow of the library with the same parts instead."
+                )
 
     @abstractmethod
     def full_layer(self, features: int, images: bool) -> nn.Module:
@@ -147,7 +174,7 @@ class Adapter(ABC):
             for child in reversed(children) if inverted else children:
                 below = ".".join(part for part in (path, child.name) if part)
                 turned = inverted != child.inverted
-                if child.step is not None:
+                if child.step is not None and below not in overrides:
                     yield child.step(child.module, below, turned)
                 else:
                     yield from self.walk(child.module, below, turned, overrides)
@@ -184,7 +211,7 @@ class OpaqueStep(NonlinearStep):
     taught_smoothness: Smoothness = Smoothness.UNKNOWN
 
     @property
-    def smoothness(self) -> Smoothness:  # noqa: D102
+    def smoothness(self) -> Smoothness:
         return self.taught_smoothness
 
 
@@ -198,19 +225,19 @@ class TaughtLinearStep(LinearStep):
         self._caller, self._rule = module, rule
         self.cost = rule.cost
 
-    def apply(self, x: Tensor) -> Tensor:  # noqa: D102
+    def apply(self, x: Tensor) -> Tensor:
         if self._rule.apply is not None:
             return self._rule.apply(self.module, x)
         result: Tensor = self._caller.call_forward(x, None)[0]
         return result
 
-    def invert(self, y: Tensor) -> Tensor:  # noqa: D102
+    def invert(self, y: Tensor) -> Tensor:
         if self._rule.invert is not None:
             return self._rule.invert(self.module, y)
         result: Tensor = self._caller.call_inverse(y, None)[0]
         return result
 
-    def log_abs_det(self, shape: Shape) -> Tensor | float:  # noqa: D102
+    def log_abs_det(self, shape: Shape) -> Tensor | float:
         if self._rule.log_det is not None:
             return self._rule.log_det(self.module, shape)
         anchor = next((p for p in self.module.parameters() if p.is_floating_point()), torch.empty(0))
@@ -298,6 +325,29 @@ def register_container(cls: type, children: Callable[[Any], Iterable[tuple[str, 
     return cls
 
 
+def comes_from(cls: type, packages: tuple[str, ...]) -> bool:
+    """Whether a class is defined in one of these packages.
+
+    Example:
+        >>> comes_from(nn.Tanh, ("torch",)), comes_from(dict, ("torch",))
+        (True, False)
+    """
+    return cls.__module__.partition(".")[0] in packages
+
+
+def takes_context(function: Callable[..., Any] | None) -> bool:
+    """Whether a function can be called with ``context=``.
+
+    Example:
+        >>> takes_context(lambda x, context=None: x), takes_context(lambda x: x), takes_context(None)
+        (True, False, False)
+    """
+    if function is None:
+        return False
+    parameters = signature(function).parameters.values()
+    return any(parameter.name == "context" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+
+
 @cache
 def adapters() -> tuple[Adapter, ...]:
     """Loads every installed adapter; one that cannot be loaded is reported and left out."""
@@ -353,7 +403,7 @@ def _flows_in(model: object, depth: int = 2) -> Iterator[Found]:
     if isinstance(model, nn.Module):
         members: list[tuple[str, object]] = list(model.named_children())
         depth += 1  # the modules of a model are all walked
-    elif depth > 0 and hasattr(model, "__dict__") and not isinstance(model, type):
+    elif depth > 0 and hasattr(model, "__dict__") and not isinstance(model, (type, ModuleType)):
         members = list(vars(model).items())
     else:
         return

@@ -48,10 +48,16 @@ class EMA:
         tensor([1., 1.])
     """
 
+    model: EBFlow
+    decay: float
+    warmup: bool
+    updates: int
+    _applied: bool
+
     def __init__(self, model: EBFlow, decay: float = 0.999, warmup: bool = True) -> None:
         if not isinstance(model, EBFlow):
             kind = f"{type(model).__module__}.{type(model).__qualname__}"
-            raise InputError(f"EMA needs an EBFlow, got {kind}: wrap the flow first, EMA(ebflow_plugin.wrap(flow))")
+            raise InputError(f"EMA needs an EBFlow, got {kind}; wrap it first: EMA(ebflow_plugin.wrap(flow))")
         if not isinstance(decay, Real) or isinstance(decay, bool) or not 0.0 <= decay < 1.0:
             raise InputError(f"decay must be a number, at least 0 and below 1, got {decay!r}")
         self.model = model

@@ -13,6 +13,7 @@ which the loss shows. A solve always refuses, though in a graph it notices only 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
@@ -212,7 +213,8 @@ class KeptLU:
 
     def log_abs_det(self, weight: Tensor, *setting: Hashable) -> Tensor:
         r"""Returns :math:`\log |\det A|` in the weight's type."""
-        value = self._get(self._log_abs_det, lambda matrix: matrix.log_abs_det(), weight, setting)
+        with _without_autocast(weight):
+            value = self._get(self._log_abs_det, lambda matrix: matrix.log_abs_det(), weight, setting)
         return value.to(weight.dtype, copy=True)  # a copy, so that nobody can edit what is kept
 
     def solve(self, weight: Tensor, y: Tensor, *setting: Hashable) -> Tensor:
@@ -221,8 +223,9 @@ class KeptLU:
         Raises:
             SingularError: The matrix has no inverse.
         """
-        solver = self._get(self._solver, lambda matrix: matrix.inverse(), weight, setting)
-        return solver(y.to(_precision(weight))).to(y.dtype)
+        with _without_autocast(weight):
+            solver = self._get(self._solver, lambda matrix: matrix.inverse(), weight, setting)
+            return solver(y.to(_precision(weight))).to(y.dtype)
 
     def _get(self, memo: Memo[T], compute: Callable[[Matrix], T], weight: Tensor, setting: tuple[Hashable, ...]) -> T:
         precision = _precision(weight)
@@ -239,6 +242,12 @@ class KeptLU:
 
 def _precision(weight: Tensor) -> torch.dtype:
     return torch.promote_types(weight.dtype, torch.float32 if _in_graph(weight) else torch.float64)
+
+
+def _without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
+    """Autocast would turn the products inside of a factorisation, but not the rest, to half precision."""
+    kind = tensor.device.type
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
 class _Panel(NamedTuple):

@@ -10,8 +10,8 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, TypeVar
 
-from torch import Tensor
 import torch
+from torch import Tensor
 
 __all__ = ["Memo"]
 

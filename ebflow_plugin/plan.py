@@ -29,7 +29,19 @@ from torch import Tensor
 from ebflow_plugin.conditioners import Smoothness, smoothness_of, unsteady_parts
 from ebflow_plugin.errors import EBFlowError, NoInverseError, SingularError, UnsupportedStepError
 
-__all__ = ["Base", "LinearStep", "Linearity", "NonlinearStep", "Plan", "RefusedStep", "Shape", "Step", "Value", "per_sample"]
+__all__ = [
+    "Base",
+    "LinearStep",
+    "Linearity",
+    "NonlinearStep",
+    "Part",
+    "Plan",
+    "RefusedStep",
+    "Shape",
+    "Step",
+    "Value",
+    "per_sample",
+]
 
 Shape = tuple[int, ...]
 Shapes = tuple[Shape, ...]
@@ -46,34 +58,17 @@ class Linearity(str, Enum):
     __str__ = str.__str__
 
 
-class Step(ABC):
-    """One transform of a flow, in the density direction.
-
-    A class of steps says how one class of modules acts in *its own* forward direction; ``inverted`` says that data
-    passes through the module's inverse on its way to noise. Steps work on a stack of tensors: nearly all take the
-    top tensor and leave one, a split leaves two, a merge takes two (``takes`` and ``gives``).
+class Part:
+    """A piece of the user's flow: a step, or the base density.
 
     Attributes:
-        module: The user's module.
+        module: The user's own object.
         path: Where it stands in the user's model.
-        inverted: Whether the density direction is the module's inverse.
-        reason: Why the step is linear, nonlinear or refused, for people.
-        known: Whether its class is registered. An unknown class keeps its own log-det: exact, only slower.
-        sensitive: Whether its derivative explodes at an edge of its domain (logit, log), which MaP looks for.
     """
 
-    linearity: ClassVar[Linearity]
-    takes: int = 1
-    gives: int = 1
-    reason: str = ""
-    known: bool = True
-
-    def __init__(self, module: Any, path: str, inverted: bool = False) -> None:  # noqa: ANN401
+    def __init__(self, module: Any, path: str) -> None:  # noqa: ANN401
         self.module = module
         self.path = path
-        self.inverted = inverted
-        if inverted:
-            self.takes, self.gives = self.gives, self.takes
 
     @property
     def class_name(self) -> str:
@@ -86,26 +81,52 @@ class Step(ABC):
         return f"{self.path}  {self.class_name} ({type(self.module).__module__})"
 
     @property
+    def smoothness(self) -> Smoothness:
+        """What the part does to the score."""
+        return Smoothness.SMOOTH
+
+    def refusal(self) -> str | None:
+        """Says why the part cannot be in an energy in its present mode, or gives None.
+
+        Asked at each call, since ``train()`` and ``eval()`` decide for batch norm and dropout: look at flags only.
+        """
+        return None
+
+
+class Step(Part, ABC):
+    """One transform of a flow, in the density direction.
+
+    A class of steps says how one class of modules acts in *its own* forward direction; ``inverted`` says that data
+    passes through the module's inverse on its way to noise. Steps work on a stack of tensors: nearly all take the
+    top tensor and leave one, a split leaves two, a merge takes two (``takes`` and ``gives``).
+
+    Attributes:
+        inverted: Whether the density direction is the module's inverse.
+        reason: Why the step is linear, nonlinear or refused, for people.
+        known: Whether its class is registered. An unknown class keeps its own log-det: exact, only slower.
+    """
+
+    linearity: ClassVar[Linearity]
+    takes: int = 1
+    gives: int = 1
+    reason: str = ""
+    known: bool = True
+
+    def __init__(self, module: Any, path: str, inverted: bool = False) -> None:  # noqa: ANN401
+        super().__init__(module, path)
+        self.inverted = inverted
+        if inverted:
+            self.takes, self.gives = self.gives, self.takes
+
+    @property
     def log_det_cost(self) -> str:
         """What the log-det costs, for people."""
         return "-"
 
     @property
-    def smoothness(self) -> Smoothness:
-        """What the step does to the score."""
-        return Smoothness.SMOOTH
-
-    @property
     def sensitive(self) -> bool:
-        """Whether the derivative explodes at an edge of the domain."""
+        """Whether the derivative explodes at an edge of the domain (logit, log), which MaP looks for."""
         return False
-
-    def refusal(self) -> str | None:
-        """Says why the step cannot be part of an energy in its present mode, or gives None.
-
-        Asked at each call, since ``train()`` and ``eval()`` decide for batch norm and dropout: look at flags only.
-        """
-        return None
 
     def initialize(self, x: Value) -> None:
         """Runs the module's data-dependent initialisation on a clean batch, if it has one and it is still due."""
@@ -232,43 +253,28 @@ class RefusedStep(Step):
         raise UnsupportedStepError(f"{self.where}: {self.reason}")
 
 
-class Base(ABC):
+class Base(Part, ABC):
     """The base density of a flow, over the latents that its last step leaves.
 
     Attributes:
-        module: The user's base distribution.
-        path: Where it stands in the user's model.
         shapes: The event shapes of the latents, if the distribution tells them.
     """
 
     def __init__(self, module: Any, path: str, shapes: Shapes | None = None) -> None:  # noqa: ANN401
-        self.module = module
-        self.path = path
+        super().__init__(module, path)
         self.shapes = shapes
         self._unsteady = unsteady_parts(module)
 
     @property
-    def class_name(self) -> str:
-        """The class of the distribution, as people call it."""
-        return type(self.module).__name__
-
-    @property
-    def where(self) -> str:
-        """Path, class and origin, as error messages show them."""
-        return f"{self.path}  {self.class_name} ({type(self.module).__module__})"
-
-    @property
-    def smoothness(self) -> Smoothness:
-        """What the base does to the score."""
+    def smoothness(self) -> Smoothness:  # noqa: D102
         return smoothness_of(self.module)
 
-    def refusal(self) -> str | None:
-        """Says why the base cannot be part of an energy in its present mode, or gives None."""
+    def refusal(self) -> str | None:  # noqa: D102
         return next((why for part in self._unsteady if (why := part())), None)
 
     @abstractmethod
     def log_prob(self, latents: tuple[Tensor, ...], context: Tensor | None) -> Tensor:
-        """log p_u, one value for each sample."""
+        """Log p_u, one value for each sample."""
 
     @abstractmethod
     def sample(self, n: int, context: Tensor | None, like: Tensor) -> tuple[Tensor, ...]:
@@ -290,6 +296,10 @@ class Plan:
     base: Base
     embed: Callable[[Tensor | None], Tensor | None] = field(default=lambda context: context)
     adapter: str = ""
+
+    def parts(self) -> Iterator[Part]:
+        """The steps and the base."""
+        return chain[Part](self.steps, (self.base,))
 
     def energy(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         """Computes E(x) (Eq. 9), with shape ``(B,)``. No log-det of a linear step is computed."""
@@ -390,7 +400,7 @@ class Plan:
 
     def refuse(self) -> None:
         """Raises :class:`UnsupportedStepError`, listing every step that cannot be part of an energy as it is now."""
-        refused = [f"{part.where}: {why}" for part in chain(self.steps, (self.base,)) if (why := part.refusal())]
+        refused = [f"{part.where}: {why}" for part in self.parts() if (why := part.refusal())]
         if refused:
             raise UnsupportedStepError(
                 f"{len(refused)} of {len(self.steps)} steps cannot be wrapped (adapter {self.adapter!r})\n  "

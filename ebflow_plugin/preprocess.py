@@ -78,7 +78,9 @@ class Rescale(nn.Module):
 
 
 class Logit(nn.Module):
-    """log(x) - log(1 - x), elementwise, for x in (0, 1). Input outside of it gives NaN; :class:`Rescale` keeps off the edges.
+    """log(x) - log(1 - x), elementwise, for x in (0, 1).
+
+    Input outside of it gives NaN, and its edges give inf: put a :class:`Rescale` before it.
 
     Example:
         >>> Logit()
@@ -109,13 +111,13 @@ class RescaleStep(LinearStep):
 
     reason = "elementwise affine"
 
-    def apply(self, x: Tensor) -> Tensor:  # noqa: D102
+    def apply(self, x: Tensor) -> Tensor:
         return x * self.module.scale + self.module.shift
 
-    def invert(self, y: Tensor) -> Tensor:  # noqa: D102
+    def invert(self, y: Tensor) -> Tensor:
         return (y - self.module.shift) / self.module.scale
 
-    def log_abs_det(self, shape: Shape) -> float:  # noqa: D102
+    def log_abs_det(self, shape: Shape) -> float:
         return prod(shape) * log(self.module.scale)
 
 
@@ -125,13 +127,13 @@ class LogitStep(NonlinearStep):
     reason = "elementwise"
 
     @property
-    def sensitive(self) -> bool:  # noqa: D102
+    def sensitive(self) -> bool:
         return True
 
-    def call_forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:  # noqa: D102
+    def call_forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
         return torch.log(x) - torch.log1p(-x), -summed(torch.log(x) + torch.log1p(-x))
 
-    def call_inverse(self, y: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:  # noqa: D102
+    def call_inverse(self, y: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
         return torch.sigmoid(y), summed(F.logsigmoid(y) + F.logsigmoid(-y))
 
 
@@ -148,7 +150,9 @@ def preprocessing_steps(modules: Sequence[Any]) -> tuple[Step, ...]:
     for place, module in enumerate(modules):
         if type(module) not in _STEPS:
             valid = ", ".join(cls.__name__ for cls in _STEPS)
-            raise InputError(f"preprocess[{place}] is {type(module).__name__}; valid: {valid}. Put other maps in the flow.")
+            raise InputError(
+                f"preprocess[{place}] is {type(module).__name__}; valid: {valid}. Put other maps in the flow."
+            )
         if isinstance(module, Dequantize) and place:
             raise InputError("Dequantize must come first: it takes the integers of the data")
     return tuple(_STEPS[type(module)](module, f"preprocess.{place}") for place, module in enumerate(modules))

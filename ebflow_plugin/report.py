@@ -98,14 +98,14 @@ class FlowReport:
     def __str__(self) -> str:
         head = ("step", "class", "linearity", "log-det cost", "score", "why")
         body = [(r.path, r.class_name, r.linearity, r.log_det_cost, r.smoothness, r.reason) for r in self.rows]
-        widths = [max(len(line[column]) for line in (head, *body)) for column in range(len(head))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in (head, *body)]
-        rule = "  ".join("─" * width for width in widths)
+        widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
+        rule = tuple("─" * width for width in widths)
+        table = [
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+            for line in (head, rule, *body, rule)
+        ]
         found = f" (found at .{self.inside})" if self.inside else ""
-        return "\n".join(
-            line.rstrip()
-            for line in (lines[0], rule, *lines[1:], rule, f"base: {self.base}; adapter: {self.adapter}{found}", self.summary)
-        )
+        return "\n".join((*table, f"base: {self.base}; adapter: {self.adapter}{found}", self.summary))
 
 
 def _row(step: Step) -> Row:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from ebflow_plugin.errors import InputError
+from ebflow_plugin.errors import InputError, NoInverseError
 from ebflow_plugin.plan import Plan
 
 __all__ = ["draw", "seeded_by"]
@@ -31,7 +31,13 @@ def draw(plan: Plan, n: int, context: Tensor | None, generator: torch.Generator 
             rows = plan.embed(context)
             rows = None if rows is None else rows.repeat_interleave(n, dim=0)
         count = n if context is None else n * context.shape[0]
-        samples = plan.decode(plan.base.sample(count, rows, like), rows)
+        try:
+            latents = plan.base.sample(count, rows, like)
+        except NotImplementedError as error:
+            raise NoInverseError(
+                f"the model cannot be sampled: its base density cannot\n  {plan.base.where}"
+            ) from error
+        samples = plan.decode(latents, rows)
     return samples if context is None else samples.unflatten(0, (context.shape[0], n))
 
 

@@ -25,9 +25,11 @@ __all__ = [
     "ElementwiseAffineStep",
     "FullStep",
     "IdentityStep",
+    "IndexedPermutationStep",
     "InitialisedAffineStep",
     "IsometryStep",
     "MatrixStep",
+    "PackedLUStep",
     "PermutationStep",
     "SqueezeStep",
     "TriangularStep",
@@ -162,6 +164,13 @@ class PermutationStep(IsometryStep):
         return torch.index_select(x, dim, order)
 
 
+class IndexedPermutationStep(PermutationStep):
+    """A permutation of nflows, and its twin in normflows, which keep the order and the dimension."""
+
+    def order(self) -> tuple[Tensor, int]:  # noqa: D102
+        return self.module._permutation, self.module._dim
+
+
 class SqueezeStep(IsometryStep):
     """Trades a square of ``factor²`` pixels for ``factor²`` times the channels. Log-det 0."""
 
@@ -234,7 +243,7 @@ class TriangularStep(LinearStep):
 
     @abstractmethod
     def log_diagonal(self) -> Tensor:
-        """log of the absolute diagonal of U, with shape ``(D,)``."""
+        """Log of the absolute diagonal of U, with shape ``(D,)``."""
 
     def bias(self) -> Tensor | None:
         """b, with shape ``(D,)``."""
@@ -274,6 +283,21 @@ class TriangularStep(LinearStep):
 
     def log_abs_det(self, shape: Shape) -> Tensor:  # noqa: D102
         return self.log_diagonal().sum() * prod(shape[1:])
+
+
+class PackedLUStep(TriangularStep):
+    """An LULinear of nflows, and its twin in normflows, which unpack their factors from vectors of entries."""
+
+    def factors(self) -> tuple[Tensor, Tensor]:  # noqa: D102
+        factors: tuple[Tensor, Tensor] = self.module._create_lower_upper()
+        return factors
+
+    def log_diagonal(self) -> Tensor:  # noqa: D102
+        return torch.log(self.module.upper_diag)
+
+    def bias(self) -> Tensor:  # noqa: D102
+        bias: Tensor = self.module.bias
+        return bias
 
 
 class FullStep(LinearStep):
@@ -334,12 +358,12 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def add(x: Tensor, bias: Tensor | None) -> Tensor:
-    """X + b, with b over the features or channels."""
+    """Adds b over the features or channels."""
     return x if bias is None else x + bias.reshape(-1, *[1] * (x.dim() - 2))
 
 
 def subtract(x: Tensor, bias: Tensor | None) -> Tensor:
-    """X - b, with b over the features or channels."""
+    """Subtracts b over the features or channels."""
     return x if bias is None else x - bias.reshape(-1, *[1] * (x.dim() - 2))
 
 

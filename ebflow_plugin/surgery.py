@@ -98,7 +98,7 @@ def _units(adapter: Adapter, flow: nn.Module, steps: list[Step]) -> Iterator[_Un
     """Finds the constrained steps, each with what belongs to its module and the permutation directly before it."""
     places = [adapter.unit(flow, step.path, step.inverted) for step in steps]
     for place, step in enumerate(steps):
-        if not (isinstance(step, LinearStep) and step.class_name in adapter.constrained):
+        if not isinstance(step, LinearStep) or _features(adapter, step) is None:
             continue
         path, inverted = places[place]
         first, last = place, place + 1
@@ -109,10 +109,16 @@ def _units(adapter: Adapter, flow: nn.Module, steps: list[Step]) -> Iterator[_Un
         members = [member for member in steps[first:last] if isinstance(member, LinearStep)]
         dropped = []
         before = steps[first - 1] if first else None
-        if isinstance(before, PermutationStep) and _neighbours(flow, places[first - 1][0], path):
+        if isinstance(before, PermutationStep) and _neighbours(flow, before.path, path):
             members.insert(0, before)
-            dropped.append(places[first - 1][0])
+            dropped.append(before.path)
         yield _Unit(members, path, inverted, dropped)
+
+
+def _features(adapter: Adapter, step: Step) -> tuple[int, bool] | None:
+    """The features of a constrained layer, and whether they are channels; None for a step that is left alone."""
+    tell = adapter.constrained.get(step.class_name)
+    return None if tell is None else tell(step.module)
 
 
 def _neighbours(flow: nn.Module, first: str, second: str) -> bool:
@@ -125,8 +131,8 @@ def _neighbours(flow: nn.Module, first: str, second: str) -> bool:
 
 def _full(adapter: Adapter, steps: list[LinearStep]) -> nn.Module:
     """A full layer with the map of the steps, read off by sending the unit vectors through them in float64."""
-    held = next(step.module for step in steps if step.class_name in adapter.constrained)
-    features, images = adapter.constrained[type(held).__name__](held)
+    held, found = next((step.module, found) for step in steps if (found := _features(adapter, step)))
+    features, images = found
     anchor = next(held.parameters())
     exact = [type(step)(copy.deepcopy(step.module).double(), step.path, step.inverted) for step in steps]
     with torch.no_grad():
@@ -138,8 +144,9 @@ def _full(adapter: Adapter, steps: list[LinearStep]) -> nn.Module:
         bias = rows[-1]
         weight = (rows[:-1] - bias).T
         full = adapter.full_layer(features, images).to(anchor.device, anchor.dtype)
-        full.weight.copy_(weight.reshape(full.weight.shape))
-        full.bias.copy_(bias)
+        kernel, offset = full.get_parameter("weight"), full.get_parameter("bias")
+        kernel.copy_(weight.reshape(kernel.shape))
+        offset.copy_(bias)
     return full
 
 
@@ -178,7 +185,7 @@ def smooth(flow: Any, activation: str = "silu", *, sharpness: float = 10.0, in_p
     target = _target(found, in_place)
     replaced = []
     plan = found.adapter.plan(target)
-    networks = {id(part.module): part for part in (*plan.steps, plan.base) if isinstance(part.module, nn.Module)}
+    networks = {id(part.module): part for part in plan.parts() if isinstance(part.module, nn.Module)}
     for part in networks.values():
         for inner, name in list(kinked_parts(part.module)):
             owner, _, leaf = inner.rpartition(".")
@@ -214,7 +221,7 @@ class Smooth(nn.Module):
             y = F.softplus(self.sharpness * x, threshold=40.0) / self.sharpness
         return y if not self.slope else self.slope * x + (1.0 - self.slope) * y
 
-    def extra_repr(self) -> str:  # noqa: D102
+    def extra_repr(self) -> str:
         return f"{self.kind!r}, sharpness={self.sharpness:g}, slope={self.slope:g}"
 
 
@@ -241,6 +248,8 @@ def _put(root: nn.Module, path: str, value: nn.Module) -> None:
     if isinstance(owner, (nn.ModuleList, nn.Sequential)):
         owner[int(name)] = value
     else:
-        if name in vars(owner):  # a function held as an attribute, as nflows' networks do: a module cannot stand beside it
+        if name in vars(
+            owner
+        ):  # a function held as an attribute, as nflows' networks do: a module cannot stand beside it
             delattr(owner, name)
         setattr(owner, name, value)

@@ -40,12 +40,57 @@ __all__ = [
 # Operators of torch that factorise or invert a matrix, or take its determinant. A triangular solve does not: it costs
 # no more than a product.
 _FACTORISATIONS = frozenset(
-    "_cholesky_solve_helper _linalg_det _linalg_eigh _linalg_eigvals _linalg_slogdet _linalg_solve_ex _linalg_svd "
-    "_lu_with_info cholesky cholesky_inverse cholesky_solve det geqrf inverse linalg_cholesky linalg_cholesky_ex "
-    "linalg_det linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh linalg_inv linalg_inv_ex linalg_ldl_factor "
-    "linalg_ldl_factor_ex linalg_lstsq linalg_lu linalg_lu_factor linalg_lu_factor_ex linalg_lu_solve "
-    "linalg_matrix_exp linalg_pinv linalg_qr linalg_slogdet linalg_solve linalg_solve_ex linalg_svd linalg_svdvals "
-    "linalg_tensorinv logdet lu_solve lu_unpack matrix_exp orgqr ormqr pinverse qr slogdet svd".split()
+    [
+        "_cholesky_solve_helper",
+        "_linalg_det",
+        "_linalg_eigh",
+        "_linalg_eigvals",
+        "_linalg_slogdet",
+        "_linalg_solve_ex",
+        "_linalg_svd",
+        "_lu_with_info",
+        "cholesky",
+        "cholesky_inverse",
+        "cholesky_solve",
+        "det",
+        "geqrf",
+        "inverse",
+        "linalg_cholesky",
+        "linalg_cholesky_ex",
+        "linalg_det",
+        "linalg_eig",
+        "linalg_eigh",
+        "linalg_eigvals",
+        "linalg_eigvalsh",
+        "linalg_inv",
+        "linalg_inv_ex",
+        "linalg_ldl_factor",
+        "linalg_ldl_factor_ex",
+        "linalg_lstsq",
+        "linalg_lu",
+        "linalg_lu_factor",
+        "linalg_lu_factor_ex",
+        "linalg_lu_solve",
+        "linalg_matrix_exp",
+        "linalg_pinv",
+        "linalg_qr",
+        "linalg_slogdet",
+        "linalg_solve",
+        "linalg_solve_ex",
+        "linalg_svd",
+        "linalg_svdvals",
+        "linalg_tensorinv",
+        "logdet",
+        "lu_solve",
+        "lu_unpack",
+        "matrix_exp",
+        "orgqr",
+        "ormqr",
+        "pinverse",
+        "qr",
+        "slogdet",
+        "svd",
+    ]
 )
 
 
@@ -150,7 +195,7 @@ def check_inverse(flow: nn.Module, x: Tensor, context: Tensor | None = None, *, 
 
 
 def check_copies(flow: nn.Module, x: Tensor, context: Tensor | None = None) -> None:
-    """deepcopy and pickle give a model of its own, with the same values."""
+    """Deepcopy and pickle give a model of its own, with the same values."""
     model = wrap(flow)
     model.initialize(x, context)
     model.log_prob(x, context)

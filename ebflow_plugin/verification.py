@@ -113,24 +113,24 @@ def _checks(model: EBFlow, x: Tensor, context: Tensor | None) -> Iterator[Check]
         torch.manual_seed(0)
         copied = copy.deepcopy(model)
         copied.plan.initialize(x, context)
-        yield from _attempt("log_prob equals the flow's own", lambda: _own_log_prob(copied, x, context))
-        yield from _attempt("log_prob = -energy - log Z", lambda: _invariant(copied, x, context))
-        yield from _attempt("samples do not influence each other", lambda: _independence(copied, x, context))
+        yield from _attempt("log_prob equals the flow's own", _own_log_prob, copied, x, context)
+        yield from _attempt("log_prob = -energy - log Z", _invariant, copied, x, context)
+        yield from _attempt("samples do not influence each other", _independence, copied, x, context)
         try:
             double, x, context = _in_float64(copied, x, context)
         except Exception as error:  # a model with float32 written into it; say so and go on without it
             yield Check("derivatives", None, f"the flow does not run in float64: {error}")
             return
         yield from _step_checks(double.plan, x, context, "")
-        yield from _attempt("derivatives agree with finite differences", lambda: _derivatives(double, x, context))
+        yield from _attempt("derivatives agree with finite differences", _derivatives, double, x, context)
         _move_parameters(double)
         yield from _step_checks(double.plan, x, context, ", parameters moved")
 
 
-def _attempt(name: str, measure: Callable[[], Iterator[Check]]) -> Iterator[Check]:
+def _attempt(name: str, measure: Callable[..., Iterator[Check]], *arguments: Any) -> Iterator[Check]:  # noqa: ANN401
     """Runs one check; an error inside it is its result."""
     try:
-        yield from measure()
+        yield from measure(*arguments)
     except Exception as error:
         notes = " ".join(getattr(error, "__notes__", ()))
         yield Check(name, False, f"{type(error).__name__}: {error} {notes}".strip())
@@ -201,10 +201,10 @@ def _step_checks(plan: Plan, x: Tensor, context: Tensor | None, when: str) -> It
     for step, value in reached:
         if isinstance(step, LinearStep):
             name = f"linear step is affine{when}"
-            yield from _attempt(name, lambda step=step, value=value: _affinity(step, value, name))  # type: ignore[misc]
+            yield from _attempt(name, _affinity, step, value, name)
         if sum(part[0].numel() for part in _parts(value)) <= _JACOBIAN_LIMIT:
             name = f"log-det matches autograd{when}"
-            yield from _attempt(name, lambda step=step, value=value: _log_det(step, value, context, name))  # type: ignore[misc]
+            yield from _attempt(name, _log_det, step, value, context, name)
 
 
 def _parts(value: Value) -> tuple[Tensor, ...]:
@@ -294,5 +294,3 @@ def _frozen(model: nn.Module) -> Iterator[None]:
     finally:
         for parameter, state in states:
             parameter.requires_grad_(state)
-
-

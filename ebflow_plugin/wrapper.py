@@ -182,7 +182,12 @@ class EBFlow(nn.Module):
             with torch.enable_grad():
                 if not (differentiable and x.requires_grad):
                     x = (x.clone() if x.is_inference() else x).detach().requires_grad_()
-                (gradient,) = torch.autograd.grad(self.energy(x, context).sum(), x, create_graph=differentiable)
+                energy = self.energy(x, context).sum()
+                if not energy.requires_grad:  # a flat base density, and linear steps alone
+                    return torch.zeros_like(x)
+                (gradient,) = torch.autograd.grad(
+                    energy, x, create_graph=differentiable, allow_unused=True, materialize_grads=True
+                )
         return -gradient
 
     def log_prob(self, x: Tensor, context: Tensor | None = None) -> Tensor:
@@ -285,11 +290,19 @@ class EBFlow(nn.Module):
         anchor = self._anchor()
         if anchor is not None:
             return anchor.detach().new_empty(0)
-        _, device, dtype = self._seen or (None, None, None)
-        return torch.empty(0, device=device, dtype=dtype)
+        if self._seen is not None:
+            return torch.empty(0, device=self._seen[1], dtype=self._seen[2])
+        buffer = next((buffer for buffer in self.flow.buffers() if buffer.is_floating_point()), torch.empty(0))
+        return buffer.new_empty(0)
 
     def _anchor(self) -> Tensor | None:
-        return next((parameter for parameter in self.flow.parameters() if parameter.is_floating_point()), None)
+        """A parameter that tells the device and dtype of the flow. The base comes last: it may have its own dtype."""
+        for part in self.plan.parts():
+            if isinstance(part.module, nn.Module):
+                for parameter in part.module.parameters():
+                    if parameter.is_floating_point():
+                        return parameter
+        return None
 
     def _check(self, x: Tensor, context: Tensor | None) -> Tensor:
         """Refuses input that the flow cannot take, in our words, from flags and shapes alone. Gives x to go on with."""

@@ -8,11 +8,12 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from case import Case
 from nflows import transforms as T
 from nflows.flows.autoregressive import MaskedAutoregressiveFlow
 from nflows.flows.realnvp import SimpleRealNVP
 from nflows.transforms.nonlinearities import CauchyCDF, CauchyCDFInverse
+
+from case import Case
 from nflows_parts import (
     COUPLED,
     EYE_FLOAT32,

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from case import Case
 from nflows import transforms as T
 from nflows.distributions.mixture import MADEMoG
 from nflows.distributions.normal import ConditionalDiagonalNormal, DiagonalNormal, StandardNormal
 from nflows.flows.base import Flow
+from torch import Tensor, nn
+
+from case import Case
 from nflows_parts import (
     EYE_FLOAT32,
     IMG,
@@ -38,7 +40,6 @@ from nflows_parts import (
     relu,
     svd_cached,
 )
-from torch import Tensor, nn
 
 CONTEXT = {"context_shape": (3,)}
 

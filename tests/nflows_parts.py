@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-from case import Case, perturb, seeded, set_running_stats
 from nflows import transforms as T
 from nflows.distributions.normal import StandardNormal
 from nflows.flows.base import Flow
 from nflows.nn.nets import MLP, ConvResidualNet, ResidualNet
 from torch import nn
+
+from case import Case, perturb, seeded, set_running_stats
 
 D, VEC, IMG = 6, (6,), (4, 4, 4)
 relu, tanh = torch.relu, torch.tanh

@@ -13,7 +13,7 @@ from ebflow_nflows.base import MixtureBase, NflowsBase, NormalBase
 from ebflow_plugin.discovery import Adapter, Child, Container, Rule
 from ebflow_plugin.errors import UnsupportedStepError
 from ebflow_plugin.plan import Plan, RefusedStep
-from ebflow_plugin.steps import ActivationStep, FullStep, IdentityStep
+from ebflow_plugin.steps import ActivationStep, FullStep, IdentityStep, IndexedPermutationStep, PackedLUStep
 
 PACKAGES = ("nflows", "glasflow", "enflows", "flowcon", "ebflow_nflows")
 
@@ -55,12 +55,12 @@ RULES: dict[str, Rule] = {
     "IdentityTransform": IdentityStep,
     "PointwiseAffineTransform": steps.PointwiseAffineStep,
     "AffineTransform": steps.PointwiseAffineStep,
-    "Permutation": steps.NflowsPermutationStep,
-    "RandomPermutation": steps.NflowsPermutationStep,
-    "ReversePermutation": steps.NflowsPermutationStep,
+    "Permutation": IndexedPermutationStep,
+    "RandomPermutation": IndexedPermutationStep,
+    "ReversePermutation": IndexedPermutationStep,
     "SqueezeTransform": steps.NflowsSqueezeStep,
     "NaiveLinear": steps.NaiveLinearStep,
-    "LULinear": steps.LULinearStep,
+    "LULinear": PackedLUStep,
     "QRLinear": steps.QRLinearStep,
     "SVDLinear": steps.SVDLinearStep,
     "HouseholderSequence": steps.HouseholderStep,
@@ -113,7 +113,10 @@ class NflowsAdapter(Adapter):
         "Flow objects of nflows, glasflow, enflows and flowcon; for a bare Transform, give it a base density first: "
         "Flow(transform, StandardNormal([features]))"
     )
+    packages = PACKAGES
+    rules = MappingProxyType(RULES)
     opaque = steps.UnknownStep
+    density_methods = ("log_prob", "_log_prob")
     constrained = MappingProxyType(
         {
             "LULinear": lambda module: (module.features, False),
@@ -125,20 +128,17 @@ class NflowsAdapter(Adapter):
     )
 
     def is_flow(self, model: object) -> bool:  # noqa: D102
-        return any(parent.__name__ == "Flow" and ours(parent) for parent in type(model).__mro__)
-
-    def rule(self, cls: type) -> Rule | None:  # noqa: D102
-        return RULES.get(cls.__name__) if ours(cls) else None
+        return any(parent.__name__ == "Flow" and self.ours(parent) for parent in type(model).__mro__)
 
     def plan(self, flow: Any, overrides: Mapping[str, str] | None = None) -> Plan:  # noqa: ANN401, D102
-        self._refuse_own_density(flow)
+        self.refuse_own_density(flow)
         overrides = overrides or {}
         self.check_overrides(overrides, flow)
         transform, base = getattr(flow, "_transform", None), getattr(flow, "_distribution", None)
         if transform is None or base is None or not hasattr(base, "log_prob"):
             lacking = "transform" if transform is None else "base distribution with log_prob"
             raise UnsupportedStepError(f"{type(flow).__name__} has no {lacking}; build it with Flow(transform, base)")
-        base_class = BASES.get(type(base).__name__, NflowsBase) if ours(type(base)) else NflowsBase
+        base_class = BASES.get(type(base).__name__, NflowsBase) if self.ours(type(base)) else NflowsBase
         embedding = getattr(flow, "_embedding_net", None)
         return Plan(
             steps=tuple(self.walk(transform, "_transform", self.inverted, overrides)),
@@ -146,13 +146,6 @@ class NflowsAdapter(Adapter):
             adapter=self.name,
             **({} if embedding is None or isinstance(embedding, nn.Identity) else {"embed": embedding}),
         )
-
-    def release(self, flow: nn.Module) -> None:
-        """Drops the caches of ``using_cache`` layers: they hold graphs, which cannot be copied."""
-        for module in flow.modules():
-            invalidate = getattr(getattr(module, "cache", None), "invalidate", None)
-            if ours(type(module)) and callable(invalidate):
-                invalidate()
 
     def full_layer(self, features: int, images: bool) -> nn.Module:  # noqa: D102
         from ebflow_nflows.layers import FullConv2d, FullLinear
@@ -175,21 +168,6 @@ class NflowsAdapter(Adapter):
     def own_log_prob(self, flow: Any, x: Tensor, context: Tensor | None) -> Tensor:  # noqa: ANN401, D102
         self.release(flow)
         return super().own_log_prob(flow, x, context)
-
-    def _refuse_own_density(self, flow: object) -> None:
-        """A Flow whose log_prob is somebody's own is not its base density after its transform."""
-        for name in ("log_prob", "_log_prob"):
-            owner = next((parent for parent in type(flow).__mro__ if name in vars(parent)), None)
-            if name in vars(flow) or (owner is not None and not ours(owner)):
-                raise UnsupportedStepError(
-                    f"{type(flow).__name__} overrides {name}, so its density may not be that of its transform and base "
-                    "distribution. Wrap a plain Flow(transform, distribution) with the same parts instead."
-                )
-
-
-def ours(cls: type) -> bool:
-    """Whether a class comes from nflows or one of its forks."""
-    return cls.__module__.partition(".")[0] in PACKAGES
 
 
 ADAPTER = NflowsAdapter()

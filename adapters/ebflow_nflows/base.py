@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ebflow_plugin.discovery import takes_context
 from ebflow_plugin.plan import Base, Shapes, per_sample
 
 
@@ -17,7 +16,7 @@ class NflowsBase(Base):
 
     def __init__(self, module: Any, path: str) -> None:  # noqa: ANN401
         super().__init__(module, path, _shapes(module))
-        self._density_takes_context = _takes_context(module.log_prob)
+        self._density_takes_context = takes_context(module.log_prob)
 
     def log_prob(self, latents: tuple[Tensor, ...], context: Tensor | None) -> Tensor:  # noqa: D102
         (z,) = latents
@@ -28,7 +27,7 @@ class NflowsBase(Base):
     def sample(self, n: int, context: Tensor | None, like: Tensor) -> tuple[Tensor, ...]:  # noqa: D102
         if not hasattr(self.module, "sample"):
             raise NotImplementedError
-        if context is None or not _takes_context(self.module.sample):
+        if context is None or not takes_context(self.module.sample):
             drawn = self.module.sample((n,) if isinstance(self.module, torch.distributions.Distribution) else n)
         else:
             drawn = self.module.sample(1, context=context).flatten(0, 1)
@@ -76,8 +75,3 @@ def _shapes(module: Any) -> Shapes | None:  # noqa: ANN401
         return (tuple(shape),)
     features = getattr(getattr(module, "_made", None), "features", None)
     return None if features is None else ((features,),)
-
-
-def _takes_context(function: Callable[..., Any]) -> bool:
-    parameters = signature(function).parameters.values()
-    return any(parameter.name == "context" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)

@@ -1,4 +1,6 @@
-"""The layers that nflows lacks, as nflows Transforms. They work inside a plain nflows ``Flow`` too, without wrapping it.
+"""The layers that nflows lacks, as nflows Transforms.
+
+They work inside a plain nflows ``Flow`` too, without wrapping it.
 
 The arithmetic is the core's (:mod:`ebflow_plugin.layers`); here it gets nflows' shape: ``forward`` is the density
 direction, and every method gives ``(value, log-det)``.
@@ -54,9 +56,9 @@ class _Linear(Transform):
 class Inverted(Transform):
     """A transform run backwards, for full layers inside of an InverseTransform (nflows' own is of one package)."""
 
-    def __init__(self, transform: nn.Module) -> None:
+    def __init__(self, transform: Any) -> None:  # noqa: ANN401
         super().__init__()
-        self._transform = transform
+        self._transform: Any = transform
 
     def forward(self, inputs: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The transform's inverse."""
@@ -70,7 +72,9 @@ class Inverted(Transform):
 
 
 class FullLinear(layers.FullLinear, _Linear):
-    __doc__ = f"""A full, unconstrained linear layer as an nflows Transform.
+    """A full, unconstrained linear layer as an nflows Transform.
+
+    Its arguments are those of :class:`ebflow_plugin.layers.FullLinear`.
 
     Example:
         >>> import torch
@@ -78,12 +82,13 @@ class FullLinear(layers.FullLinear, _Linear):
         >>> flow = flows.Flow(FullLinear(2, init="orthogonal"), distributions.StandardNormal([2]))
         >>> flow.log_prob(torch.zeros(3, 2)).shape
         torch.Size([3])
-
-    {layers.FullLinear.__doc__}"""
+    """
 
 
 class FullConv2d(layers.FullConv2d, _Linear):
-    __doc__ = f"""A full, unconstrained convolution as an nflows Transform.
+    """A full, unconstrained convolution as an nflows Transform.
+
+    Its arguments are those of :class:`ebflow_plugin.layers.FullConv2d`.
 
     Example:
         >>> import torch
@@ -91,20 +96,20 @@ class FullConv2d(layers.FullConv2d, _Linear):
         >>> flow = flows.Flow(FullConv2d(2, kernel_size=3), distributions.StandardNormal([2, 4, 4]))
         >>> flow.log_prob(torch.zeros(3, 2, 4, 4)).shape
         torch.Size([3])
-
-    {layers.FullConv2d.__doc__}"""
+    """
 
 
 class SmoothLeakyReLU(layers.SmoothLeakyReLU, Transform):
-    __doc__ = f"""A smooth, invertible activation as an nflows Transform.
+    """A smooth, invertible activation as an nflows Transform.
+
+    Its arguments are those of :class:`ebflow_plugin.layers.SmoothLeakyReLU`.
 
     Example:
         >>> import torch
         >>> outputs, log_det = SmoothLeakyReLU(alpha=0.3)(torch.zeros(3, 2))
         >>> outputs.shape, log_det.shape
         (torch.Size([3, 2]), torch.Size([3]))
-
-    {layers.SmoothLeakyReLU.__doc__}"""
+    """
 
     def forward(self, inputs: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Moves towards noise."""

@@ -19,10 +19,10 @@ from ebflow_plugin.plan import LinearStep, NonlinearStep, Shape, Shapes
 from ebflow_plugin.steps import (
     ElementwiseAffineStep,
     InitialisedAffineStep,
+    IsometryStep,
     MatrixStep,
-    PermutationStep,
+    PackedLUStep,
     SqueezeStep,
-    TriangularStep,
     summed,
 )
 
@@ -306,13 +306,6 @@ class ActNormStep(InitialisedAffineStep):
         return log_scale
 
 
-class NflowsPermutationStep(PermutationStep):
-    """Permutation, RandomPermutation, ReversePermutation."""
-
-    def order(self) -> tuple[Tensor, int]:  # noqa: D102
-        return self.module._permutation, self.module._dim
-
-
 class NflowsSqueezeStep(SqueezeStep):
     """SqueezeTransform."""
 
@@ -335,22 +328,7 @@ class NaiveLinearStep(MatrixStep):
         return bias
 
 
-class LULinearStep(TriangularStep):
-    """LULinear."""
-
-    def factors(self) -> tuple[Tensor, Tensor]:  # noqa: D102
-        factors: tuple[Tensor, Tensor] = self.module._create_lower_upper()
-        return factors
-
-    def log_diagonal(self) -> Tensor:  # noqa: D102
-        return torch.log(self.module.upper_diag)
-
-    def bias(self) -> Tensor:  # noqa: D102
-        bias: Tensor = self.module.bias
-        return bias
-
-
-class OneByOneConvolutionStep(LULinearStep):
+class OneByOneConvolutionStep(PackedLUStep):
     """OneByOneConvolution: a fixed permutation of the channels, then LU factors."""
 
     reason = "1 × 1 convolution held as LU factors"
@@ -360,20 +338,16 @@ class OneByOneConvolutionStep(LULinearStep):
         return order
 
 
-class HouseholderStep(LinearStep):
+class HouseholderStep(IsometryStep):
     """HouseholderSequence: a product of reflections, with log-det 0. O(K·D)."""
 
     reason = "orthogonal"
-    cost = "0"
 
     def apply(self, x: Tensor) -> Tensor:  # noqa: D102
         return reflect(x, self.module.q_vectors)
 
     def invert(self, y: Tensor) -> Tensor:  # noqa: D102
         return reflect(y, self.module.q_vectors.flip(0))
-
-    def log_abs_det(self, shape: Shape) -> float:  # noqa: D102
-        return 0.0
 
 
 class QRLinearStep(LinearStep):
@@ -413,21 +387,17 @@ class SVDLinearStep(LinearStep):
         return torch.log(self.module.diagonal).sum()
 
 
-class SplitStep(LinearStep):
+class SplitStep(IsometryStep):
     """One split of a MultiscaleCompositeTransform: the first half is finished, the second goes on."""
 
     gives = 2
     reason = "splits off latents"
-    cost = "0"
 
     def apply(self, x: Tensor) -> tuple[Tensor, ...]:  # noqa: D102
         return torch.chunk(x, chunks=2, dim=self.module._split_dim)
 
     def invert(self, y: tuple[Tensor, ...]) -> Tensor:  # noqa: D102
         return torch.cat(y, dim=self.module._split_dim)
-
-    def log_abs_det(self, shape: Shape) -> float:  # noqa: D102
-        return 0.0
 
     def forward_shapes(self, shapes: Shapes) -> Shapes:  # noqa: D102
         axis = self.module._split_dim - 1
@@ -441,11 +411,10 @@ class SplitStep(LinearStep):
         return ((*first[:axis], first[axis] + second[axis], *first[axis + 1 :]),)
 
 
-class CollectStep(LinearStep):
+class CollectStep(IsometryStep):
     """The end of a MultiscaleCompositeTransform: the latents of all levels as one flat vector."""
 
     reason = "joins the latents"
-    cost = "0"
 
     def __init__(self, module: Any, path: str, inverted: bool = False) -> None:  # noqa: ANN401
         self.takes = len(module._transforms)
@@ -459,9 +428,6 @@ class CollectStep(LinearStep):
         shapes = [torch.Size(shape) for shape in self.module._output_shapes]
         parts = y.split([shape.numel() for shape in shapes], dim=1)
         return tuple(part.reshape(-1, *shape) for part, shape in zip(parts, shapes, strict=True))
-
-    def log_abs_det(self, shape: Shape) -> float:  # noqa: D102
-        return 0.0
 
     def forward_shapes(self, shapes: Shapes) -> Shapes:  # noqa: D102
         return ((sum(torch.Size(shape).numel() for shape in shapes),),)

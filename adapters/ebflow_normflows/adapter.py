@@ -7,6 +7,7 @@ reverse order.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -20,7 +21,14 @@ from ebflow_plugin.discovery import Adapter, Child, Container, Rule
 from ebflow_plugin.errors import InputError, NotAFlowError, UnsupportedStepError
 from ebflow_plugin.plan import Plan, Step
 from ebflow_plugin.registry import resolve
-from ebflow_plugin.steps import ActivationStep, FullStep, IdentityStep, SqueezeStep
+from ebflow_plugin.steps import (
+    ActivationStep,
+    FullStep,
+    IdentityStep,
+    IndexedPermutationStep,
+    PackedLUStep,
+    SqueezeStep,
+)
 
 
 def backwards(step: type[Step]) -> Container:
@@ -98,9 +106,9 @@ RULES: dict[str, Rule] = {
     "Permute": permute,
     "Invertible1x1Conv": convolution,
     "InvertibleAffine": vector,
-    "_Permutation": linear.IndexedPermutationStep,
-    "_RandomPermutation": linear.IndexedPermutationStep,
-    "_LULinear": linear.LULinearStep,
+    "_Permutation": IndexedPermutationStep,
+    "_RandomPermutation": IndexedPermutationStep,
+    "_LULinear": PackedLUStep,
     "AffineConstFlow": linear.AffineConstStep,
     "ActNorm": linear.ActNormStep,
     "Shift": linear.ShiftStep,
@@ -141,27 +149,26 @@ class NormflowsAdapter(Adapter):
         "NormalizingFlow, ConditionalNormalizingFlow, ClassCondFlow and MultiscaleFlow; for a bare Flow, give it a "
         "base density first: NormalizingFlow(DiagGaussian(shape), [flow])"
     )
+    packages = steps.PACKAGES
+    rules = MappingProxyType(RULES)
     opaque = steps.UnknownStep
     inverted = True
     constrained = MappingProxyType(
         {
             "_LULinear": lambda module: (module.features, False),
-            "InvertibleAffine": lambda module: (module.num_channels, False),
-            "Invertible1x1Conv": lambda module: (module.num_channels, True),
+            "InvertibleAffine": lambda module: (module.num_channels, False) if module.use_lu else None,
+            "Invertible1x1Conv": lambda module: (module.num_channels, True) if module.use_lu else None,
         }
     )
 
     def is_flow(self, model: object) -> bool:  # noqa: D102
         return kind_of(model) is not None
 
-    def rule(self, cls: type) -> Rule | None:  # noqa: D102
-        return RULES.get(cls.__name__) if ours(cls) else None
-
     def plan(self, flow: Any, overrides: Mapping[str, str] | None = None) -> Plan:  # noqa: ANN401, D102
         kind = kind_of(flow)
         if kind == "NormalizingFlowVAE":
             self._refuse_vae(flow)
-        self._refuse_own_density(flow)
+        self.refuse_own_density(flow)
         overrides = overrides or {}
         self.check_overrides(overrides, flow)
         base: NormflowsBase | LevelsBase
@@ -176,13 +183,11 @@ class NormflowsAdapter(Adapter):
         for step in walked:
             if isinstance(step, steps.NormflowsStep):
                 step.conditional = kind == "ConditionalNormalizingFlow"
-        used = base.takes_context or any(isinstance(step, steps.ClassAffineStep) for step in walked)
         plan = Plan(steps=walked, base=base, adapter=self.name)
-        if used:
+        if base.takes_context or any(isinstance(step, steps.ClassAffineStep) for step in walked):
             return plan
         # A MultiscaleFlow without classes demands a y of its users, and makes no use of it.
-        embed = no_context if kind == "NormalizingFlow" else ignored_context
-        return Plan(steps=walked, base=base, adapter=self.name, embed=embed)
+        return replace(plan, embed=no_context if kind == "NormalizingFlow" else ignored_context)
 
     def own_log_prob(self, flow: Any, x: Tensor, context: Tensor | None) -> Tensor:  # noqa: ANN401
         """The library's own ``log_prob``, of a copy of x: ``Shift`` writes into what it is given."""
@@ -197,13 +202,6 @@ class NormflowsAdapter(Adapter):
         else:
             result = flow.log_prob(x)
         return result
-
-    def release(self, flow: nn.Module) -> None:
-        """Drops the caches of ``use_cache`` layers: they hold graphs, which cannot be copied."""
-        for module in flow.modules():
-            invalidate = getattr(getattr(module, "cache", None), "invalidate", None)
-            if ours(type(module)) and callable(invalidate):
-                invalidate()
 
     def full_layer(self, features: int, images: bool) -> nn.Module:  # noqa: D102
         from ebflow_normflows.layers import FullConv2d, FullLinear
@@ -267,16 +265,6 @@ class NormflowsAdapter(Adapter):
             "vae.flows), where net(x) gives mean and log-scale (NNDiagGaussian has the log-variance: halve it), and "
             "call energy(z, context=x). A flow prior is a NormalizingFlow of its own: wrap that."
         )
-
-    @staticmethod
-    def _refuse_own_density(flow: object) -> None:
-        """A model whose log_prob is somebody's own is not its base density after its flows."""
-        owner = next((parent for parent in type(flow).__mro__ if "log_prob" in vars(parent)), None)
-        if "log_prob" in vars(flow) or (owner is not None and not ours(owner)):
-            raise UnsupportedStepError(
-                f"{type(flow).__name__} overrides log_prob, so its density may not be that of its flows and base "
-                "distribution. Wrap a plain NormalizingFlow(q0, flows) with the same parts instead."
-            )
 
 
 def kind_of(model: object) -> str | None:

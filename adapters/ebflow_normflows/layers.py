@@ -1,4 +1,6 @@
-"""The layers that normflows lacks, as normflows Flows. They work inside a plain ``NormalizingFlow`` too, without wrapping it.
+"""The layers that normflows lacks, as normflows Flows.
+
+They work inside a plain ``NormalizingFlow`` too, without wrapping it.
 
 The arithmetic is the core's (:mod:`ebflow_plugin.layers`); here it gets normflows' shape: ``inverse`` is the density
 direction, ``forward`` samples, and both give ``(value, log-det)``.
@@ -44,31 +46,35 @@ class _Linear(Flow):
 
 
 class FullLinear(layers.FullLinear, _Linear):
-    __doc__ = f"""A full, unconstrained linear layer as a normflows Flow.
+    """A full, unconstrained linear layer as a normflows Flow.
+
+    Its arguments are those of :class:`ebflow_plugin.layers.FullLinear`.
 
     Example:
         >>> import normflows as nf, torch
         >>> flow = nf.NormalizingFlow(nf.distributions.DiagGaussian(2), [FullLinear(2, init="orthogonal")])
         >>> flow.log_prob(torch.zeros(3, 2)).shape
         torch.Size([3])
-
-    {layers.FullLinear.__doc__}"""
+    """
 
 
 class FullConv2d(layers.FullConv2d, _Linear):
-    __doc__ = f"""A full, unconstrained convolution as a normflows Flow.
+    """A full, unconstrained convolution as a normflows Flow.
+
+    Its arguments are those of :class:`ebflow_plugin.layers.FullConv2d`.
 
     Example:
         >>> import normflows as nf, torch
         >>> flow = nf.NormalizingFlow(nf.distributions.DiagGaussian((2, 4, 4)), [FullConv2d(2, kernel_size=3)])
         >>> flow.log_prob(torch.zeros(3, 2, 4, 4)).shape
         torch.Size([3])
-
-    {layers.FullConv2d.__doc__}"""
+    """
 
 
 class SmoothLeakyReLU(layers.SmoothLeakyReLU, Flow):
-    __doc__ = f"""A smooth, invertible activation as a normflows Flow.
+    """A smooth, invertible activation as a normflows Flow.
+
+    Its arguments are those of :class:`ebflow_plugin.layers.SmoothLeakyReLU`.
 
     Example:
         >>> import torch
@@ -76,8 +82,7 @@ class SmoothLeakyReLU(layers.SmoothLeakyReLU, Flow):
         >>> layer = SmoothLeakyReLU(alpha=0.3)
         >>> torch.allclose(layer(layer.inverse(x)[0])[0], x)
         True
-
-    {layers.SmoothLeakyReLU.__doc__}"""
+    """
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Moves towards data."""

@@ -108,28 +108,6 @@ class SwapStep(IsometryStep):
         return torch.roll(x, places, dims=1)
 
 
-class IndexedPermutationStep(PermutationStep):
-    """_Permutation and _RandomPermutation, the first part of a LULinearPermute."""
-
-    def order(self) -> tuple[Tensor, int]:  # noqa: D102
-        return self.module._permutation, self.module._dim
-
-
-class LULinearStep(TriangularStep):
-    """_LULinear, the second part of a LULinearPermute."""
-
-    def factors(self) -> tuple[Tensor, Tensor]:  # noqa: D102
-        factors: tuple[Tensor, Tensor] = self.module._create_lower_upper()
-        return factors
-
-    def log_diagonal(self) -> Tensor:  # noqa: D102
-        return torch.log(self.module.upper_diag)
-
-    def bias(self) -> Tensor:  # noqa: D102
-        bias: Tensor = self.module.bias
-        return bias
-
-
 class ConvolutionStep(MatrixStep):
     """The inverse of an Invertible1x1Conv with ``use_lu=False``: y = W x for each pixel."""
 

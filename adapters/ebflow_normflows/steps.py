@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from inspect import signature
 from math import log
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch.nn import functional as F
 
 from ebflow_normflows.linear import halves, joined
 from ebflow_plugin.conditioners import Smoothness, smoothness_of
-from ebflow_plugin.discovery import OpaqueStep
+from ebflow_plugin.discovery import OpaqueStep, comes_from, takes_context
 from ebflow_plugin.errors import InputError, UnsupportedStepError
 from ebflow_plugin.plan import NonlinearStep, RefusedStep, Value
 from ebflow_plugin.steps import summed
@@ -31,7 +30,7 @@ ONE_WAY = (
 
 def ours(cls: type) -> bool:
     """Whether a class comes from normflows, or from here."""
-    return cls.__module__.partition(".")[0] in PACKAGES
+    return comes_from(cls, PACKAGES)
 
 
 class NormflowsStep(NonlinearStep):
@@ -236,6 +235,8 @@ class ResidualStep(NormflowsStep):
     def __init__(self, module: Any, path: str, inverted: bool = False) -> None:  # noqa: ANN401
         super().__init__(module, path, inverted)
         self._planar = _acts_on_plane(module.iresblock.nnet)
+        if self._planar is not True and module.iresblock.exact_trace:
+            self.reason = "residual block, log-det a series of exact traces (random behind its 20th term in eval mode)"
 
     @property
     def smoothness(self) -> Smoothness:  # noqa: D102
@@ -309,14 +310,6 @@ class StochasticStep(RefusedStep):
     """MetropolisHastings and HamiltonianMonteCarlo."""
 
     reason = "stochastic, has no density of its own; remove it, and move the samples of the wrapped model instead"
-
-
-def takes_context(function: Callable[..., Any] | None) -> bool:
-    """Whether a function can be called with ``context=``."""
-    if function is None:
-        return False
-    parameters = signature(function).parameters.values()
-    return any(parameter.name == "context" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def has_inverse(module: object) -> bool:

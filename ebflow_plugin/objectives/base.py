@@ -80,9 +80,7 @@ class Objective(nn.Module):
             raise UnknownNameError(f"{name} has no option {option!r}. {suggest(option, _options_of(type(self)))}")
         if not isinstance(model, EBFlow):
             kind = f"{type(model).__module__}.{type(model).__qualname__}"
-            raise InputError(
-                f"{name} needs an EBFlow, got {kind}: wrap the flow first, {name}(ebflow_plugin.wrap(flow))"
-            )
+            raise InputError(f"{name} needs an EBFlow, got {kind}; wrap it first: {name}(ebflow_plugin.wrap(flow))")
         if generator is not None and not isinstance(generator, Generator):
             raise InputError(f"generator must be a torch.Generator or None, got {generator!r}")
         if not _is_number(energy_weight) or energy_weight < 0:
@@ -141,7 +139,9 @@ class Objective(nn.Module):
         return f"reduction={self.reduction!r}{weight}"
 
     def __mul__(self, weight: float) -> WeightedSum:
-        return WeightedSum([(weight, self)]) if isinstance(weight, Real) else NotImplemented
+        if not isinstance(weight, Real):
+            return NotImplemented
+        return WeightedSum([(weight, self)])
 
     __rmul__ = __mul__
 
@@ -339,6 +339,6 @@ def _options_of(cls: type[Objective]) -> list[str]:
     for parent in cls.__mro__:
         if issubclass(parent, Objective) and "__init__" in vars(parent):
             for parameter in list(inspect.signature(parent).parameters.values())[1:]:
-                if parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+                if parameter.kind is parameter.KEYWORD_ONLY and not parameter.name.startswith("_"):
                     names[parameter.name] = None
     return list(names)

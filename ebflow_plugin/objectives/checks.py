@@ -1,9 +1,9 @@
 r"""What score matching cannot do with a given flow, said when the objective is made and not found out after training.
 
 Two things are looked for. Steps that bias or falsify an objective: a score that jumps biases what integrates by parts,
-a density that jumps biases every kind of score matching (of a LeakyReLU with slope 0.5 before a shift of 0.7, DSM learns
-0.43 and 0.32, however small σ is), a wrong second derivative falsifies what differentiates the score. And parameters
-that the score does not depend on (a class prior, say): score matching leaves them at their initial value.
+a density that jumps biases every kind of score matching (of a LeakyReLU with slope 0.5 before a shift of 0.7, DSM
+learns 0.43 and 0.32, however small σ is), a wrong second derivative falsifies what differentiates the score. And
+parameters that the score does not depend on (a class prior, say): score matching leaves them at their initial value.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def refuse_false_derivatives(objective: Objective) -> None:
         name = type(objective).__name__
         raise UnsupportedStepError(
             f"{name} cannot train {len(found)} steps of this flow\n  " + "\n  ".join(_lines(found)) + f"\n{name} "
-            "differentiates the score, and torch would give a wrong result there, without an error. Use an objective of "
-            "energies alone: ML, SML or FDSSM."
+            "differentiates the score, and would be wrong there without an error. Use one that needs energies alone: "
+            "ML, SML or FDSSM."
         )
 
 
@@ -70,7 +70,7 @@ def warn_about_jumps(objective: Objective, harmed_by: Collection[Smoothness], ra
             else "integrates by parts and misses jumps of the score, so that its value and gradients are biased"
         )
         advice.append(
-            f"{name} {effect}. Use DSM, which they do no harm, or ebflow_plugin.smooth(flow), which gives the ReLU-like "
+            f"{name} {effect}. Use DSM, which they do no harm, or ebflow_plugin.smooth(flow), which gives ReLU-like "
             "activations of conditioners a smooth form."
         )
     if Smoothness.JUMPS in kinds:
@@ -116,50 +116,53 @@ class BlindSpots:
     Arguments:
         model: The model of the objective.
         energy_is_seen: Whether the objective sees the energy besides the score.
+        step: The length of the steps by which it sees changes of the energy; 0 for the score.
     """
 
-    def __init__(self, model: EBFlow, energy_is_seen: bool = False) -> None:
-        self._model = [model]  # in a list, so that the objective lists the model's parameters once
+    def __init__(self, model: EBFlow, energy_is_seen: bool = False, step: float = 0.0) -> None:
+        self._model = model
         self._energy_is_seen = energy_is_seen
+        self._step = step
         self._reported: set[str] = set()
         shape = model.core.plan.event_shape
         self.open = any(p.requires_grad and not p.is_meta for p in model.flow.parameters())
         if self.open and shape is not None:
             try:
-                found = find_blind_spots(model, shape)
+                found = find_blind_spots(model, shape, step=step)
             except Exception:  # its domain or its context are unknown: the first batch has them
                 return
             self.open = bool(found.unused)
-            self._report(found.constant, stacklevel=5)
+            self._report(found.constant, [], stacklevel=5)
 
     def look_again(self, x: Tensor, context: Tensor | None) -> None:
         """Searches with a real batch, once."""
         self.open = False
-        (model,) = self._model
+        model = self._model
         try:
             with torch.inference_mode(False):
                 generator = torch.Generator(x.device).manual_seed(0)
                 u, _ = model.preprocess(x[:ROWS].clone(), generator)
-                found = find_blind_spots(
-                    model, u.detach(), None if context is None else context[:ROWS].clone().detach()
-                )
+                rows = None if context is None else context[:ROWS].clone().detach()
+                found = find_blind_spots(model, u.detach(), rows, self._step)
         except Exception as error:  # a search must not stop a training run
             warnings.warn(
                 f"could not find out which parameters score matching cannot see: {type(error).__name__}: {error}",
                 stacklevel=5,
             )
             return
-        self._report([*found.constant, *found.unused], stacklevel=6)
+        self._report(found.constant, found.unused, stacklevel=6)
 
-    def _report(self, names: list[str], stacklevel: int) -> None:
-        (model,) = self._model
-        unseen = [name for name in names if name not in self._reported]
+    def _report(self, constant: list[str], unused: list[str], stacklevel: int) -> None:
+        unseen = [name for name in (*constant, *unused) if name not in self._reported]
         self._reported.update(unseen)
         if not unseen or self._energy_is_seen:
             return
-        parameters = dict(model.flow.named_parameters())
+        parameters = dict(self._model.flow.named_parameters())
         total = sum(parameter.requires_grad for parameter in parameters.values())
-        lines = [f"{name}  {tuple(parameters[name].shape)}" for name in unseen]
+        lines = [
+            f"{name}  {tuple(parameters[name].shape)}" + (": not part of the energy at all" if name in unused else "")
+            for name in unseen
+        ]
         warnings.warn(
             f"score matching cannot see {len(unseen)} of {total} trainable parameters: the score does not depend on "
             "them, so that they keep their value\n  " + "\n  ".join(lines) + "\nFreeze them with "
@@ -168,13 +171,16 @@ class BlindSpots:
         )
 
 
-def find_blind_spots(model: EBFlow, data: Tensor | tuple[int, ...], context: Tensor | None = None) -> Blind:
-    """Names the trainable parameters that the score does not depend on: one energy, two backward passes.
+def find_blind_spots(
+    model: EBFlow, data: Tensor | tuple[int, ...], context: Tensor | None = None, step: float = 0.0
+) -> Blind:
+    """Names the trainable parameters that the score does not depend on: an energy or two, and two backward passes.
 
     Arguments:
         model: A model, which stays as it is: a copy is perturbed, since fresh couplings look constant.
         data: The matched variable, or its event shape for random data.
         context: The context of the data.
+        step: Asks for changes of the energy over steps of this length, instead of the score.
 
     Raises:
         EBFlowError: If the copy gives values that are not finite.
@@ -205,16 +211,22 @@ def find_blind_spots(model: EBFlow, data: Tensor | tuple[int, ...], context: Ten
         for parameter in model.flow.parameters():
             if parameter.is_floating_point():
                 fan_in = parameter[0].numel() if parameter.dim() > 1 else 1
-                parameter += 0.1 / fan_in**0.5 * noise(tuple(parameter.shape)).to(parameter)
+                parameter.add_(noise(tuple(parameter.shape)).to(parameter), alpha=0.1 / fan_in**0.5)
+    direction = noise(tuple(x.shape))
     named = {name: parameter for name, parameter in model.flow.named_parameters() if parameter.requires_grad}
     with torch.enable_grad():
         x = x.detach().requires_grad_()
         energy = core.energy(x, context)
         in_energy = _depends(energy.sum(), named)
-        in_score = dict.fromkeys(named, False)
-        if energy.requires_grad:
+        if step:  # signs of ±1 cancel exactly where both energies have the same derivative
+            ahead = core.energy(x + step * nn.functional.normalize(direction.flatten(1)).reshape(x.shape), context)
+            signs = direction.flatten(1)[:, 0].sign()
+            in_score = _depends((ahead * signs).sum() - (energy * signs).sum(), named)
+        elif energy.requires_grad:
             (gradient,) = torch.autograd.grad(energy.sum(), x, create_graph=True, materialize_grads=True)
-            in_score = _depends((gradient * noise(tuple(x.shape))).sum(), named)
+            in_score = _depends((gradient * direction).sum(), named)
+        else:
+            in_score = dict.fromkeys(named, False)
     return Blind(
         [name for name in named if in_energy[name] and not in_score[name]],
         [name for name in named if not in_energy[name] and not in_score[name]],

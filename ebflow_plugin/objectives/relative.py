@@ -3,7 +3,8 @@ r"""Maximum likelihood by the relative gradient, for dense layers without constr
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Unpack
+from math import prod
+from typing import Any, TypeGuard, Unpack
 
 from torch import Tensor, nn
 from torch.autograd import Function
@@ -11,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.objectives.base import Common, Objective
-from ebflow_plugin.plan import LinearStep, Plan, Shape
+from ebflow_plugin.plan import LinearStep, Plan, Shape, Step
 from ebflow_plugin.steps import FullStep
 from ebflow_plugin.wrapper import EBFlow
 
@@ -80,21 +81,18 @@ class RelativeStep(LinearStep):
     def __init__(self, step: FullStep) -> None:
         super().__init__(step.module, step.path)
 
-    def apply(self, x: Tensor) -> Tensor:  # noqa: D102
+    def apply(self, x: Tensor) -> Tensor:
         module: Any = self.module
-        y: Tensor = _RelativeProduct.apply(x, module.weight)  # type: ignore[no-untyped-call]
+        y: Tensor = _RelativeProduct.apply(x, module.weight)
         return y if module.bias is None else y + module.bias
 
-    def invert(self, y: Tensor) -> Tensor:  # noqa: D102
+    def invert(self, y: Tensor) -> Tensor:
         inverse: Tensor = self.module.invert(y)
         return inverse
 
-    def log_abs_det(self, shape: Shape) -> Tensor:  # noqa: D102
-        size = 1
-        for length in shape[:-1]:
-            size *= length
-        zero: Tensor = _RelativeLogDet.apply(self.module.weight)  # type: ignore[no-untyped-call]
-        return zero * size
+    def log_abs_det(self, shape: Shape) -> Tensor:
+        zero: Tensor = _RelativeLogDet.apply(self.module.weight)
+        return zero * prod(shape[:-1])
 
 
 class _RelativeProduct(Function):
@@ -107,7 +105,7 @@ class _RelativeProduct(Function):
         return y
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, delta: Tensor) -> tuple[Tensor | None, Tensor | None]:  # noqa: ANN401
         y, weight = ctx.saved_tensors
         of_x = delta @ weight if ctx.needs_input_grad[0] else None
@@ -124,9 +122,9 @@ class _RelativeLogDet(Function):
         return weight.new_zeros(())
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, scale: Tensor) -> Tensor:  # noqa: ANN401
-        (weight,) = ctx.saved_tensors
+        weight: Tensor = ctx.saved_tensors[0]
         return scale * weight
 
 
@@ -153,7 +151,7 @@ def relative_plan(plan: Plan) -> Plan:
     return replace(plan, steps=steps)
 
 
-def _is_dense(step: Any) -> bool:  # noqa: ANN401
+def _is_dense(step: Step) -> TypeGuard[FullStep]:
     return isinstance(step, FullStep) and step.determinant is not None and not step.inverted
 
 

@@ -5,7 +5,9 @@ All of them see the energy through its dependence on x alone, so that no determi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from math import prod, sqrt
 from typing import Unpack
 
 import torch
@@ -25,9 +27,9 @@ SMALL_EPS = 0.1  # below it, FDSSM leaves the jumps of a score to a handful of s
 class ScoreObjective(Objective):
     """An objective that sees the score alone. Finds the parameters that the score does not depend on, once."""
 
-    def __init__(self, model: EBFlow, **common: Unpack[Common]) -> None:
+    def __init__(self, model: EBFlow, *, _step: float = 0.0, **common: Unpack[Common]) -> None:
         super().__init__(model, **common)
-        self._blind = checks.BlindSpots(model, energy_is_seen=self.energy_weight > 0)
+        self._blind = checks.BlindSpots(model, energy_is_seen=self.energy_weight > 0, step=_step)
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         """Computes the loss of a batch; see :meth:`Objective.forward`."""
@@ -42,6 +44,18 @@ class ScoreObjective(Objective):
             x = x.detach().requires_grad_()
             energy = self.model.core.energy(x, context)
             return x, energy, derivative(energy, x, create_graph)
+
+    @contextmanager
+    def leaving_the_data(self, how: str) -> Iterator[None]:
+        """Lets an error say that the flow was called beside the data: the domain of a flow may end there."""
+        try:
+            yield
+        except Exception as error:
+            error.add_note(
+                f"{type(self).__name__} moved the data by noise ({how}). If it left the domain of the flow, put that "
+                "domain behind a preprocessing (wrap(flow, preprocess=[Logit()])), take less noise, or use SSM or ML."
+            )
+            raise
 
 
 class SM(ScoreObjective):
@@ -63,8 +77,8 @@ class SM(ScoreObjective):
         >>> import ebflow_plugin as ebf
         >>> from nflows import distributions, flows, transforms
         >>> model = ebf.wrap(flows.Flow(transforms.IdentityTransform(), distributions.StandardNormal([2])))
-        >>> SM(model)(torch.tensor([[1.0, 0.0]]))  # ½ · 1² - 2
-        tensor(-1.5000)
+        >>> SM(model)(torch.tensor([[1.0, 0.0]])).item()  # ½ · 1² - 2
+        -1.5
     """
 
     def __init__(self, model: EBFlow, **common: Unpack[Common]) -> None:
@@ -177,16 +191,18 @@ class FDSSM(ScoreObjective):
     """
 
     def __init__(self, model: EBFlow, *, eps: float = 0.1, **common: Unpack[Common]) -> None:
-        super().__init__(model, **common)
-        self.eps = positive("eps", eps)
+        length = positive("eps", eps)
+        super().__init__(model, _step=length, **common)
+        self.eps = length
         harmed_by = checks.EVERY_JUMP if self.eps < SMALL_EPS else (Smoothness.JUMPS,)
         checks.warn_about_jumps(self, harmed_by, rarely=True)
 
     def per_sample(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:  # noqa: D102
-        size = x[0].numel()
-        step = sphere(x, self.generator) * (self.eps / size**0.5)
+        size = prod(x.shape[1:])
+        step = sphere(x, self.generator) * (self.eps / sqrt(size))
         rows = None if context is None else torch.cat([context] * 3)
-        energy, ahead, behind = self.model.core.energy(torch.cat([x, x + step, x - step]), rows).chunk(3)
+        with self.leaving_the_data(f"eps={self.eps:g}"):
+            energy, ahead, behind = self.model.core.energy(torch.cat([x, x + step, x - step]), rows).chunk(3)
         values = (energy - ahead) + (energy - behind) + 0.125 * (ahead - behind).square()
         return values * (size / self.eps**2), energy
 
@@ -241,7 +257,8 @@ class DSM(ScoreObjective):
         wanted = torch.is_grad_enabled()
         noise = gaussian(x, self.generator)
         sigma = self._draw_sigma(x)
-        _, _, gradient = self.gradient(x + sigma * noise, context, create_graph=wanted)
+        with self.leaving_the_data(f"sigma={self.sigma}"):
+            _, _, gradient = self.gradient(x + sigma * noise, context, create_graph=wanted)
         error = gradient - noise / sigma  # (x - x̃) / σ² is -noise / σ
         return 0.5 * dot(error, error), None
 
@@ -300,8 +317,9 @@ def rademacher(like: Tensor, generator: Generator | None) -> Tensor:
 def sphere(like: Tensor, generator: Generator | None) -> Tensor:
     r"""For each sample a direction, uniformly, with length :math:`\sqrt D`."""
     direction = gaussian(like, generator)
-    length = direction.flatten(1).norm(dim=1).reshape(-1, *[1] * (like.dim() - 1))
-    return direction * (like[0].numel() ** 0.5 / length)
+    length = torch.linalg.vector_norm(direction.flatten(1), dim=1).reshape(-1, *[1] * (like.dim() - 1))
+    scaled: Tensor = direction * sqrt(prod(like.shape[1:])) / length
+    return scaled
 
 
 PROJECTIONS: dict[str, Callable[[Tensor, Generator | None], Tensor]] = {

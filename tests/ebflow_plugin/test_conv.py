@@ -149,8 +149,9 @@ def test_gradients(mode, kernel_size, stride, panel, monkeypatch):
     setting = Setting.of(1, kernel_size, stride=stride, padding_mode=mode)
     geometry = setting.geometry((1, 4, 6))
     weight, y = kernel(setting).requires_grad_(), random(1, *geometry.out_shape).requires_grad_()
-    assert torch.autograd.gradcheck(lambda w: conv_matrix(w, geometry).log_abs_det(), weight)
-    assert torch.autograd.gradcheck(lambda w, b: conv_matrix(w, geometry).inverse()(b), (weight, y))
+    fast = kernel_size > 3  # random projections of the Jacobian in the place of all of it
+    assert torch.autograd.gradcheck(lambda w: conv_matrix(w, geometry).log_abs_det(), weight, fast_mode=fast)
+    assert torch.autograd.gradcheck(lambda w, b: conv_matrix(w, geometry).inverse()(b), (weight, y), fast_mode=fast)
 
 
 @pytest.mark.parametrize("mode", ["zeros", "circular"])

@@ -226,7 +226,11 @@ class FlowModel:
 
 def test_a_flow_inside_of_something_is_found(x):
     flow = make_flow(transforms.LULinear(D))
-    for held, place in ((Estimator(flow), "net"), (FlowModel(flow), "model"), (FlowModel(Estimator(flow)), "model.net")):
+    for held, place in (
+        (Estimator(flow), "net"),
+        (FlowModel(flow), "model"),
+        (FlowModel(Estimator(flow)), "model.net"),
+    ):
         model = ebf.wrap(held)
         assert model.flow is flow
         assert model.report.inside == place
@@ -235,7 +239,8 @@ def test_a_flow_inside_of_something_is_found(x):
 
 
 @pytest.mark.parametrize(
-    "thing", [nn.Linear(2, 2), Estimator(nn.Linear(2, 2)), "flow", None, 3, transforms.LULinear(2), FlowModel(None), torch]
+    "thing",
+    [nn.Linear(2, 2), Estimator(nn.Linear(2, 2)), "flow", None, 3, transforms.LULinear(2), FlowModel(None), torch],
 )
 def test_what_is_no_flow_is_refused_with_what_can_be_wrapped(thing):
     with pytest.raises(ebf.NotAFlowError, match=r"(?s)is no flow and holds none.*nflows: Flow objects"):
@@ -295,6 +300,9 @@ def test_a_flow_with_a_density_of_its_own_is_refused():
 
 
 def test_a_flow_without_parts_is_refused():
-    for parts, lacking in (((None, distributions.StandardNormal([2])), "transform"), ((transforms.LULinear(2), None), "base")):
+    for parts, lacking in (
+        ((None, distributions.StandardNormal([2])), "transform"),
+        ((transforms.LULinear(2), None), "base"),
+    ):
         with pytest.raises(ebf.UnsupportedStepError, match=f"no {lacking}"):
             ebf.wrap(flows.Flow(*parts))

@@ -85,7 +85,9 @@ def test_unknown_names_come_with_a_suggestion():
     names = NameRegistry("objective")
     for name in ("ssm", "dsm"):
         names.add(name, name)
-    with pytest.raises(ebf.UnknownNameError, match=r"unknown objective 'ssmm'\. Did you mean 'ssm'\? Valid names: dsm, ssm"):
+    with pytest.raises(
+        ebf.UnknownNameError, match=r"unknown objective 'ssmm'\. Did you mean 'ssm'\? Valid names: dsm, ssm"
+    ):
         names.get("ssmm")
     assert list(names) == ["dsm", "ssm"]
 

@@ -79,7 +79,10 @@ def test_scalars_of_the_cpu_may_join():
     with testing.one_device(torch.device("meta")):
         torch.ones(2, device="meta") * torch.tensor(2.0)
         torch.zeros(2) + torch.ones(2)  # nothing of the watched device in it
-    with pytest.raises(AssertionError, match=r"mixes meta with cpu \(shape \(2,\)\)"), testing.one_device(torch.device("meta")):
+    with (
+        pytest.raises(AssertionError, match=r"mixes meta with cpu \(shape \(2,\)\)"),
+        testing.one_device(torch.device("meta")),
+    ):
         torch.ones(2, device="meta") * torch.ones(2)
 
 

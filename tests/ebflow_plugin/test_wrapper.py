@@ -117,7 +117,9 @@ def test_gradients_reach_parameters_and_embedding_nets(x):
     model = ebf.wrap(flow)
     assert torch.allclose(model.log_prob(x, context), flow.log_prob(x, context))
     model.score(x, context).square().sum().backward()
-    assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in flow._embedding_net.parameters())
+    assert all(
+        parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in flow._embedding_net.parameters()
+    )
 
 
 # Input
@@ -160,7 +162,7 @@ def test_bad_context_is_refused(x, context, message):
 
 def test_an_error_inside_of_a_step_says_which(x):
     model = ebf.wrap(make_flow(context=3))
-    with pytest.raises(Exception) as error:  # noqa: B017, PT011
+    with pytest.raises(Exception) as error:  # noqa: PT011
         model.energy(x, torch.zeros(6, 7, dtype=torch.float64))
     assert any("in step _transform._transforms.2  AffineCouplingTransform" in note for note in error.value.__notes__)
 
