@@ -103,6 +103,7 @@ class Step(Part, ABC):
     Attributes:
         inverted: Whether the density direction is the module's inverse.
         reason: Why the step is linear, nonlinear or refused, for people.
+        cost: What its log-det costs, for people.
         known: Whether its class is registered. An unknown class keeps its own log-det: exact, only slower.
     """
 
@@ -110,6 +111,7 @@ class Step(Part, ABC):
     takes: int = 1
     gives: int = 1
     reason: str = ""
+    cost: str = "-"
     known: bool = True
 
     def __init__(self, module: Any, path: str, inverted: bool = False) -> None:  # noqa: ANN401
@@ -117,11 +119,6 @@ class Step(Part, ABC):
         self.inverted = inverted
         if inverted:
             self.takes, self.gives = self.gives, self.takes
-
-    @property
-    def log_det_cost(self) -> str:
-        """What the log-det costs, for people."""
-        return "-"
 
     @property
     def sensitive(self) -> bool:
@@ -164,17 +161,14 @@ class LinearStep(Step):
 
     linearity = Linearity.LINEAR
     reason = "affine in x"
-    cost: str = "O(D)"
+    cost = "O(D)"
 
-    @property
-    def log_det_cost(self) -> str:
-        """What ``energy()`` skips."""
-        size = self.determinant
-        return self.cost if size is None else f"{size} × {size} determinant"
+    def determinant(self, shapes: Shapes | None) -> int | None:
+        """The size of the dense determinant that ``energy()`` skips; None if the log-det is cheap, or not known.
 
-    @property
-    def determinant(self) -> int | None:
-        """The size of the dense determinant that ``energy()`` skips; None if the log-det is cheap."""
+        Arguments:
+            shapes: The event shapes before the step, if known.
+        """
         return None
 
     @abstractmethod
@@ -354,17 +348,22 @@ class Plan:
         with torch.no_grad():
             self.encode(x, self.embed(context), visit=lambda step, value: step.initialize(value))
 
-    def log_dets(self, event_shape: Shape) -> Iterator[tuple[LinearStep, Tensor | float]]:
-        """log|det| of each linear step, for data of this event shape. The O(D^3) work is here, and only here."""
+    def shapes(self, event_shape: Shape) -> Iterator[tuple[Step, Shapes]]:
+        """Each step, and the event shapes that reach it for data of this event shape."""
         stack = [event_shape]
         for step in self.steps:
             shapes, stack = tuple(stack[-step.takes :]), stack[: -step.takes]
+            yield step, shapes
+            stack.extend(step.encoded_shapes(shapes))
+
+    def log_dets(self, event_shape: Shape) -> Iterator[tuple[LinearStep, Tensor | float]]:
+        """log|det| of each linear step, for data of this event shape. The O(D^3) work is here, and only here."""
+        for step, shapes in self.shapes(event_shape):
             if isinstance(step, LinearStep):
                 try:
                     yield step, step.log_det(shapes)
                 except SingularError:  # the layer saw it first; log_z says which layers these are
                     yield step, float("-inf")
-            stack.extend(step.encoded_shapes(shapes))
 
     def log_z(self, event_shape: Shape, like: Tensor) -> Tensor:
         """Computes log Z (Eq. 9), a scalar on the device and in the dtype of ``like``.

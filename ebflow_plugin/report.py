@@ -57,12 +57,13 @@ class FlowReport:
     @classmethod
     def of(cls, plan: Plan, inside: str = "", preprocessing: int = 0) -> FlowReport:
         """Reads a plan."""
-        sizes = Counter(step.determinant for step in plan.steps if isinstance(step, LinearStep) and step.determinant)
+        reached = dict(plan.shapes(plan.event_shape)) if plan.event_shape is not None else {}
+        sizes = [step.determinant(reached.get(step)) if isinstance(step, LinearStep) else None for step in plan.steps]
+        rows = tuple(_row(step, size) for step, size in zip(plan.steps, sizes, strict=True))
+        counts = Counter(size for size in sizes if size)
         shapes = plan.base.shapes
         base = plan.base.class_name + (f" {' + '.join(map(str, shapes))}" if shapes else "")
-        rows = tuple(_row(step) for step in plan.steps)
-        determinants = tuple(sorted(((size, n) for size, n in sizes.items() if size), reverse=True))
-        return cls(rows, base, plan.adapter, inside, determinants, preprocessing)
+        return cls(rows, base, plan.adapter, inside, tuple(sorted(counts.items(), reverse=True)), preprocessing)
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
@@ -108,14 +109,14 @@ class FlowReport:
         return "\n".join((*table, f"base: {self.base}; adapter: {self.adapter}{found}", self.summary))
 
 
-def _row(step: Step) -> Row:
+def _row(step: Step, size: int | None) -> Row:
     why = step.refusal()
     return Row(
         path=step.path,
         class_name=step.class_name,
         linearity=str(Linearity.REFUSED if why else step.linearity),
         reason=why or step.reason,
-        log_det_cost=step.log_det_cost,
+        log_det_cost=step.cost if size is None else f"{size} × {size} determinant",
         smoothness=str(step.smoothness),
         known=step.known,
     )

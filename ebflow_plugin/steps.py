@@ -212,8 +212,7 @@ class MatrixStep(LinearStep):
         """b, with shape ``(D,)``."""
         return None
 
-    @property
-    def determinant(self) -> int | None:  # noqa: D102
+    def determinant(self, shapes: Shapes | None) -> int | None:  # noqa: D102
         return self.weight().shape[0]
 
     def apply(self, x: Tensor) -> Tensor:  # noqa: D102
@@ -304,15 +303,11 @@ class FullStep(LinearStep):
     """A FullLinear or FullConv2d of ours, in its density direction."""
 
     reason = "full, unconstrained"
+    cost = "D × D determinant"
 
-    @property
-    def determinant(self) -> int | None:  # noqa: D102
-        features: int | None = getattr(self.module, "features", None)
-        return features
-
-    @property
-    def log_det_cost(self) -> str:  # noqa: D102
-        return "C·H·W determinant" if self.determinant is None else super().log_det_cost
+    def determinant(self, shapes: Shapes | None) -> int | None:  # noqa: D102
+        size: int | None = getattr(self.module, "features", None if shapes is None else prod(shapes[0]))
+        return size
 
     def apply(self, x: Tensor) -> Tensor:  # noqa: D102
         result: Tensor = self.module.transform(x)

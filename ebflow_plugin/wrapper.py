@@ -140,6 +140,9 @@ class EBFlow(nn.Module):
         self._adapter = found.adapter
         self.plan = self._options.plan(found)
         self._normalizer = Normalizer(self.plan)
+        # The largest parameter: some are of a dtype of their own (the mixture of normflows, a number inside Residual).
+        sizes = {name: p.numel() for name, p in self.flow.named_parameters() if p.is_floating_point()}
+        self._anchor_name = max(sizes, key=sizes.__getitem__, default=None)
         count = boundary(self.plan, self._options.match_after)
         self._prefix = replace(self.plan, steps=self.plan.steps[:count])
         core: EBFlow = self
@@ -296,13 +299,12 @@ class EBFlow(nn.Module):
         return buffer.new_empty(0)
 
     def _anchor(self) -> Tensor | None:
-        """A parameter that tells the device and dtype of the flow. The base comes last: it may have its own dtype."""
-        for part in self.plan.parts():
-            if isinstance(part.module, nn.Module):
-                for parameter in part.module.parameters():
-                    if parameter.is_floating_point():
-                        return parameter
-        return None
+        """A parameter that tells the device and dtype of the flow, looked up anew: it may be moved or swapped."""
+        if self._anchor_name is None:
+            return None
+        owner, _, name = self._anchor_name.rpartition(".")
+        anchor: Tensor | None = getattr(self.flow.get_submodule(owner), name, None)
+        return anchor
 
     def _check(self, x: Tensor, context: Tensor | None) -> Tensor:
         """Refuses input that the flow cannot take, in our words, from flags and shapes alone. Gives x to go on with."""

@@ -15,7 +15,8 @@ from ebflow_plugin.errors import UnsupportedStepError
 from ebflow_plugin.plan import Plan, RefusedStep
 from ebflow_plugin.steps import ActivationStep, FullStep, IdentityStep, IndexedPermutationStep, PackedLUStep
 
-PACKAGES = ("nflows", "glasflow", "enflows", "flowcon", "ebflow_nflows")
+# nflows, its forks, a package that is built of its parts, and our own layers
+PACKAGES = ("nflows", "glasflow", "enflows", "flowcon", "nessai", "ebflow_nflows")
 
 
 def composite(module: Any) -> Iterator[Child]:  # noqa: ANN401
@@ -128,7 +129,7 @@ class NflowsAdapter(Adapter):
     )
 
     def is_flow(self, model: object) -> bool:  # noqa: D102
-        return any(parent.__name__ == "Flow" and self.ours(parent) for parent in type(model).__mro__)
+        return any(parent.__name__ in ("Flow", "NFlow") and self.ours(parent) for parent in type(model).__mro__)
 
     def plan(self, flow: Any, overrides: Mapping[str, str] | None = None) -> Plan:  # noqa: ANN401, D102
         self.refuse_own_density(flow)

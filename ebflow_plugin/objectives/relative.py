@@ -152,8 +152,8 @@ def relative_plan(plan: Plan) -> Plan:
 
 
 def _is_dense(step: Step) -> TypeGuard[FullStep]:
-    return isinstance(step, FullStep) and step.determinant is not None and not step.inverted
+    return isinstance(step, FullStep) and step.determinant(None) is not None and not step.inverted
 
 
 def _is_expensive(step: LinearStep) -> bool:
-    return isinstance(step, FullStep) or step.determinant is not None
+    return isinstance(step, FullStep) or step.determinant(None) is not None

@@ -4,17 +4,18 @@ import copy
 import pickle
 import warnings
 
-import ebflow_plugin as ebf
 import pytest
 import torch
-from cases import SUPPORTED, Case
-from ebflow_plugin import testing
-from ebflow_plugin.conditioners import Smoothness
-from ebflow_plugin.objectives import DSM, FDSSM, ML, SM, SML, SSM, objective
 from nflows.distributions.normal import StandardNormal
 from nflows.flows.base import Flow
 from nflows.transforms import ActNorm, AffineCouplingTransform, CompositeTransform, LULinear
 from torch import nn
+
+import ebflow_plugin as ebf
+from cases import SUPPORTED, Case
+from ebflow_plugin import testing
+from ebflow_plugin.conditioners import Smoothness
+from ebflow_plugin.objectives import DSM, FDSSM, ML, SM, SML, SSM, objective
 
 NAMES = ["ml", "sml", "sm", "ssm", "fdssm", "dsm"]
 every = pytest.mark.parametrize("name", NAMES)
@@ -39,19 +40,19 @@ def nsf():
     return named("NSF: LU + RQ-spline coupling, context, embedding_net (eval)")
 
 
-def changed_by(model, values, scale=1e-4):
-    """The names of trainable parameters whose change changes the values."""
-    before, found = values(), set()
+def changed(model, *functions):
+    """For each function, the names of trainable parameters whose change changes its values."""
+    before, found = [function().detach() for function in functions], [set() for _ in functions]
     for name, parameter in model.named_parameters():
         kept = parameter.detach().clone()
-        direction = torch.randn(kept.shape, generator=seeded(), dtype=kept.dtype)
         with torch.no_grad():
-            parameter.add_(scale * direction)
-        after = values()
+            parameter.add_(1e-4 * torch.randn(kept.shape, generator=seeded(), dtype=kept.dtype))
+        after = [function().detach() for function in functions]
         with torch.no_grad():
             parameter.copy_(kept)
-        if parameter.requires_grad and (after - before).abs().max() > 1e-9 * (1 + before.abs().max()):
-            found.add(name)
+        for names, old, new in zip(found, before, after, strict=True):
+            if parameter.requires_grad and (new - old).abs().max() > 1e-9 * (1 + old.abs().max()):
+                names.add(name)
     return found
 
 
@@ -74,8 +75,7 @@ def test_every_parameter_that_matters_gets_a_finite_gradient(case):
     model, x, context = ebf.wrap(case.build()), case.x(3), case.context(3)
     model.initialize(x, context)
     core, u = model.core, model.preprocess(x)[0]
-    in_likelihood = changed_by(model, lambda: model.log_prob(x, context).detach())
-    in_score = changed_by(model, lambda: core.score(u, context).detach())
+    in_likelihood, in_score = changed(model, lambda: model.log_prob(x, context), lambda: core.score(u, context))
     assert in_score <= in_likelihood
     check(case, ML(model), x, context, in_likelihood)
     check(case, FDSSM(model, eps=0.02, generator=seeded()), x, context, in_score)
@@ -280,7 +280,8 @@ def test_actnorm_is_not_initialised_in_eval_mode(name):
 @every
 @pytest.mark.parametrize("generator", [None, seeded()], ids=["global", "of the cpu"])
 @pytest.mark.parametrize(
-    "case_name", ["NSF: LU + RQ-spline coupling, context, embedding_net (eval)", "ActNorm: img, initialized (train)"]
+    "case_name",
+    ["ConditionalDiagonalNormal base: vec, context=3, encoder (eval)", "ActNorm: img, initialized (train)"],
 )
 def test_no_operation_mixes_devices_or_waits(name, generator, case_name):
     """On the meta device: whatever asks for a value raises there."""
@@ -376,13 +377,13 @@ def test_training_finds_a_gaussian(make):
     """From a wrong start to the moments of the data, which a wrong sign or scale would not find."""
     torch.manual_seed(0)
     mixing = torch.tensor([[1.0, 0.0], [0.8, 0.5]], dtype=torch.float64)
-    x = torch.randn(4000, 2, generator=seeded(), dtype=torch.float64) @ mixing.mT + 1.0
+    x = torch.randn(4000, 2, generator=seeded(5), dtype=torch.float64) @ mixing.mT + 1.0
     model = ebf.wrap(Flow(LULinear(2), StandardNormal([2])).double())
     loss = make(model, generator=seeded())
     optimiser = torch.optim.LBFGS(loss.parameters(), max_iter=50, line_search_fn="strong_wolfe")
 
     def closure():
-        loss.generator.manual_seed(0)
+        loss.generator.manual_seed(6)
         optimiser.zero_grad()
         value = loss(x)
         value.backward()
@@ -390,9 +391,6 @@ def test_training_finds_a_gaussian(make):
 
     for _ in range(3):
         optimiser.step(closure)
-    flow = model.flow._transform
-    weight = (flow.weight() if callable(getattr(flow, "weight", None)) else flow._weight).detach()
-    covariance = torch.linalg.inv(weight.mT @ weight)
-    torch.testing.assert_close(covariance, torch.cov(x.mT), atol=0.1, rtol=0.1)
-    mean = -torch.linalg.solve(weight, flow.bias.detach())
-    torch.testing.assert_close(mean, x.mean(0), atol=0.1, rtol=0.1)
+    weight, bias = model.flow._transform.weight().detach(), model.flow._transform.bias.detach()
+    torch.testing.assert_close(torch.linalg.inv(weight.mT @ weight), torch.cov(x.mT), atol=0.05, rtol=0)
+    torch.testing.assert_close(-torch.linalg.solve(weight, bias), x.mean(0), atol=0.05, rtol=0)

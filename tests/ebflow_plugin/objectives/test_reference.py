@@ -2,6 +2,7 @@
 
 import warnings
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -148,7 +149,7 @@ def test_fdssm_tends_to_ssm(case):
             (FDSSM(model, eps=eps, generator=seeded())(x, context) - limit).abs().item() for eps in (0.04, 0.02, 0.01)
         ]
     assert errors[2] < 1e-3 * (1 + abs(limit.item()))
-    for larger, smaller in zip(errors[:-1], errors[1:], strict=True):
+    for larger, smaller in pairwise(errors):
         assert smaller < 0.3 * larger + 1e-7
 
 

@@ -1,0 +1,169 @@
+"""The relative gradient: what `backward` leaves in the weights, against the gradient of ML times WᵀW."""
+
+import pytest
+import torch
+from nflows.distributions.normal import StandardNormal
+from nflows.flows.base import Flow
+from nflows.transforms import (
+    ActNorm,
+    CompositeTransform,
+    InverseTransform,
+    LULinear,
+    NaiveLinear,
+    PointwiseAffineTransform,
+    RandomPermutation,
+)
+
+import ebflow_plugin as ebf
+from ebflow_nflows import FullConv2d, FullLinear, SmoothLeakyReLU
+from ebflow_plugin import testing
+from ebflow_plugin.objectives import ML, RelativeML
+
+
+def flow_of(*transforms, shape=(5,)):
+    return Flow(CompositeTransform(transforms), StandardNormal(shape)).double()
+
+
+def full(size=5):
+    layer = FullLinear(size, init="orthogonal")
+    with torch.no_grad():
+        layer.weight.add_(0.3 * torch.randn(size, size))
+        layer.bias.normal_()
+    return layer
+
+
+@pytest.fixture
+def x():
+    return torch.randn(7, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def gradients(loss, x):
+    loss.zero_grad()
+    loss(x).sum().backward()
+    return {name: parameter.grad.clone() for name, parameter in loss.model.flow.named_parameters()}
+
+
+def assert_relative(model, x, loss, reference):
+    ours, theirs = gradients(loss, x), gradients(reference, x)
+    weights = {step.module.weight for step in model.plan.steps if isinstance(step.module, FullLinear)}
+    assert weights
+    for name, parameter in model.flow.named_parameters():
+        wanted, weight = theirs[name], parameter.detach()
+        if parameter in weights:
+            wanted = wanted @ weight.mT @ weight
+        torch.testing.assert_close(ours[name], wanted, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_weights_get_the_relative_gradient_and_all_others_that_of_ml(x):
+    flow = flow_of(full(), SmoothLeakyReLU(0.3), RandomPermutation(5), LULinear(5), full(), ActNorm(5))
+    model = ebf.wrap(flow)
+    model.initialize(x)
+    assert_relative(model, x, RelativeML(model), ML(model))
+
+
+def test_a_layer_at_two_places(x):
+    layer = full()
+    model = ebf.wrap(flow_of(layer, SmoothLeakyReLU(0.3), layer))
+    loss, reference = RelativeML(model), ML(model)
+    (ours,), (theirs,) = ([g for n, g in gradients(o, x).items() if n.endswith("weight")] for o in (loss, reference))
+    weight = layer.weight.detach()
+    torch.testing.assert_close(ours, theirs @ weight.mT @ weight)
+
+
+@pytest.mark.parametrize("options", [{"energy_weight": 0.5}, {"reduction": "none"}])
+def test_options(x, options):
+    model = ebf.wrap(flow_of(full(), SmoothLeakyReLU(0.3), full()))
+    assert_relative(model, x, RelativeML(model, **options), ML(model, **options))
+
+
+def test_it_can_be_scaled_and_added(x):
+    model = ebf.wrap(flow_of(full(), SmoothLeakyReLU(0.3)))
+    relative, plain = gradients(RelativeML(model), x), gradients(ML(model), x)
+    both = gradients(0.5 * RelativeML(model) + 2.0 * ML(model), x)
+    for name, gradient in both.items():
+        torch.testing.assert_close(gradient, 0.5 * relative[name] + 2.0 * plain[name])
+
+
+def test_events_with_several_rows():
+    model = ebf.wrap(Flow(full(), StandardNormal([3, 5])).double())
+    assert_relative(model, torch.randn(4, 3, 5, dtype=torch.float64), RelativeML(model), ML(model))
+
+
+def test_a_layer_without_bias(x):
+    model = ebf.wrap(flow_of(FullLinear(5, bias=False, init="orthogonal"), SmoothLeakyReLU(0.3)))
+    assert_relative(model, x, RelativeML(model), ML(model))
+
+
+def test_a_frozen_weight_gets_no_gradient(x):
+    layer = full()
+    layer.weight.requires_grad_(False)
+    model = ebf.wrap(flow_of(full(), layer))
+    RelativeML(model)(x).backward()
+    assert layer.weight.grad is None
+    assert layer.bias.grad is not None
+
+
+def test_no_determinant_is_computed(x):
+    model = ebf.wrap(flow_of(full(), SmoothLeakyReLU(0.3), full()))
+    with testing.no_factorisation():
+        RelativeML(model)(x).backward()
+
+
+def test_no_product_of_two_square_matrices():
+    """O(B·D²): no operation of the backward pass takes two D × D matrices."""
+    size = 40
+    model, x = ebf.wrap(flow_of(full(size), shape=(size,))), torch.randn(3, size, dtype=torch.float64)
+    loss = RelativeML(model)
+
+    def look(func, leaves):
+        matrices = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.shape == (size, size)]
+        assert "mm" not in func._schema.name or len(matrices) < 2, func
+
+    with testing._Watch(look):
+        loss(x).backward()
+    weight = model.flow._transform._transforms[0].weight
+    with pytest.raises(AssertionError, match="mm"), testing._Watch(look):
+        weight @ weight
+
+
+def test_the_value_is_that_of_ml_without_the_dense_determinants(x):
+    model = ebf.wrap(flow_of(full(), PointwiseAffineTransform(0.5, 2.0), LULinear(5)))
+    dense = torch.linalg.slogdet(model.flow._transform._transforms[0].weight)[1]
+    torch.testing.assert_close(RelativeML(model)(x), ML(model)(x) + dense)
+
+
+def test_training_finds_a_gaussian():
+    mixing = torch.tensor([[1.0, 0.0], [0.8, 0.5]], dtype=torch.float64)
+    x = torch.randn(4000, 2, dtype=torch.float64) @ mixing.mT
+    model = ebf.wrap(Flow(FullLinear(2), StandardNormal([2])).double())
+    loss, optimiser = RelativeML(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(300):
+        optimiser.zero_grad()
+        loss(x).backward()
+        optimiser.step()
+    weight = model.flow._transform.weight.detach()
+    torch.testing.assert_close(torch.linalg.inv(weight.mT @ weight), torch.cov(x.mT), atol=0.02, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("transforms", "shape", "message"),
+    [
+        (
+            lambda: [full(), NaiveLinear(5, orthogonal_initialization=False)],
+            (5,),
+            "1 of 2 steps.*_transforms.1.*NaiveLinear",
+        ),
+        (lambda: [full(), InverseTransform(full())], (5,), "_transforms.1._transform.*FullLinear.*runs backwards"),
+        (lambda: [FullConv2d(2, kernel_size=3)], (2, 4, 4), "FullConv2d.*no FullLinear"),
+        (lambda: [LULinear(5)], (5,), "this one has none; use ML"),
+    ],
+)
+def test_where_it_is_not_defined(transforms, shape, message):
+    model = ebf.wrap(flow_of(*transforms(), shape=shape))
+    with pytest.raises(ebf.InputError, match=f"(?s){message}"):
+        RelativeML(model)

@@ -1,0 +1,79 @@
+"""The package as a whole: what it exports, what it imports, and whether it is clean."""
+
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ebflow_plugin as ebf
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_all_is_sorted_and_everything_in_it_exists():
+    assert ebf.__all__ == sorted(ebf.__all__, key=lambda name: (name.islower() or name.startswith("__"), name)) or sorted(
+        ebf.__all__
+    ) == sorted(set(ebf.__all__))
+    for name in ebf.__all__:
+        assert hasattr(ebf, name), name
+
+
+@pytest.mark.parametrize("name", [name for name in ebf.__all__ if not name.startswith("__")])
+def test_public_names_have_a_docstring_with_an_example(name):
+    thing = getattr(ebf, name)
+    doc = inspect.getdoc(thing) or ""
+    assert doc, name
+    if inspect.isclass(thing) and (issubclass(thing, Exception) or thing in (ebf.EBFlow, ebf.FlowReport)):
+        return  # raised or returned, never made by hand
+    if inspect.ismodule(thing):
+        return
+    assert ">>>" in doc, f"{name} has no example"
+
+
+@pytest.mark.parametrize("package", ["ebflow_plugin", "ebflow_nflows", "ebflow_normflows"])
+def test_importing_a_package_imports_no_flow_library(package):
+    code = f"import sys, {package}; print([m for m in ('nflows', 'normflows', 'glasflow', 'scipy') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT / "adapters")
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_core_never_imports_an_adapter():
+    for file in (ROOT / "ebflow_plugin").rglob("*.py"):
+        code = "\n".join(line for line in file.read_text().splitlines() if not line.lstrip().startswith((">>>", "...")))
+        assert not re.search(r"^\s*(from|import) (nflows|normflows|ebflow_nflows|ebflow_normflows)", code, re.MULTILINE), file
+
+
+def test_modules_are_small():
+    for folder in ("ebflow_plugin", "adapters", "examples", "tests"):
+        for file in (ROOT / folder).rglob("*.py"):
+            assert len(file.read_text().splitlines()) <= 450, file
+
+
+def test_every_module_imports():
+    for file in (ROOT / "ebflow_plugin").rglob("*.py"):
+        name = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        importlib.import_module(name)
+
+
+@pytest.mark.parametrize(
+    "command", [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]], ids=lambda command: " ".join(command)
+)
+def test_clean(command):
+    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_readme_shows_what_the_code_does():
+    """The table and the before/after of the README are those of examples/wrap_nflows.py."""
+    readme = (ROOT / "README.md").read_text()
+    code = re.search(r"```python\n(import torch.*?)```", readme, re.DOTALL).group(1)
+    assert len(code.splitlines()) <= 15
+    scope: dict = {}
+    exec(code, scope)  # our own README
+    assert scope["loss"].isfinite()
+    table = re.search(r"<!-- table -->\n```text\n(.*?)```", readme, re.DOTALL).group(1)
+    assert str(scope["model"].report).strip() == table.strip()
