@@ -10,7 +10,6 @@
 The plan of a flow (:mod:`ebflow_plugin.plan`) is the heart: its steps, split into linear and nonlinear ones.
 """
 
-from ebflow_plugin.discovery import register_container, register_linear, register_nonlinear
 from ebflow_plugin.errors import (
     AdapterError,
     EBFlowError,
@@ -24,6 +23,7 @@ from ebflow_plugin.errors import (
 )
 from ebflow_plugin.preprocess import Dequantize, Logit, Rescale
 from ebflow_plugin.report import FlowReport
+from ebflow_plugin.rules import register_container, register_linear, register_nonlinear
 from ebflow_plugin.surgery import smooth, unconstrain
 from ebflow_plugin.verification import verify
 from ebflow_plugin.version import __version__

@@ -85,7 +85,7 @@ def kinked_parts(module: nn.Module) -> Iterator[tuple[str, str]]:
                 yield f"{path}.{name}".lstrip("."), value.__name__
 
 
-def smoothness_of(module: Any) -> Smoothness:  # noqa: ANN401
+def smoothness_of(module: Any) -> Smoothness:
     """The smoothness of a step that is as smooth as the networks inside its module.
 
     Example:
@@ -97,7 +97,7 @@ def smoothness_of(module: Any) -> Smoothness:  # noqa: ANN401
     return Smoothness.SMOOTH
 
 
-def unsteady_parts(module: Any) -> list[Callable[[], str | None]]:  # noqa: ANN401
+def unsteady_parts(module: Any) -> list[Callable[[], str | None]]:
     """Finds batch norm and dropout inside a module: one question each, which answers with the reason to refuse.
 
     Example:

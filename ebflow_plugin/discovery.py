@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import entry_points
@@ -16,67 +16,14 @@ from inspect import signature
 from types import MappingProxyType, ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from ebflow_plugin.conditioners import Smoothness
 from ebflow_plugin.errors import AdapterError, NotAFlowError, UnknownNameError, UnsupportedStepError, suggest
-from ebflow_plugin.plan import LinearStep, NonlinearStep, Plan, Shape, Step
-from ebflow_plugin.registry import TypeRegistry, resolve
+from ebflow_plugin.plan import Plan, Step
+from ebflow_plugin.registry import resolve
+from ebflow_plugin.rules import TAUGHT, Container, OpaqueStep, Rule, Taught, TaughtLinearStep
 
-__all__ = [
-    "Adapter",
-    "Child",
-    "Container",
-    "Found",
-    "adapters",
-    "comes_from",
-    "find_flow",
-    "register_container",
-    "register_linear",
-    "register_nonlinear",
-    "takes_context",
-]
-
-
-@dataclass(frozen=True)
-class Child:
-    """One member of a container, in the order of the container's own forward.
-
-    Attributes:
-        name: Where the member stands in the container, as a dotted path; empty for the container itself.
-        module: The member.
-        inverted: Whether the container's forward runs the member's inverse.
-        step: The step to take instead of walking into the member (a split, say).
-    """
-
-    name: str
-    module: Any
-    inverted: bool = False
-    step: type[Step] | None = None
-
-
-@dataclass(frozen=True)
-class Container:
-    """The rule of a class that only arranges its members."""
-
-    children: Callable[[Any], Iterable[Child]]
-
-
-@dataclass(frozen=True)
-class Taught:
-    """The rule of a class that a user registered: functions for what the module's own methods shall not do."""
-
-    linear: bool
-    apply: Callable[..., Tensor] | None = None
-    invert: Callable[..., Tensor] | None = None
-    log_det: Callable[..., Tensor | float] | None = None
-    cost: str = "its own"
-    smoothness: Smoothness = Smoothness.UNKNOWN
-
-
-Rule = type[Step] | Container | Taught | Callable[[Any], "Rule"]
-_TAUGHT: TypeRegistry[Container | Taught] = TypeRegistry("rule")
+__all__ = ["Adapter", "Found", "adapters", "comes_from", "find_flow", "takes_context"]
 
 
 class Adapter(ABC):
@@ -116,10 +63,10 @@ class Adapter(ABC):
         return comes_from(cls, self.packages)
 
     @abstractmethod
-    def plan(self, flow: Any, overrides: Mapping[str, str] | None = None) -> Plan:  # noqa: ANN401
+    def plan(self, flow: Any, overrides: Mapping[str, str] | None = None) -> Plan:
         """Walks the flow."""
 
-    def own_log_prob(self, flow: Any, x: Tensor, context: Tensor | None) -> Tensor:  # noqa: ANN401
+    def own_log_prob(self, flow: Any, x: Tensor, context: Tensor | None) -> Tensor:
         """The library's own ``log_prob``, which the invariant is checked against."""
         result: Tensor = flow.log_prob(x) if context is None else flow.log_prob(x, context)
         return result
@@ -153,7 +100,7 @@ class Adapter(ABC):
         """The module to replace when the step at a path is, and whether data passes through its inverse."""
         return path, inverted
 
-    def walk(self, module: Any, path: str, inverted: bool, overrides: Mapping[str, str]) -> Iterator[Step]:  # noqa: ANN401
+    def walk(self, module: Any, path: str, inverted: bool, overrides: Mapping[str, str]) -> Iterator[Step]:
         """Gives the steps of a module in density order, walking into containers.
 
         Arguments:
@@ -166,7 +113,7 @@ class Adapter(ABC):
             rule: Rule | None = Taught(linear=overrides[path] == "linear")
             why = "override"
         else:
-            rule, why = resolve(module, lambda cls: _TAUGHT.get(cls) or self.rule(cls))
+            rule, why = resolve(module, lambda cls: TAUGHT.get(cls) or self.rule(cls))
         while rule is not None and not isinstance(rule, (type, Container, Taught)):
             rule = rule(module)
         if isinstance(rule, Container):
@@ -196,133 +143,13 @@ class Adapter(ABC):
             if word not in ("linear", "nonlinear"):
                 raise UnknownNameError(f"overrides[{path!r}] is {word!r}. Valid names: linear, nonlinear.")
 
-    def _taught(self, rule: Taught, module: Any, path: str, inverted: bool, why: str) -> Step:  # noqa: ANN401
+    def _taught(self, rule: Taught, module: Any, path: str, inverted: bool, why: str) -> Step:
         if rule.linear:
             return TaughtLinearStep(self.opaque(module, path), rule, path, inverted)
         step = self.opaque(module, path, inverted)
         step.reason = why or "registered by the user"
         step.taught_smoothness = rule.smoothness
         return step
-
-
-class OpaqueStep(NonlinearStep):
-    """A module whose inside nobody knows, with its own log-det."""
-
-    taught_smoothness: Smoothness = Smoothness.UNKNOWN
-
-    @property
-    def smoothness(self) -> Smoothness:
-        return self.taught_smoothness
-
-
-class TaughtLinearStep(LinearStep):
-    """A module that a user says is affine in x. What the user gives no function for, the module itself does."""
-
-    reason = "registered by the user"
-
-    def __init__(self, module: NonlinearStep, rule: Taught, path: str, inverted: bool) -> None:
-        super().__init__(module.module, path, inverted)
-        self._caller, self._rule = module, rule
-        self.cost = rule.cost
-
-    def apply(self, x: Tensor) -> Tensor:
-        if self._rule.apply is not None:
-            return self._rule.apply(self.module, x)
-        result: Tensor = self._caller.call_forward(x, None)[0]
-        return result
-
-    def invert(self, y: Tensor) -> Tensor:
-        if self._rule.invert is not None:
-            return self._rule.invert(self.module, y)
-        result: Tensor = self._caller.call_inverse(y, None)[0]
-        return result
-
-    def log_abs_det(self, shape: Shape) -> Tensor | float:
-        if self._rule.log_det is not None:
-            return self._rule.log_det(self.module, shape)
-        anchor = next((p for p in self.module.parameters() if p.is_floating_point()), torch.empty(0))
-        log_det = self._caller.call_forward(anchor.new_zeros(1, *shape), None)[1]
-        return log_det.reshape(-1)[0] if isinstance(log_det, Tensor) else float(log_det)
-
-
-def register_linear(
-    cls: type,
-    *,
-    apply: Callable[..., Tensor] | None = None,
-    invert: Callable[..., Tensor] | None = None,
-    log_det: Callable[..., Tensor | float] | None = None,
-    cost: str = "its own",
-    force: bool = False,
-) -> type:
-    """Teaches that a class is affine in x, so that its log-det belongs to log Z and not to the energy.
-
-    Exact types only: a subclass that overrides a method is unknown again. Works as a decorator too.
-
-    Arguments:
-        cls: The class of transforms.
-        apply: ``apply(module, x)``, the forward map without its log-det. By default the module's own forward is
-            called and its log-det dropped: right, but not cheaper.
-        invert: ``invert(module, y)``; by default the module's own inverse.
-        log_det: ``log_det(module, event_shape)``, log|det| of the forward map; by default what the module's forward
-            gives for a zero input.
-        cost: What the log-det costs, for the report.
-        force: Replaces an earlier registration.
-
-    Example:
-        >>> class Shift(nn.Module):
-        ...     def forward(self, x, context=None):
-        ...         return x + 1.0, x.new_zeros(len(x))
-        >>> register_linear(Shift, log_det=lambda module, shape: 0.0) is Shift
-        True
-    """
-    _TAUGHT.add(cls, Taught(True, apply, invert, log_det, cost), force)
-    return cls
-
-
-def register_nonlinear(cls: type, *, smoothness: str = "unknown", force: bool = False) -> type:
-    """Teaches that a class is nonlinear: it keeps its own log-det, as an unknown class does, without the warning.
-
-    Arguments:
-        cls: The class of transforms.
-        smoothness: ``"smooth"`` if its score is continuous, ``"score jumps"``, ``"density jumps"`` or ``"unknown"``.
-        force: Replaces an earlier registration.
-
-    Example:
-        >>> class Warp(nn.Module):
-        ...     def forward(self, x, context=None):
-        ...         return x.sinh(), x.cosh().log().sum(-1)
-        >>> register_nonlinear(Warp, smoothness="smooth") is Warp
-        True
-    """
-    try:
-        kind = Smoothness(smoothness)
-    except ValueError:
-        raise UnknownNameError(f"unknown smoothness {smoothness!r}. {suggest(smoothness, list(Smoothness))}") from None
-    _TAUGHT.add(cls, Taught(False, smoothness=kind), force)
-    return cls
-
-
-def register_container(cls: type, children: Callable[[Any], Iterable[tuple[str, Any]]], *, force: bool = False) -> type:
-    """Teaches that a class only arranges its members, so that they are walked into and classified one by one.
-
-    Arguments:
-        cls: The class of transforms.
-        children: ``children(module)`` gives ``(name, member)`` pairs in the order of the module's own forward;
-            ``name`` is the dotted path from the module to the member. A :class:`Child` says more than a pair.
-        force: Replaces an earlier registration.
-
-    Example:
-        >>> class Pair(nn.Module):
-        ...     pass
-        >>> register_container(Pair, lambda pair: [("first", pair.first), ("second", pair.second)]) is Pair
-        True
-    """
-
-    def listed(module: Any) -> Iterator[Child]:  # noqa: ANN401
-        return (child if isinstance(child, Child) else Child(*child) for child in children(module))
-
-    _TAUGHT.add(cls, Container(listed), force)
-    return cls
 
 
 def comes_from(cls: type, packages: tuple[str, ...]) -> bool:

@@ -36,7 +36,6 @@ __all__ = [
     "NonlinearStep",
     "Part",
     "Plan",
-    "RefusedStep",
     "Shape",
     "Step",
     "Value",
@@ -66,7 +65,7 @@ class Part:
         path: Where it stands in the user's model.
     """
 
-    def __init__(self, module: Any, path: str) -> None:  # noqa: ANN401
+    def __init__(self, module: Any, path: str) -> None:
         self.module = module
         self.path = path
 
@@ -114,7 +113,7 @@ class Step(Part, ABC):
     cost: str = "-"
     known: bool = True
 
-    def __init__(self, module: Any, path: str, inverted: bool = False) -> None:  # noqa: ANN401
+    def __init__(self, module: Any, path: str, inverted: bool = False) -> None:
         super().__init__(module, path)
         self.inverted = inverted
         if inverted:
@@ -145,11 +144,11 @@ class Step(Part, ABC):
         return self.forward_shapes(shapes) if self.inverted else self.inverse_shapes(shapes)
 
     @abstractmethod
-    def encode(self, x: Any, context: Tensor | None) -> tuple[Any, Tensor | None]:  # noqa: ANN401
+    def encode(self, x: Any, context: Tensor | None) -> tuple[Any, Tensor | None]:
         """Moves towards noise. Gives the value and, for nonlinear steps, the log-det with shape ``(B,)``."""
 
     @abstractmethod
-    def decode(self, z: Any, context: Tensor | None) -> Any:  # noqa: ANN401
+    def decode(self, z: Any, context: Tensor | None) -> Any:
         """Moves towards data: the inverse of :meth:`encode`."""
 
 
@@ -172,21 +171,21 @@ class LinearStep(Step):
         return None
 
     @abstractmethod
-    def apply(self, x: Any) -> Any:  # noqa: ANN401
+    def apply(self, x: Any) -> Any:
         """The module's own forward map, in the cheapest exact way, without a log-det."""
 
     @abstractmethod
-    def invert(self, y: Any) -> Any:  # noqa: ANN401
+    def invert(self, y: Any) -> Any:
         """The inverse of :meth:`apply`."""
 
     @abstractmethod
     def log_abs_det(self, shape: Shape) -> Tensor | float:
         """log|det| of :meth:`apply` for inputs with this event shape; differentiable in the parameters."""
 
-    def encode(self, x: Any, context: Tensor | None) -> tuple[Any, Tensor | None]:  # noqa: ANN401, D102
+    def encode(self, x: Any, context: Tensor | None) -> tuple[Any, Tensor | None]:
         return (self.invert(x) if self.inverted else self.apply(x)), None
 
-    def decode(self, z: Any, context: Tensor | None) -> Any:  # noqa: ANN401, D102
+    def decode(self, z: Any, context: Tensor | None) -> Any:
         return self.apply(z) if self.inverted else self.invert(z)
 
     def log_det(self, shapes: Shapes) -> Tensor | float:
@@ -205,46 +204,27 @@ class NonlinearStep(Step):
     linearity = Linearity.NONLINEAR
     reason = "log-det depends on x"
 
-    def __init__(self, module: Any, path: str, inverted: bool = False) -> None:  # noqa: ANN401
+    def __init__(self, module: Any, path: str, inverted: bool = False) -> None:
         super().__init__(module, path, inverted)
         self._unsteady = unsteady_parts(module)
 
-    def refusal(self) -> str | None:  # noqa: D102
+    def refusal(self) -> str | None:
         return next((why for part in self._unsteady if (why := part())), None)
 
     @abstractmethod
-    def call_forward(self, x: Any, context: Tensor | None) -> tuple[Any, Any]:  # noqa: ANN401
+    def call_forward(self, x: Any, context: Tensor | None) -> tuple[Any, Any]:
         """The module's forward: value, and log-det in whatever form the library has it."""
 
     @abstractmethod
-    def call_inverse(self, y: Any, context: Tensor | None) -> tuple[Any, Any]:  # noqa: ANN401
+    def call_inverse(self, y: Any, context: Tensor | None) -> tuple[Any, Any]:
         """The module's inverse: value, and log-det in whatever form the library has it."""
 
-    def encode(self, x: Any, context: Tensor | None) -> tuple[Any, Tensor | None]:  # noqa: ANN401, D102
+    def encode(self, x: Any, context: Tensor | None) -> tuple[Any, Tensor | None]:
         value, log_det = (self.call_inverse if self.inverted else self.call_forward)(x, context)
         return value, per_sample(log_det, x if isinstance(x, Tensor) else x[0])
 
-    def decode(self, z: Any, context: Tensor | None) -> Any:  # noqa: ANN401, D102
+    def decode(self, z: Any, context: Tensor | None) -> Any:
         return (self.call_forward if self.inverted else self.call_inverse)(z, context)[0]
-
-
-class RefusedStep(Step):
-    """A step that can be part of no energy, whatever its mode. It is kept in the plan so that the report shows it."""
-
-    linearity = Linearity.REFUSED
-
-    @property
-    def smoothness(self) -> Smoothness:  # noqa: D102
-        return Smoothness.UNKNOWN
-
-    def refusal(self) -> str | None:  # noqa: D102
-        return self.reason
-
-    def encode(self, x: Any, context: Tensor | None) -> NoReturn:  # noqa: ANN401, D102
-        raise UnsupportedStepError(f"{self.where}: {self.reason}")
-
-    def decode(self, z: Any, context: Tensor | None) -> NoReturn:  # noqa: ANN401, D102
-        raise UnsupportedStepError(f"{self.where}: {self.reason}")
 
 
 class Base(Part, ABC):
@@ -254,16 +234,16 @@ class Base(Part, ABC):
         shapes: The event shapes of the latents, if the distribution tells them.
     """
 
-    def __init__(self, module: Any, path: str, shapes: Shapes | None = None) -> None:  # noqa: ANN401
+    def __init__(self, module: Any, path: str, shapes: Shapes | None = None) -> None:
         super().__init__(module, path)
         self.shapes = shapes
         self._unsteady = unsteady_parts(module)
 
     @property
-    def smoothness(self) -> Smoothness:  # noqa: D102
+    def smoothness(self) -> Smoothness:
         return smoothness_of(self.module)
 
-    def refusal(self) -> str | None:  # noqa: D102
+    def refusal(self) -> str | None:
         return next((why for part in self._unsteady if (why := part())), None)
 
     @abstractmethod
@@ -408,7 +388,7 @@ class Plan:
             )
 
 
-def per_sample(log_det: Any, x: Tensor) -> Tensor:  # noqa: ANN401
+def per_sample(log_det: Any, x: Tensor) -> Tensor:
     """Gives a log-det the shape ``(B,)``, the device and the dtype of x, whatever form a library returns it in.
 
     Example:

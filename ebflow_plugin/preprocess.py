@@ -49,7 +49,7 @@ class Dequantize(nn.Module):
             raise InputError(f"levels must be a whole number, at least 2, got {levels!r}")
         self.levels = levels
 
-    def extra_repr(self) -> str:  # noqa: D102
+    def extra_repr(self) -> str:
         return f"levels={self.levels}"
 
 
@@ -73,7 +73,7 @@ class Rescale(nn.Module):
         self.scale = (high - low) / (source[1] - source[0])
         self.shift = low - source[0] * self.scale
 
-    def extra_repr(self) -> str:  # noqa: D102
+    def extra_repr(self) -> str:
         return f"scale={self.scale:g}, shift={self.shift:g}"
 
 
@@ -94,15 +94,15 @@ class DequantizeStep(LinearStep):
     reason = "adds noise, divides"
     generator: torch.Generator | None = None
 
-    def apply(self, x: Tensor) -> Tensor:  # noqa: D102
+    def apply(self, x: Tensor) -> Tensor:
         device = x.device if self.generator is None else self.generator.device
         noise = torch.rand(x.shape, generator=self.generator, device=device, dtype=x.dtype).to(x.device)
         return (x + noise) / self.module.levels
 
-    def invert(self, y: Tensor) -> Tensor:  # noqa: D102
+    def invert(self, y: Tensor) -> Tensor:
         return torch.floor(y * self.module.levels).clamp(0, self.module.levels - 1)
 
-    def log_abs_det(self, shape: Shape) -> float:  # noqa: D102
+    def log_abs_det(self, shape: Shape) -> float:
         return -prod(shape) * log(self.module.levels)
 
 

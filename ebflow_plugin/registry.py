@@ -83,7 +83,7 @@ class TypeRegistry(Generic[T]):
         self._values.pop(cls, None)
 
 
-def resolve(module: Any, find: Callable[[type], T | None]) -> tuple[T | None, str]:  # noqa: ANN401
+def resolve(module: Any, find: Callable[[type], T | None]) -> tuple[T | None, str]:
     """Finds what is registered for a module's class, or for a parent whose map the class leaves as it is.
 
     Returns:
@@ -100,7 +100,7 @@ def resolve(module: Any, find: Callable[[type], T | None]) -> tuple[T | None, st
     return None, "unknown class"
 
 
-def changes_the_map(module: Any, parent: type) -> str | None:  # noqa: ANN401
+def changes_the_map(module: Any, parent: type) -> str | None:
     """Names a method of ``parent`` that the module's class, or the module itself, overrides; None if it does not.
 
     Any method counts, not ``forward`` and ``inverse`` alone: a parent's ``forward`` calls others of its methods.
@@ -123,5 +123,5 @@ def changes_the_map(module: Any, parent: type) -> str | None:  # noqa: ANN401
     return None
 
 
-def _is_behaviour(attribute: Any) -> bool:  # noqa: ANN401
+def _is_behaviour(attribute: Any) -> bool:
     return callable(attribute) or isinstance(attribute, property)

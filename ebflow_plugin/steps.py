@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from math import prod
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ebflow_plugin.conditioners import Smoothness
-from ebflow_plugin.errors import InputError
+from ebflow_plugin.errors import InputError, UnsupportedStepError
 from ebflow_plugin.linalg import Dense, Solver
 from ebflow_plugin.memo import Memo
-from ebflow_plugin.plan import LinearStep, NonlinearStep, Shape, Shapes
+from ebflow_plugin.plan import Linearity, LinearStep, NonlinearStep, Shape, Shapes, Step
 
 __all__ = [
     "ActivationStep",
@@ -31,6 +31,7 @@ __all__ = [
     "MatrixStep",
     "PackedLUStep",
     "PermutationStep",
+    "RefusedStep",
     "SqueezeStep",
     "TriangularStep",
     "summed",
@@ -47,12 +48,31 @@ def summed(log_derivative: Tensor) -> Tensor:
     return log_derivative.flatten(1).sum(1)
 
 
+class RefusedStep(Step):
+    """A step that can be part of no energy, whatever its mode. It is kept in the plan so that the report shows it."""
+
+    linearity = Linearity.REFUSED
+
+    @property
+    def smoothness(self) -> Smoothness:
+        return Smoothness.UNKNOWN
+
+    def refusal(self) -> str | None:
+        return self.reason
+
+    def encode(self, x: Any, context: Tensor | None) -> NoReturn:
+        raise UnsupportedStepError(f"{self.where}: {self.reason}")
+
+    def decode(self, z: Any, context: Tensor | None) -> NoReturn:
+        raise UnsupportedStepError(f"{self.where}: {self.reason}")
+
+
 class IsometryStep(LinearStep):
     """A linear step that keeps distances (a translation, a reordering, a split, a reflection): its log-det is 0."""
 
     cost = "0"
 
-    def log_abs_det(self, shape: Shape) -> float:  # noqa: D102
+    def log_abs_det(self, shape: Shape) -> float:
         return 0.0
 
 
@@ -61,10 +81,10 @@ class IdentityStep(IsometryStep):
 
     reason = "identity"
 
-    def apply(self, x: Tensor) -> Tensor:  # noqa: D102
+    def apply(self, x: Tensor) -> Tensor:
         return x
 
-    def invert(self, y: Tensor) -> Tensor:  # noqa: D102
+    def invert(self, y: Tensor) -> Tensor:
         return y
 
 
@@ -81,15 +101,15 @@ class ElementwiseAffineStep(LinearStep):
     def log_scale(self, dim: int) -> Tensor:
         """log|scale|, to be broadcast against a batch with ``dim`` dimensions."""
 
-    def apply(self, x: Tensor) -> Tensor:  # noqa: D102
+    def apply(self, x: Tensor) -> Tensor:
         scale, shift = self.scale_shift(x.dim())
         return x * scale + shift
 
-    def invert(self, y: Tensor) -> Tensor:  # noqa: D102
+    def invert(self, y: Tensor) -> Tensor:
         scale, shift = self.scale_shift(y.dim())
         return (y - shift) / scale
 
-    def log_abs_det(self, shape: Shape) -> Tensor:  # noqa: D102
+    def log_abs_det(self, shape: Shape) -> Tensor:
         log_scale = self.log_scale(len(shape) + 1)
         return log_scale.sum() * (prod(shape) // log_scale.numel())
 
@@ -99,7 +119,7 @@ class InitialisedAffineStep(ElementwiseAffineStep):
 
     reason = "affine per feature (ActNorm)"
 
-    def __init__(self, module: Any, path: str, inverted: bool = False) -> None:  # noqa: ANN401
+    def __init__(self, module: Any, path: str, inverted: bool = False) -> None:
         super().__init__(module, path, inverted)
         self._ready: Memo[bool] = Memo(contents=False)
 
@@ -121,7 +141,7 @@ class InitialisedAffineStep(ElementwiseAffineStep):
         flag = self.flag()
         return flag.is_meta or self._ready.get([flag], lambda: bool(flag > 0))
 
-    def initialize(self, x: Any) -> None:  # noqa: ANN401, D102
+    def initialize(self, x: Any) -> None:
         if self.initialised:
             return
         samples = self.samples(x.detach())
@@ -150,11 +170,11 @@ class PermutationStep(IsometryStep):
     def order(self) -> tuple[Tensor, int]:
         """The index of each output entry's input, and the dimension that it runs over."""
 
-    def apply(self, x: Tensor) -> Tensor:  # noqa: D102
+    def apply(self, x: Tensor) -> Tensor:
         order, dim = self.order()
         return self._select(x, order, dim)
 
-    def invert(self, y: Tensor) -> Tensor:  # noqa: D102
+    def invert(self, y: Tensor) -> Tensor:
         order, dim = self.order()
         return self._select(y, torch.argsort(order), dim)
 
@@ -167,7 +187,7 @@ class PermutationStep(IsometryStep):
 class IndexedPermutationStep(PermutationStep):
     """A permutation of nflows, and its twin in normflows, which keep the order and the dimension."""
 
-    def order(self) -> tuple[Tensor, int]:  # noqa: D102
+    def order(self) -> tuple[Tensor, int]:
         return self.module._permutation, self.module._dim
 
 
@@ -177,17 +197,17 @@ class SqueezeStep(IsometryStep):
     reason = "reordering"
     factor = 2
 
-    def apply(self, x: Tensor) -> Tensor:  # noqa: D102
+    def apply(self, x: Tensor) -> Tensor:
         return F.pixel_unshuffle(x, self.factor)
 
-    def invert(self, y: Tensor) -> Tensor:  # noqa: D102
+    def invert(self, y: Tensor) -> Tensor:
         return F.pixel_shuffle(y, self.factor)
 
-    def forward_shapes(self, shapes: Shapes) -> Shapes:  # noqa: D102
+    def forward_shapes(self, shapes: Shapes) -> Shapes:
         ((channels, height, width),) = shapes
         return ((channels * self.factor**2, height // self.factor, width // self.factor),)
 
-    def inverse_shapes(self, shapes: Shapes) -> Shapes:  # noqa: D102
+    def inverse_shapes(self, shapes: Shapes) -> Shapes:
         ((channels, height, width),) = shapes
         return ((channels // self.factor**2, height * self.factor, width * self.factor),)
 
@@ -200,7 +220,7 @@ class MatrixStep(LinearStep):
 
     reason = "full matrix"
 
-    def __init__(self, module: Any, path: str, inverted: bool = False) -> None:  # noqa: ANN401
+    def __init__(self, module: Any, path: str, inverted: bool = False) -> None:
         super().__init__(module, path, inverted)
         self._solver: Memo[Solver] = Memo()
 
@@ -212,13 +232,13 @@ class MatrixStep(LinearStep):
         """b, with shape ``(D,)``."""
         return None
 
-    def determinant(self, shapes: Shapes | None) -> int | None:  # noqa: D102
+    def determinant(self, shapes: Shapes | None) -> int | None:
         return self.weight().shape[0]
 
-    def apply(self, x: Tensor) -> Tensor:  # noqa: D102
+    def apply(self, x: Tensor) -> Tensor:
         return multiply(x, self.weight(), self.bias())
 
-    def invert(self, y: Tensor) -> Tensor:  # noqa: D102
+    def invert(self, y: Tensor) -> Tensor:
         return pixelwise(self._inverse(), subtract(y, self.bias()))
 
     def _inverse(self) -> Solver:
@@ -227,7 +247,7 @@ class MatrixStep(LinearStep):
             return Dense(weight).inverse()
         return self._solver.get(list(self.module.parameters()), lambda: Dense(weight.detach()).inverse())
 
-    def log_abs_det(self, shape: Shape) -> Tensor:  # noqa: D102
+    def log_abs_det(self, shape: Shape) -> Tensor:
         return torch.linalg.slogdet(self.weight())[1] * prod(shape[1:])
 
 
@@ -256,7 +276,7 @@ class TriangularStep(LinearStep):
         """How the rows of L U x are permuted."""
         return None
 
-    def apply(self, x: Tensor) -> Tensor:  # noqa: D102
+    def apply(self, x: Tensor) -> Tensor:
         lower, upper = self.factors()
         order, rows = self.order(), self.row_order()
         if x.dim() == 2:  # two products with O(B·D²), where the product of the factors would take O(D³)
@@ -267,7 +287,7 @@ class TriangularStep(LinearStep):
         weight = weight if order is None else weight[:, torch.argsort(order)]
         return multiply(x, weight if rows is None else weight[rows], self.bias())
 
-    def invert(self, y: Tensor) -> Tensor:  # noqa: D102
+    def invert(self, y: Tensor) -> Tensor:
         return pixelwise(self._solve, subtract(y, self.bias()))
 
     def _solve(self, rows: Tensor) -> Tensor:
@@ -280,21 +300,21 @@ class TriangularStep(LinearStep):
         x = torch.linalg.solve_triangular(upper.mT, half, upper=False, left=False)
         return x if order is None else x[:, torch.argsort(order)]
 
-    def log_abs_det(self, shape: Shape) -> Tensor:  # noqa: D102
+    def log_abs_det(self, shape: Shape) -> Tensor:
         return self.log_diagonal().sum() * prod(shape[1:])
 
 
 class PackedLUStep(TriangularStep):
     """An LULinear of nflows, and its twin in normflows, which unpack their factors from vectors of entries."""
 
-    def factors(self) -> tuple[Tensor, Tensor]:  # noqa: D102
+    def factors(self) -> tuple[Tensor, Tensor]:
         factors: tuple[Tensor, Tensor] = self.module._create_lower_upper()
         return factors
 
-    def log_diagonal(self) -> Tensor:  # noqa: D102
+    def log_diagonal(self) -> Tensor:
         return torch.log(self.module.upper_diag)
 
-    def bias(self) -> Tensor:  # noqa: D102
+    def bias(self) -> Tensor:
         bias: Tensor = self.module.bias
         return bias
 
@@ -305,26 +325,26 @@ class FullStep(LinearStep):
     reason = "full, unconstrained"
     cost = "D × D determinant"
 
-    def determinant(self, shapes: Shapes | None) -> int | None:  # noqa: D102
+    def determinant(self, shapes: Shapes | None) -> int | None:
         size: int | None = getattr(self.module, "features", None if shapes is None else prod(shapes[0]))
         return size
 
-    def apply(self, x: Tensor) -> Tensor:  # noqa: D102
+    def apply(self, x: Tensor) -> Tensor:
         result: Tensor = self.module.transform(x)
         return result
 
-    def invert(self, y: Tensor) -> Tensor:  # noqa: D102
+    def invert(self, y: Tensor) -> Tensor:
         result: Tensor = self.module.invert(y)
         return result
 
-    def log_abs_det(self, shape: Shape) -> Tensor:  # noqa: D102
+    def log_abs_det(self, shape: Shape) -> Tensor:
         result: Tensor = self.module.log_det(shape)
         return result
 
-    def forward_shapes(self, shapes: Shapes) -> Shapes:  # noqa: D102
+    def forward_shapes(self, shapes: Shapes) -> Shapes:
         return (self.module.output_shape(shapes[0]),)
 
-    def inverse_shapes(self, shapes: Shapes) -> Shapes:  # noqa: D102
+    def inverse_shapes(self, shapes: Shapes) -> Shapes:
         return (self.module.input_shape(shapes[0]),)
 
 
@@ -334,13 +354,13 @@ class ActivationStep(NonlinearStep):
     reason = "elementwise, log-det depends on x"
 
     @property
-    def smoothness(self) -> Smoothness:  # noqa: D102
+    def smoothness(self) -> Smoothness:
         return Smoothness.SMOOTH
 
-    def call_forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:  # noqa: D102
+    def call_forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
         return self.module.transform(x), self.module.log_det(x)
 
-    def call_inverse(self, y: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:  # noqa: D102
+    def call_inverse(self, y: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
         x = self.module.invert(y)
         return x, -self.module.log_det(x)
 
@@ -362,7 +382,7 @@ def subtract(x: Tensor, bias: Tensor | None) -> Tensor:
     return x if bias is None else x - bias.reshape(-1, *[1] * (x.dim() - 2))
 
 
-def pixelwise(function: Any, x: Tensor) -> Tensor:  # noqa: ANN401
+def pixelwise(function: Any, x: Tensor) -> Tensor:
     """Applies a function of row vectors ``(N, C)`` to a batch of vectors, or to each pixel of a batch of images."""
     if x.dim() == 2:
         result: Tensor = function(x)

@@ -37,7 +37,7 @@ class Result(NamedTuple):
     replaced: tuple[Replaced, ...]
 
 
-def unconstrain(flow: Any, *, in_place: bool = False) -> Result:  # noqa: ANN401
+def unconstrain(flow: Any, *, in_place: bool = False) -> Result:
     """Replaces constrained linear layers by full, unconstrained ones with the same map, so that log_prob stays.
 
     LU, QR, SVD and Householder layers, and 1 × 1 convolutions held as LU factors, become a ``FullLinear`` or a
@@ -150,7 +150,7 @@ def _full(adapter: Adapter, steps: list[LinearStep]) -> nn.Module:
     return full
 
 
-def smooth(flow: Any, activation: str = "silu", *, sharpness: float = 10.0, in_place: bool = False) -> Result:  # noqa: ANN401
+def smooth(flow: Any, activation: str = "silu", *, sharpness: float = 10.0, in_place: bool = False) -> Result:
     """Replaces ReLU-like activations in the networks of a flow by smooth ones, so that its score is continuous.
 
     Score matching by SM and SSM integrates by parts: at a kink the score jumps, the second derivative misses the
@@ -225,7 +225,7 @@ class Smooth(nn.Module):
         return f"{self.kind!r}, sharpness={self.sharpness:g}, slope={self.slope:g}"
 
 
-def _slope(activation: Any) -> float | None:  # noqa: ANN401
+def _slope(activation: Any) -> float | None:
     """The slope of a ReLU or LeakyReLU below zero; None for activations that smooth() does not replace."""
     if isinstance(activation, nn.LeakyReLU):
         return float(activation.negative_slope)

@@ -230,7 +230,7 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self._look = look
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._look(func, tree_leaves((args, kwargs or {})))
         return func(*args, **(kwargs or {}))
 
@@ -246,7 +246,7 @@ def no_factorisation() -> Iterator[None]:
         AssertionError: _linalg_slogdet was called
     """
 
-    def look(func: Any, leaves: list[Any]) -> None:  # noqa: ANN401
+    def look(func: Any, leaves: list[Any]) -> None:
         name = func._schema.name.removeprefix("aten::")
         assert name not in _FACTORISATIONS, f"{name} was called"
 
@@ -258,7 +258,7 @@ def no_factorisation() -> Iterator[None]:
 def one_device(device: torch.device) -> Iterator[None]:
     """Lets every operator raise that takes tensors of another device. Scalars of the CPU may join, as on CUDA."""
 
-    def look(func: Any, leaves: list[Any]) -> None:  # noqa: ANN401
+    def look(func: Any, leaves: list[Any]) -> None:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if len(tensors) > 1:
             strangers = [t for t in tensors if t.device != device and not (t.dim() == 0 and t.device.type == "cpu")]

@@ -67,7 +67,7 @@ class VerificationReport:
         return "\n".join((*lines, f"{len(self.checks) - len(self.failures)} of {len(self.checks)} checks hold"))
 
 
-def verify(flow: Any, x: Tensor, context: Tensor | None = None) -> VerificationReport:  # noqa: ANN401
+def verify(flow: Any, x: Tensor, context: Tensor | None = None) -> VerificationReport:
     """Checks on your own batch that the wrapped flow is what it claims to be.
 
     Measured are: that log_prob equals the flow's own and -energy - log Z; that samples of a batch do not influence
@@ -127,7 +127,7 @@ def _checks(model: EBFlow, x: Tensor, context: Tensor | None) -> Iterator[Check]
         yield from _step_checks(double.plan, x, context, ", parameters moved")
 
 
-def _attempt(name: str, measure: Callable[..., Iterator[Check]], *arguments: Any) -> Iterator[Check]:  # noqa: ANN401
+def _attempt(name: str, measure: Callable[..., Iterator[Check]], *arguments: Any) -> Iterator[Check]:
     """Runs one check; an error inside it is its result."""
     try:
         yield from measure(*arguments)

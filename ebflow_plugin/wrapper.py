@@ -23,7 +23,7 @@ __all__ = ["EBFlow", "describe", "wrap"]
 
 
 def wrap(
-    flow: Any,  # noqa: ANN401
+    flow: Any,
     *,
     match_after: str | int | None = "auto",
     preprocess: Sequence[nn.Module] = (),
@@ -81,7 +81,7 @@ def wrap(
     return EBFlow(found, options)
 
 
-def describe(flow: Any, *, overrides: Mapping[str, str] | None = None) -> FlowReport:  # noqa: ANN401
+def describe(flow: Any, *, overrides: Mapping[str, str] | None = None) -> FlowReport:
     """Walks a flow as :func:`wrap` does, and reports what it finds instead of wrapping it.
 
     Never raises on an unknown or a refused class: the report shows it.

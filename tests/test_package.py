@@ -14,10 +14,8 @@ import ebflow_plugin as ebf
 ROOT = Path(__file__).parent.parent
 
 
-def test_all_is_sorted_and_everything_in_it_exists():
-    assert ebf.__all__ == sorted(ebf.__all__, key=lambda name: (name.islower() or name.startswith("__"), name)) or sorted(
-        ebf.__all__
-    ) == sorted(set(ebf.__all__))
+def test_all_has_no_duplicates_and_everything_in_it_exists():
+    assert len(ebf.__all__) == len(set(ebf.__all__))
     for name in ebf.__all__:
         assert hasattr(ebf, name), name
 
@@ -36,15 +34,17 @@ def test_public_names_have_a_docstring_with_an_example(name):
 
 @pytest.mark.parametrize("package", ["ebflow_plugin", "ebflow_nflows", "ebflow_normflows"])
 def test_importing_a_package_imports_no_flow_library(package):
-    code = f"import sys, {package}; print([m for m in ('nflows', 'normflows', 'glasflow', 'scipy') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT / "adapters")
-    assert done.stdout.strip() == "[]"
+    code = f"import sys, {package}; print(*{{'nflows', 'normflows', 'glasflow', 'scipy'}} & set(sys.modules))"
+    here = ROOT / "adapters"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=here)
+    assert done.stdout.strip() == ""
 
 
 def test_the_core_never_imports_an_adapter():
     for file in (ROOT / "ebflow_plugin").rglob("*.py"):
         code = "\n".join(line for line in file.read_text().splitlines() if not line.lstrip().startswith((">>>", "...")))
-        assert not re.search(r"^\s*(from|import) (nflows|normflows|ebflow_nflows|ebflow_normflows)", code, re.MULTILINE), file
+        found = re.search(r"^\s*(from|import) (nflows|normflows|ebflow_nflows|ebflow_normflows)", code, re.MULTILINE)
+        assert not found, file
 
 
 def test_modules_are_small():
@@ -59,11 +59,10 @@ def test_every_module_imports():
         importlib.import_module(name)
 
 
-@pytest.mark.parametrize(
-    "command", [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"]], ids=lambda command: " ".join(command)
-)
+@pytest.mark.parametrize("command", ["ruff check .", "ruff format --check .", "mypy"])
 def test_clean(command):
-    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, cwd=ROOT, check=False)
+    command = [sys.executable, "-m", *command.split()]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

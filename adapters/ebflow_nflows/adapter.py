@@ -8,35 +8,43 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ebflow_nflows import steps
+from ebflow_nflows import linear, steps
 from ebflow_nflows.base import MixtureBase, NflowsBase, NormalBase
-from ebflow_plugin.discovery import Adapter, Child, Container, Rule
+from ebflow_plugin.discovery import Adapter
 from ebflow_plugin.errors import UnsupportedStepError
-from ebflow_plugin.plan import Plan, RefusedStep
-from ebflow_plugin.steps import ActivationStep, FullStep, IdentityStep, IndexedPermutationStep, PackedLUStep
+from ebflow_plugin.plan import Plan
+from ebflow_plugin.rules import Child, Container, Rule
+from ebflow_plugin.steps import (
+    ActivationStep,
+    FullStep,
+    IdentityStep,
+    IndexedPermutationStep,
+    PackedLUStep,
+    RefusedStep,
+)
 
 # nflows, its forks, a package that is built of its parts, and our own layers
 PACKAGES = ("nflows", "glasflow", "enflows", "flowcon", "nessai", "ebflow_nflows")
 
 
-def composite(module: Any) -> Iterator[Child]:  # noqa: ANN401
+def composite(module: Any) -> Iterator[Child]:
     """The members of a CompositeTransform."""
     return (Child(f"_transforms.{index}", member) for index, member in enumerate(module._transforms))
 
 
-def inverse(module: Any) -> Iterator[Child]:  # noqa: ANN401
+def inverse(module: Any) -> Iterator[Child]:
     """The member of an InverseTransform."""
     yield Child("_transform", module._transform, inverted=True)
 
 
-def multiscale(module: Any) -> Iterator[Child]:  # noqa: ANN401
+def multiscale(module: Any) -> Iterator[Child]:
     """The levels of a MultiscaleCompositeTransform, a split behind each but the last, and the joined latents."""
     last = len(module._transforms) - 1
     for index, member in enumerate(module._transforms):
         yield Child(f"_transforms.{index}", member)
         if index < last:
-            yield Child("", module, step=steps.SplitStep)
-    yield Child("", module, step=steps.CollectStep)
+            yield Child("", module, step=linear.SplitStep)
+    yield Child("", module, step=linear.CollectStep)
 
 
 class EstimatedStep(RefusedStep):
@@ -54,20 +62,20 @@ RULES: dict[str, Rule] = {
     "MultiscaleCompositeTransform": Container(multiscale),
     # linear
     "IdentityTransform": IdentityStep,
-    "PointwiseAffineTransform": steps.PointwiseAffineStep,
-    "AffineTransform": steps.PointwiseAffineStep,
+    "PointwiseAffineTransform": linear.PointwiseAffineStep,
+    "AffineTransform": linear.PointwiseAffineStep,
     "Permutation": IndexedPermutationStep,
     "RandomPermutation": IndexedPermutationStep,
     "ReversePermutation": IndexedPermutationStep,
-    "SqueezeTransform": steps.NflowsSqueezeStep,
-    "NaiveLinear": steps.NaiveLinearStep,
+    "SqueezeTransform": linear.NflowsSqueezeStep,
+    "NaiveLinear": linear.NaiveLinearStep,
     "LULinear": PackedLUStep,
-    "QRLinear": steps.QRLinearStep,
-    "SVDLinear": steps.SVDLinearStep,
-    "HouseholderSequence": steps.HouseholderStep,
-    "OneByOneConvolution": steps.OneByOneConvolutionStep,
-    "BatchNorm": steps.BatchNormStep,
-    "ActNorm": steps.ActNormStep,
+    "QRLinear": linear.QRLinearStep,
+    "SVDLinear": linear.SVDLinearStep,
+    "HouseholderSequence": linear.HouseholderStep,
+    "OneByOneConvolution": linear.OneByOneConvolutionStep,
+    "BatchNorm": linear.BatchNormStep,
+    "ActNorm": linear.ActNormStep,
     "FullLinear": FullStep,
     "FullConv2d": FullStep,
     "Inverted": Container(inverse),
@@ -128,10 +136,10 @@ class NflowsAdapter(Adapter):
         }
     )
 
-    def is_flow(self, model: object) -> bool:  # noqa: D102
+    def is_flow(self, model: object) -> bool:
         return any(parent.__name__ in ("Flow", "NFlow") and self.ours(parent) for parent in type(model).__mro__)
 
-    def plan(self, flow: Any, overrides: Mapping[str, str] | None = None) -> Plan:  # noqa: ANN401, D102
+    def plan(self, flow: Any, overrides: Mapping[str, str] | None = None) -> Plan:
         self.refuse_own_density(flow)
         overrides = overrides or {}
         self.check_overrides(overrides, flow)
@@ -148,12 +156,12 @@ class NflowsAdapter(Adapter):
             **({} if embedding is None or isinstance(embedding, nn.Identity) else {"embed": embedding}),
         )
 
-    def full_layer(self, features: int, images: bool) -> nn.Module:  # noqa: D102
+    def full_layer(self, features: int, images: bool) -> nn.Module:
         from ebflow_nflows.layers import FullConv2d, FullLinear
 
         return FullConv2d(features, kernel_size=1) if images else FullLinear(features)
 
-    def inverse_of(self, module: nn.Module) -> nn.Module:  # noqa: D102
+    def inverse_of(self, module: nn.Module) -> nn.Module:
         from ebflow_nflows.layers import Inverted
 
         return Inverted(module)
@@ -166,7 +174,7 @@ class NflowsAdapter(Adapter):
             parent = path.rpartition(".")[0]
         return path, inverted
 
-    def own_log_prob(self, flow: Any, x: Tensor, context: Tensor | None) -> Tensor:  # noqa: ANN401, D102
+    def own_log_prob(self, flow: Any, x: Tensor, context: Tensor | None) -> Tensor:
         self.release(flow)
         return super().own_log_prob(flow, x, context)
 

@@ -14,17 +14,17 @@ from ebflow_plugin.plan import Base, Shapes, per_sample
 class NflowsBase(Base):
     """A base distribution that does its own work."""
 
-    def __init__(self, module: Any, path: str) -> None:  # noqa: ANN401
+    def __init__(self, module: Any, path: str) -> None:
         super().__init__(module, path, _shapes(module))
         self._density_takes_context = takes_context(module.log_prob)
 
-    def log_prob(self, latents: tuple[Tensor, ...], context: Tensor | None) -> Tensor:  # noqa: D102
+    def log_prob(self, latents: tuple[Tensor, ...], context: Tensor | None) -> Tensor:
         (z,) = latents
         if self._density_takes_context:
             return per_sample(self.module.log_prob(z, context=context), z)
         return per_sample(self.module.log_prob(z), z)
 
-    def sample(self, n: int, context: Tensor | None, like: Tensor) -> tuple[Tensor, ...]:  # noqa: D102
+    def sample(self, n: int, context: Tensor | None, like: Tensor) -> tuple[Tensor, ...]:
         if not hasattr(self.module, "sample"):
             raise NotImplementedError
         if context is None or not takes_context(self.module.sample):
@@ -37,7 +37,7 @@ class NflowsBase(Base):
 class NormalBase(NflowsBase):
     """A Gaussian of nflows. Its samples are drawn here: nflows has them in float32, and DiagonalNormal has none."""
 
-    def sample(self, n: int, context: Tensor | None, like: Tensor) -> tuple[Tensor, ...]:  # noqa: D102
+    def sample(self, n: int, context: Tensor | None, like: Tensor) -> tuple[Tensor, ...]:
         mean, std = self.mean_std(context)
         noise = torch.randn(n, *self.module._shape, device=like.device, dtype=like.dtype)
         return (mean + std * noise,)
@@ -57,7 +57,7 @@ class NormalBase(NflowsBase):
 class MixtureBase(NflowsBase):
     """MADEMoG, an autoregressive mixture of Gaussians. nflows draws from it in float32 and with a context alone."""
 
-    def sample(self, n: int, context: Tensor | None, like: Tensor) -> tuple[Tensor, ...]:  # noqa: D102
+    def sample(self, n: int, context: Tensor | None, like: Tensor) -> tuple[Tensor, ...]:
         made = self.module._made
         z = like.new_zeros(n, made.features)
         for feature in range(made.features):
@@ -69,7 +69,7 @@ class MixtureBase(NflowsBase):
         return (z,)
 
 
-def _shapes(module: Any) -> Shapes | None:  # noqa: ANN401
+def _shapes(module: Any) -> Shapes | None:
     shape = getattr(module, "_shape", None)
     if isinstance(shape, torch.Size):
         return (tuple(shape),)

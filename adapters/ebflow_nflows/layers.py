@@ -20,7 +20,7 @@ from ebflow_plugin.errors import AdapterError
 __all__ = ["FullConv2d", "FullLinear", "SmoothLeakyReLU"]
 
 
-def _transform_class() -> Any:  # noqa: ANN401
+def _transform_class() -> Any:
     """The Transform that the user's flows are made of: nflows' own, or that of a fork if it stands alone."""
     for package in ("nflows", "glasflow", "enflows", "flowcon"):
         if find_spec(package) is not None:
@@ -56,7 +56,7 @@ class _Linear(Transform):
 class Inverted(Transform):
     """A transform run backwards, for full layers inside of an InverseTransform (nflows' own is of one package)."""
 
-    def __init__(self, transform: Any) -> None:  # noqa: ANN401
+    def __init__(self, transform: Any) -> None:
         super().__init__()
         self._transform: Any = transform
 

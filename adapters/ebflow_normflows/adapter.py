@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from ebflow_normflows import linear, steps
 from ebflow_normflows.base import LevelsBase, NormflowsBase
 from ebflow_normflows.steps import ours
-from ebflow_plugin.discovery import Adapter, Child, Container, Rule
+from ebflow_plugin.discovery import Adapter
 from ebflow_plugin.errors import InputError, NotAFlowError, UnsupportedStepError
 from ebflow_plugin.plan import Plan, Step
 from ebflow_plugin.registry import resolve
+from ebflow_plugin.rules import Child, Container, Rule
 from ebflow_plugin.steps import (
     ActivationStep,
     FullStep,
@@ -36,17 +37,17 @@ def backwards(step: type[Step]) -> Container:
     return Container(lambda module: [Child("", module, inverted=True, step=step)])
 
 
-def composite(module: Any) -> Iterator[Child]:  # noqa: ANN401
+def composite(module: Any) -> Iterator[Child]:
     """The members of a Composite."""
     return (Child(f"_flows.{index}", member) for index, member in enumerate(module._flows))
 
 
-def block(module: Any) -> Iterator[Child]:  # noqa: ANN401
+def block(module: Any) -> Iterator[Child]:
     """The members of a GlowBlock."""
     return (Child(f"flows.{index}", member) for index, member in enumerate(module.flows))
 
 
-def coupling_block(module: Any) -> Rule:  # noqa: ANN401
+def coupling_block(module: Any) -> Rule:
     """An AffineCouplingBlock: its coupling, as one step with the split and the merge around it."""
     kinds = [known_class(member) for member in module.flows]
     if kinds == ["Split", "AffineCoupling", "Merge"] and module.flows[0].mode == module.flows[2].mode:
@@ -55,35 +56,35 @@ def coupling_block(module: Any) -> Rule:  # noqa: ANN401
     return Container(block)
 
 
-def lu_permute(module: Any) -> Iterator[Child]:  # noqa: ANN401
+def lu_permute(module: Any) -> Iterator[Child]:
     """The two parts of a LULinearPermute, whose forward is the inverse of both."""
     yield Child("linear", module.linear, inverted=True)
     yield Child("permutation", module.permutation, inverted=True)
 
 
-def wrapped_spline(module: Any) -> Iterator[Child]:  # noqa: ANN401
+def wrapped_spline(module: Any) -> Iterator[Child]:
     """What the public spline classes hold, which runs the other way round."""
     name = "prqct" if hasattr(module, "prqct") else "mprqat"
     yield Child(name, getattr(module, name), inverted=True)
 
 
-def permute(module: Any) -> Rule:  # noqa: ANN401
+def permute(module: Any) -> Rule:
     """A Permute, by its mode."""
     modes: dict[str, Rule] = {"shuffle": linear.ShuffleStep, "swap": linear.SwapStep}
     return modes.get(module.mode, steps.UnknownStep)  # which raises, as normflows does
 
 
-def convolution(module: Any) -> Rule:  # noqa: ANN401
+def convolution(module: Any) -> Rule:
     """An Invertible1x1Conv, by its parametrisation."""
     return backwards(linear.LUConvolutionStep if module.use_lu else linear.ConvolutionStep)
 
 
-def vector(module: Any) -> Rule:  # noqa: ANN401
+def vector(module: Any) -> Rule:
     """An InvertibleAffine, by its parametrisation."""
     return backwards(linear.LUVectorStep if module.use_lu else linear.VectorStep)
 
 
-def masked_affine(module: Any) -> Rule:  # noqa: ANN401
+def masked_affine(module: Any) -> Rule:
     """A MaskedAffineFlow, which is the identity without networks."""
     trivial = module.s is torch.zeros_like and module.t is torch.zeros_like
     return IdentityStep if trivial else steps.MaskedAffineStep
@@ -161,10 +162,10 @@ class NormflowsAdapter(Adapter):
         }
     )
 
-    def is_flow(self, model: object) -> bool:  # noqa: D102
+    def is_flow(self, model: object) -> bool:
         return kind_of(model) is not None
 
-    def plan(self, flow: Any, overrides: Mapping[str, str] | None = None) -> Plan:  # noqa: ANN401, D102
+    def plan(self, flow: Any, overrides: Mapping[str, str] | None = None) -> Plan:
         kind = kind_of(flow)
         if kind == "NormalizingFlowVAE":
             self._refuse_vae(flow)
@@ -189,7 +190,7 @@ class NormflowsAdapter(Adapter):
         # A MultiscaleFlow without classes demands a y of its users, and makes no use of it.
         return replace(plan, embed=no_context if kind == "NormalizingFlow" else ignored_context)
 
-    def own_log_prob(self, flow: Any, x: Tensor, context: Tensor | None) -> Tensor:  # noqa: ANN401
+    def own_log_prob(self, flow: Any, x: Tensor, context: Tensor | None) -> Tensor:
         """The library's own ``log_prob``, of a copy of x: ``Shift`` writes into what it is given."""
         self.release(flow)
         x, kind = x.clone(), kind_of(flow)
@@ -203,12 +204,12 @@ class NormflowsAdapter(Adapter):
             result = flow.log_prob(x)
         return result
 
-    def full_layer(self, features: int, images: bool) -> nn.Module:  # noqa: D102
+    def full_layer(self, features: int, images: bool) -> nn.Module:
         from ebflow_normflows.layers import FullConv2d, FullLinear
 
         return FullConv2d(features, kernel_size=1) if images else FullLinear(features)
 
-    def inverse_of(self, module: nn.Module) -> nn.Module:  # noqa: D102
+    def inverse_of(self, module: nn.Module) -> nn.Module:
         from normflows.flows import Reverse
 
         reverse: nn.Module = Reverse(module)
@@ -224,11 +225,11 @@ class NormflowsAdapter(Adapter):
             parent = path.rpartition(".")[0]
         return path, inverted
 
-    def _walk_back(self, flows: Any, path: str, overrides: Mapping[str, str]) -> Iterator[Step]:  # noqa: ANN401
+    def _walk_back(self, flows: Any, path: str, overrides: Mapping[str, str]) -> Iterator[Step]:
         for index in reversed(range(len(flows))):
             yield from self.walk(flows[index], f"{path}.{index}", self.inverted, overrides)
 
-    def _levels(self, flow: Any, overrides: Mapping[str, str]) -> Iterator[Step]:  # noqa: ANN401
+    def _levels(self, flow: Any, overrides: Mapping[str, str]) -> Iterator[Step]:
         """The steps of a MultiscaleFlow, with a split behind each level but the first."""
         if flow.transform is not None:
             yield from self.walk(flow.transform, "transform", self.inverted, overrides)
@@ -244,7 +245,7 @@ class NormflowsAdapter(Adapter):
                     yield step
 
     @staticmethod
-    def _own_of_levels(flow: Any, x: Tensor, context: Tensor | None) -> Tensor:  # noqa: ANN401
+    def _own_of_levels(flow: Any, x: Tensor, context: Tensor | None) -> Tensor:
         result: Tensor
         try:
             result = flow.log_prob(x.clone(), context)

@@ -22,25 +22,25 @@ class NormflowsBase(Base):
         conditional: Whether the model hands it a context. One that cannot do without gets it from any model.
     """
 
-    def __init__(self, module: Any, path: str, conditional: bool) -> None:  # noqa: ANN401
+    def __init__(self, module: Any, path: str, conditional: bool) -> None:
         super().__init__(module, path, _shapes(module))
         self.classes: int | None = getattr(module, "num_classes", None)
         self.needs_context = self.classes is not None or hasattr(module, "context_encoder")
         self.takes_context = conditional or self.needs_context
         self._names = [_context_name(module.log_prob), _context_name(getattr(module, "forward", None))]
 
-    def refusal(self) -> str | None:  # noqa: D102
+    def refusal(self) -> str | None:
         if "Resampled" in self.class_name and self.module.training:  # of the package larsflow
             return "its normaliser is a random estimate in training mode; put it in eval()"
         return super().refusal()
 
-    def log_prob(self, latents: tuple[Tensor, ...], context: Tensor | None) -> Tensor:  # noqa: D102
+    def log_prob(self, latents: tuple[Tensor, ...], context: Tensor | None) -> Tensor:
         (z,) = latents
         if context is None and self.needs_context:
             raise InputError(f"{self.where} is conditional: pass the context (class labels, for one) of the samples")
         return per_sample(self.module.log_prob(z, **self._given(self._names[0], context, z)), z)
 
-    def sample(self, n: int, context: Tensor | None, like: Tensor) -> tuple[Tensor, ...]:  # noqa: D102
+    def sample(self, n: int, context: Tensor | None, like: Tensor) -> tuple[Tensor, ...]:
         if context is None and self.needs_context and self.classes is None:
             raise InputError(f"{self.where} is conditional: pass the context to sample for")
         if callable(self.module):
@@ -72,24 +72,24 @@ class LevelsBase(Base):
         self.takes_context = any(part.takes_context for part in self.parts)
 
     @property
-    def class_name(self) -> str:  # noqa: D102
+    def class_name(self) -> str:
         return " + ".join(part.class_name for part in self.parts)
 
-    def refusal(self) -> str | None:  # noqa: D102
+    def refusal(self) -> str | None:
         return next((why for part in self.parts if (why := part.refusal())), None)
 
-    def log_prob(self, latents: tuple[Tensor, ...], context: Tensor | None) -> Tensor:  # noqa: D102
+    def log_prob(self, latents: tuple[Tensor, ...], context: Tensor | None) -> Tensor:
         parts = [part.log_prob((z,), context) for part, z in zip(self.parts, latents, strict=True)]
         return torch.stack(parts).sum(0)
 
-    def sample(self, n: int, context: Tensor | None, like: Tensor) -> tuple[Tensor, ...]:  # noqa: D102
+    def sample(self, n: int, context: Tensor | None, like: Tensor) -> tuple[Tensor, ...]:
         classes = next((part.classes for part in self.parts if part.classes is not None), None)
         if context is None and classes is not None:  # normflows draws other classes for each level
             context = torch.randint(classes, (n,), device=like.device)
         return tuple(part.sample(n, context, like)[0] for part in self.parts)
 
 
-def _shapes(module: Any) -> Shapes | None:  # noqa: ANN401
+def _shapes(module: Any) -> Shapes | None:
     shape = getattr(module, "shape", None)
     if isinstance(shape, (tuple, list)):
         return (tuple(int(size) for size in shape),)

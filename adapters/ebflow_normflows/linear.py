@@ -27,10 +27,10 @@ from ebflow_plugin.steps import (
 class AffineConstStep(ElementwiseAffineStep):
     """AffineConstFlow: ``s`` is the log of the scale, ``t`` the shift."""
 
-    def scale_shift(self, dim: int) -> tuple[Tensor, Tensor]:  # noqa: D102
+    def scale_shift(self, dim: int) -> tuple[Tensor, Tensor]:
         return torch.exp(self.module.s), self.module.t
 
-    def log_scale(self, dim: int) -> Tensor:  # noqa: D102
+    def log_scale(self, dim: int) -> Tensor:
         log_scale: Tensor = self.module.s
         return log_scale
 
@@ -41,21 +41,21 @@ class ActNormStep(InitialisedAffineStep, AffineConstStep):
     normflows also initialises it from the *noise* that ``sample()`` draws. Here only data does.
     """
 
-    def flag(self) -> Tensor:  # noqa: D102
+    def flag(self) -> Tensor:
         flag: Tensor = self.module.data_dep_init_done
         return flag
 
-    def samples(self, x: Tensor) -> Tensor:  # noqa: D102
+    def samples(self, x: Tensor) -> Tensor:
         shared: list[int] = self.module.batch_dims
         own = [dim for dim in range(x.dim()) if dim not in shared]
         return x.permute(*shared, *own).reshape(-1, max(1, self.module.s.numel()))
 
-    def encode(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, None]:  # noqa: D102
+    def encode(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, None]:
         self.initialize(x)
         return super().encode(x, context)[0], None
 
     @torch.no_grad()
-    def start(self, x: Tensor) -> None:  # noqa: D102
+    def start(self, x: Tensor) -> None:
         module, dims = self.module, self.module.batch_dims
         mean, log_std = x.mean(dims, keepdim=True), torch.log(x.std(dims, keepdim=True) + 1e-6)
         log_scale, shift = (log_std, mean) if self.inverted else (-log_std, -mean * torch.exp(-log_std))
@@ -74,20 +74,20 @@ class ShiftStep(IsometryStep):
         shift: Tensor | float = self.module.shift
         return shift.to(x) if isinstance(shift, Tensor) else shift
 
-    def apply(self, x: Tensor) -> Tensor:  # noqa: D102
+    def apply(self, x: Tensor) -> Tensor:
         return x - self._shift(x)
 
-    def invert(self, y: Tensor) -> Tensor:  # noqa: D102
+    def invert(self, y: Tensor) -> Tensor:
         return y + self._shift(y)
 
 
 class ShuffleStep(PermutationStep):
     """Permute with mode ``shuffle``."""
 
-    def order(self) -> tuple[Tensor, int]:  # noqa: D102
+    def order(self) -> tuple[Tensor, int]:
         return self.module.perm, 1
 
-    def invert(self, y: Tensor) -> Tensor:  # noqa: D102
+    def invert(self, y: Tensor) -> Tensor:
         return self._select(y, self.module.inv_perm, 1)
 
 
@@ -96,10 +96,10 @@ class SwapStep(IsometryStep):
 
     reason = "permutation"
 
-    def apply(self, x: Tensor) -> Tensor:  # noqa: D102
+    def apply(self, x: Tensor) -> Tensor:
         return self._roll(x, -(self.module.num_channels // 2))
 
-    def invert(self, y: Tensor) -> Tensor:  # noqa: D102
+    def invert(self, y: Tensor) -> Tensor:
         return self._roll(y, self.module.num_channels // 2)
 
     def _roll(self, x: Tensor, places: int) -> Tensor:
@@ -113,7 +113,7 @@ class ConvolutionStep(MatrixStep):
 
     reason = "1 × 1 convolution, full matrix"
 
-    def weight(self) -> Tensor:  # noqa: D102
+    def weight(self) -> Tensor:
         weight: Tensor = self.module.W
         return weight
 
@@ -123,31 +123,31 @@ class LUConvolutionStep(TriangularStep):
 
     reason = "1 × 1 convolution held as LU factors"
 
-    def __init__(self, module: Any, path: str, inverted: bool = False) -> None:  # noqa: ANN401
+    def __init__(self, module: Any, path: str, inverted: bool = False) -> None:
         super().__init__(module, path, inverted)
         self._order: Memo[Tensor] = Memo(contents=False)
 
-    def factors(self) -> tuple[Tensor, Tensor]:  # noqa: D102
+    def factors(self) -> tuple[Tensor, Tensor]:
         module = self.module
         lower = torch.tril(module.L, diagonal=-1) + module.eye
         return lower, torch.triu(module.U, diagonal=1) + torch.diag(module.sign_S * torch.exp(module.log_S))
 
-    def log_diagonal(self) -> Tensor:  # noqa: D102
+    def log_diagonal(self) -> Tensor:
         log_diagonal: Tensor = self.module.log_S
         return log_diagonal
 
-    def row_order(self) -> Tensor:  # noqa: D102
+    def row_order(self) -> Tensor:
         return self._order.get([self.module.P], lambda: self.module.P.argmax(1), key="rows")
 
 
 class VectorStep(MatrixStep):
     """The inverse of an InvertibleAffine with ``use_lu=False``: y = x W, with x as a row."""
 
-    def weight(self) -> Tensor:  # noqa: D102
+    def weight(self) -> Tensor:
         weight: Tensor = self.module.W
         return weight.mT
 
-    def apply(self, x: Tensor) -> Tensor:  # noqa: D102
+    def apply(self, x: Tensor) -> Tensor:
         return super().apply(vectors(self, x))
 
 
@@ -159,14 +159,14 @@ class LUVectorStep(LUConvolutionStep):
 
     reason = "matrix held as LU factors"
 
-    def order(self) -> Tensor:  # noqa: D102
+    def order(self) -> Tensor:
         return self._order.get([self.module.P], lambda: self.module.P.argmax(0), key="columns")
 
-    def apply(self, x: Tensor) -> Tensor:  # noqa: D102
+    def apply(self, x: Tensor) -> Tensor:
         lower, upper = self.factors()
         return vectors(self, x)[:, self.order()] @ lower @ upper
 
-    def invert(self, y: Tensor) -> Tensor:  # noqa: D102
+    def invert(self, y: Tensor) -> Tensor:
         lower, upper = self.factors()
         half = torch.linalg.solve_triangular(upper, y, upper=True, left=False)
         x: Tensor = torch.linalg.solve_triangular(lower, half, upper=False, left=False, unitriangular=True)
@@ -179,13 +179,13 @@ class SplitStep(IsometryStep):
     gives = 2
     reason = "splits the features"
 
-    def apply(self, x: Tensor) -> tuple[Tensor, Tensor]:  # noqa: D102
+    def apply(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return halves(x, self.module.mode)
 
-    def invert(self, y: tuple[Tensor, Tensor]) -> Tensor:  # noqa: D102
+    def invert(self, y: tuple[Tensor, Tensor]) -> Tensor:
         return joined(*y, self.module.mode)
 
-    def forward_shapes(self, shapes: Shapes) -> Shapes:  # noqa: D102
+    def forward_shapes(self, shapes: Shapes) -> Shapes:
         ((channels, *rest),) = shapes
         if "checkerboard" in self.module.mode:
             half = (channels, *rest[:-1], rest[-1] // 2) if rest else (channels // 2,)
@@ -193,7 +193,7 @@ class SplitStep(IsometryStep):
         both = ((channels + 1) // 2, *rest), (channels // 2, *rest)
         return both[::-1] if self.module.mode == "channel_inv" else both
 
-    def inverse_shapes(self, shapes: Shapes) -> Shapes:  # noqa: D102
+    def inverse_shapes(self, shapes: Shapes) -> Shapes:
         first, second = shapes
         if "checkerboard" in self.module.mode:
             return ((*first[:-1], 2 * first[-1]),)
@@ -208,18 +208,18 @@ class LevelStep(SplitStep):
 
     reason = "splits off latents"
 
-    def apply(self, x: Tensor) -> tuple[Tensor, Tensor]:  # noqa: D102
+    def apply(self, x: Tensor) -> tuple[Tensor, Tensor]:
         on, finished = super().apply(x)
         return finished, on
 
-    def invert(self, y: tuple[Tensor, Tensor]) -> Tensor:  # noqa: D102
+    def invert(self, y: tuple[Tensor, Tensor]) -> Tensor:
         finished, on = y
         return super().invert((on, finished))
 
-    def forward_shapes(self, shapes: Shapes) -> Shapes:  # noqa: D102
+    def forward_shapes(self, shapes: Shapes) -> Shapes:
         return super().forward_shapes(shapes)[::-1]
 
-    def inverse_shapes(self, shapes: Shapes) -> Shapes:  # noqa: D102
+    def inverse_shapes(self, shapes: Shapes) -> Shapes:
         return super().inverse_shapes(shapes[::-1])
 
 

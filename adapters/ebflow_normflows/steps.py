@@ -16,10 +16,11 @@ from torch.nn import functional as F
 
 from ebflow_normflows.linear import halves, joined
 from ebflow_plugin.conditioners import Smoothness, smoothness_of
-from ebflow_plugin.discovery import OpaqueStep, comes_from, takes_context
+from ebflow_plugin.discovery import comes_from, takes_context
 from ebflow_plugin.errors import InputError, UnsupportedStepError
-from ebflow_plugin.plan import NonlinearStep, RefusedStep, Value
-from ebflow_plugin.steps import summed
+from ebflow_plugin.plan import NonlinearStep, Value
+from ebflow_plugin.rules import OpaqueStep
+from ebflow_plugin.steps import RefusedStep, summed
 
 PACKAGES = ("normflows", "ebflow_normflows")
 ONE_WAY = (
@@ -43,18 +44,18 @@ class NormflowsStep(NonlinearStep):
 
     conditional = True
 
-    def __init__(self, module: Any, path: str, inverted: bool = False) -> None:  # noqa: ANN401
+    def __init__(self, module: Any, path: str, inverted: bool = False) -> None:
         super().__init__(module, path, inverted)
         self._takes_context = {name: takes_context(getattr(module, name, None)) for name in ("forward", "inverse")}
         self._one_way = inverted and not has_inverse(module)
 
-    def refusal(self) -> str | None:  # noqa: D102
+    def refusal(self) -> str | None:
         return ONE_WAY if self._one_way else super().refusal()
 
-    def call_forward(self, x: Any, context: Tensor | None) -> tuple[Any, Any]:  # noqa: ANN401, D102
+    def call_forward(self, x: Any, context: Tensor | None) -> tuple[Any, Any]:
         return self._call(self.module, "forward", x, context)
 
-    def call_inverse(self, y: Any, context: Tensor | None) -> tuple[Any, Any]:  # noqa: ANN401, D102
+    def call_inverse(self, y: Any, context: Tensor | None) -> tuple[Any, Any]:
         return self._call(self.module.inverse, "inverse", y, context)
 
     def _call(self, flow: Callable[..., Any], name: str, x: Value, context: Tensor | None) -> tuple[Value, Any]:
@@ -66,7 +67,7 @@ class NormflowsStep(NonlinearStep):
 class UnknownStep(OpaqueStep, NormflowsStep):
     """A flow whose class nobody registered. It gets a copy of its input: like Shift, it may write into it."""
 
-    def __init__(self, module: Any, path: str, inverted: bool = False) -> None:  # noqa: ANN401
+    def __init__(self, module: Any, path: str, inverted: bool = False) -> None:
         kinds = {parent.__name__ for parent in type(module).__mro__ if ours(parent)}
         if kinds & {"AffineCoupling", "Merge"}:
             self.takes = 2
@@ -82,14 +83,14 @@ class UnknownStep(OpaqueStep, NormflowsStep):
 class UnknownLevelStep(UnknownStep):
     """A merge of a MultiscaleFlow that is no plain Merge: forward takes what goes on and what was finished."""
 
-    def __init__(self, module: Any, path: str, inverted: bool = False) -> None:  # noqa: ANN401
+    def __init__(self, module: Any, path: str, inverted: bool = False) -> None:
         self.takes = 2
         super().__init__(module, path, inverted)
 
-    def call_forward(self, x: tuple[Tensor, Tensor], context: Tensor | None) -> tuple[Any, Any]:  # noqa: D102
+    def call_forward(self, x: tuple[Tensor, Tensor], context: Tensor | None) -> tuple[Any, Any]:
         return super().call_forward(x[::-1], context)
 
-    def call_inverse(self, y: Tensor, context: Tensor | None) -> tuple[Any, Any]:  # noqa: D102
+    def call_inverse(self, y: Tensor, context: Tensor | None) -> tuple[Any, Any]:
         value, log_det = super().call_inverse(y, context)
         return value[::-1], log_det
 
@@ -100,7 +101,7 @@ class ConditionedStep(NormflowsStep):
     reason = "conditioned on its input"
 
     @property
-    def smoothness(self) -> Smoothness:  # noqa: D102
+    def smoothness(self) -> Smoothness:
         # min(exp(x), 1), as an output function of nets.MLP: its kink is in its code alone
         if any(type(part).__name__ == "ClampExp" and ours(type(part)) for part in self.module.modules()):
             return Smoothness.KINKED
@@ -110,7 +111,7 @@ class ConditionedStep(NormflowsStep):
 class MaskedAffineStep(ConditionedStep):
     """MaskedAffineFlow; without ``s`` it only shifts."""
 
-    def __init__(self, module: Any, path: str, inverted: bool = False) -> None:  # noqa: ANN401
+    def __init__(self, module: Any, path: str, inverted: bool = False) -> None:
         super().__init__(module, path, inverted)
         if not isinstance(module.s, nn.Module):
             self.reason = "volume-preserving, but not affine in x"
@@ -122,7 +123,7 @@ class CouplingStep(ConditionedStep):
     takes = 2
     gives = 2
 
-    def __init__(self, module: Any, path: str, inverted: bool = False) -> None:  # noqa: ANN401
+    def __init__(self, module: Any, path: str, inverted: bool = False) -> None:
         super().__init__(module, path, inverted)
         if not module.scale:
             self.reason = "volume-preserving, but not affine in x"
@@ -139,7 +140,7 @@ def whole_coupling(mode: str) -> type[CouplingStep]:
         takes = 1
         gives = 1
 
-        def _call(self, flow: Callable[..., Any], name: str, x: Any, context: Tensor | None) -> tuple[Value, Any]:  # noqa: ANN401
+        def _call(self, flow: Callable[..., Any], name: str, x: Any, context: Tensor | None) -> tuple[Value, Any]:
             (first, second), log_det = super()._call(flow, name, halves(x, mode), context)
             return joined(first, second, mode), log_det
 
@@ -152,7 +153,7 @@ class SplineStep(NormflowsStep):
     reason = "spline"
 
     @property
-    def smoothness(self) -> Smoothness:  # noqa: D102
+    def smoothness(self) -> Smoothness:
         return Smoothness.KINKED
 
 
@@ -162,18 +163,18 @@ class PeriodicStep(NormflowsStep):
     reason = "wraps around: Jacobian 1 almost everywhere, but not affine in x"
 
     @property
-    def smoothness(self) -> Smoothness:  # noqa: D102
+    def smoothness(self) -> Smoothness:
         return Smoothness.JUMPS
 
 
 class PlanarStep(NormflowsStep):
     """Planar, which has an inverse with a leaky ReLU alone."""
 
-    def refusal(self) -> str | None:  # noqa: D102
+    def refusal(self) -> str | None:
         return ONE_WAY if self.inverted and self.module.act != "leaky_relu" else super().refusal()
 
     @property
-    def smoothness(self) -> Smoothness:  # noqa: D102
+    def smoothness(self) -> Smoothness:
         return Smoothness.JUMPS if self.module.act == "leaky_relu" else Smoothness.SMOOTH
 
 
@@ -181,7 +182,7 @@ class RadialStep(NormflowsStep):
     """Radial. Its score jumps at one point, its centre, which matters to integration by parts in one dimension."""
 
     @property
-    def smoothness(self) -> Smoothness:  # noqa: D102
+    def smoothness(self) -> Smoothness:
         return Smoothness.KINKED if self.module.z_0.numel() == 1 else Smoothness.SMOOTH
 
 
@@ -191,14 +192,14 @@ class LogitStep(NonlinearStep):
     reason = "elementwise"
 
     @property
-    def sensitive(self) -> bool:  # noqa: D102
+    def sensitive(self) -> bool:
         return self.inverted
 
-    def call_forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:  # noqa: D102
+    def call_forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
         alpha, beta = self.module.alpha, 1 - 2 * self.module.alpha
         return (torch.sigmoid(x) - alpha) / beta, summed(F.logsigmoid(x) + F.logsigmoid(-x) - log(beta))
 
-    def call_inverse(self, y: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:  # noqa: D102
+    def call_inverse(self, y: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
         alpha, beta = self.module.alpha, 1 - 2 * self.module.alpha
         inside = alpha + beta * y
         log_inside, log_rest = torch.log(inside), torch.log1p(-inside)
@@ -210,11 +211,11 @@ class ClassAffineStep(NormflowsStep):
 
     reason = "affine in x, but its log-det depends on the context"
 
-    def call_forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:  # noqa: D102
+    def call_forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
         result: tuple[Tensor, Tensor] = self.module(x, self._one_hot(x, context))
         return result
 
-    def call_inverse(self, y: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:  # noqa: D102
+    def call_inverse(self, y: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
         result: tuple[Tensor, Tensor] = self.module.inverse(y, self._one_hot(y, context))
         return result
 
@@ -232,17 +233,17 @@ class ResidualStep(NormflowsStep):
 
     reason = "residual block, log-det depends on x"
 
-    def __init__(self, module: Any, path: str, inverted: bool = False) -> None:  # noqa: ANN401
+    def __init__(self, module: Any, path: str, inverted: bool = False) -> None:
         super().__init__(module, path, inverted)
         self._planar = _acts_on_plane(module.iresblock.nnet)
         if self._planar is not True and module.iresblock.exact_trace:
             self.reason = "residual block, log-det a series of exact traces (random behind its 20th term in eval mode)"
 
     @property
-    def smoothness(self) -> Smoothness:  # noqa: D102
+    def smoothness(self) -> Smoothness:
         return smoothness_of(self.module)
 
-    def refusal(self) -> str | None:  # noqa: D102
+    def refusal(self) -> str | None:
         return self._estimated(self._planar) or super().refusal()
 
     def _estimated(self, planar: bool | None) -> str | None:
@@ -266,7 +267,7 @@ class ResidualStep(NormflowsStep):
             "would miss it; build it with exact_trace=True"
         )
 
-    def encode(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:  # noqa: D102
+    def encode(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:
         why = self._estimated(x.dim() == 2 and x.shape[1] == 2)
         if why is not None:
             raise UnsupportedStepError(f"{self.where}: {why}")
@@ -275,7 +276,7 @@ class ResidualStep(NormflowsStep):
                 return super().encode(x.clone(), context)
         return super().encode(x.view_as(x), context)  # normflows lets what it is given require a gradient
 
-    def decode(self, z: Tensor, context: Tensor | None) -> Tensor:  # noqa: D102
+    def decode(self, z: Tensor, context: Tensor | None) -> Tensor:
         net = self.module.iresblock.nnet
         if self.module.reverse != self.inverted:
             explicit: Tensor = z + net(z)

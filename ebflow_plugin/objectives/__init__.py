@@ -59,7 +59,7 @@ for _name, _cls in {
     _OBJECTIVES.add(_name, _cls)
 
 
-def objective(name: str, model: EBFlow, **options: Any) -> Objective:  # noqa: ANN401
+def objective(name: str, model: EBFlow, **options: Any) -> Objective:
     """Makes an objective by its name.
 
     Arguments:

@@ -203,7 +203,7 @@ class WeightedSum(Objective):
         first: Objective = self.terms[0]  # type: ignore[assignment]
         return first.model
 
-    def per_sample(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:  # noqa: D102
+    def per_sample(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:
         raise NotImplementedError("the terms compute their own values")
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
@@ -249,7 +249,7 @@ class FunctionObjective(Objective):
                     raise UnknownNameError(f"{self.name} has no option {option!r}. {suggest(option, known)}")
         self.function = partial(function, **options)
 
-    def per_sample(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:  # noqa: D102
+    def per_sample(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:
         raise NotImplementedError("the function computes a scalar")
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:

@@ -34,7 +34,7 @@ class ML(Objective):
 
     in_data_space = True
 
-    def per_sample(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:  # noqa: D102
+    def per_sample(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:
         core = self.model.core
         energy = core.energy(x, context)
         return energy + core.log_z(tuple(x.shape[1:])), energy
@@ -64,7 +64,7 @@ class SML(Objective):
         >>> SML(model, generator=torch.Generator().manual_seed(0))(torch.randn(5, 2)).backward()
     """
 
-    def per_sample(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:  # noqa: D102
+    def per_sample(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:
         core = self.model.core
         if context is None:
             drawn = core.sample(x.shape[0], generator=self.generator)

@@ -65,7 +65,7 @@ class RelativeML(Objective):
         super().__init__(model, **common)
         relative_plan(model.core.plan)
 
-    def per_sample(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:  # noqa: D102
+    def per_sample(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:
         plan = relative_plan(self.model.core.plan)
         plan.refuse()
         energy = plan.energy(x, context)
@@ -99,14 +99,14 @@ class _RelativeProduct(Function):
     """x Wᵀ, with the gradient in W multiplied by WᵀW: O(B·D²), since δᵀx WᵀW = δᵀ((x Wᵀ) W)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         y = nn.functional.linear(x, weight)
         ctx.save_for_backward(y, weight)
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, delta: Tensor) -> tuple[Tensor | None, Tensor | None]:  # noqa: ANN401
+    def backward(ctx: Any, delta: Tensor) -> tuple[Tensor | None, Tensor | None]:
         y, weight = ctx.saved_tensors
         of_x = delta @ weight if ctx.needs_input_grad[0] else None
         of_weight = delta.flatten(0, -2).mT @ (y.flatten(0, -2) @ weight) if ctx.needs_input_grad[1] else None
@@ -117,13 +117,13 @@ class _RelativeLogDet(Function):
     """log|det W|, with 0 for its value, and its gradient multiplied by WᵀW: W⁻ᵀ WᵀW = W."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
         ctx.save_for_backward(weight)
         return weight.new_zeros(())
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, scale: Tensor) -> Tensor:  # noqa: ANN401
+    def backward(ctx: Any, scale: Tensor) -> Tensor:
         weight: Tensor = ctx.saved_tensors[0]
         return scale * weight
 

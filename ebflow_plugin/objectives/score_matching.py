@@ -86,7 +86,7 @@ class SM(ScoreObjective):
         checks.refuse_false_derivatives(self)
         checks.warn_about_jumps(self, checks.EVERY_JUMP)
 
-    def per_sample(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:  # noqa: D102
+    def per_sample(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:
         wanted = torch.is_grad_enabled()
         x, energy, gradient = self.gradient(x, context, create_graph=True)
         with torch.enable_grad():
@@ -141,7 +141,7 @@ class SSM(ScoreObjective):
         checks.refuse_false_derivatives(self)
         checks.warn_about_jumps(self, checks.EVERY_JUMP)
 
-    def per_sample(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:  # noqa: D102
+    def per_sample(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:
         wanted = torch.is_grad_enabled()
         x, energy, gradient = self.gradient(x, context, create_graph=True)
         values = torch.zeros_like(energy) if self.projected else 0.5 * dot(gradient, gradient)
@@ -197,7 +197,7 @@ class FDSSM(ScoreObjective):
         harmed_by = checks.EVERY_JUMP if self.eps < SMALL_EPS else (Smoothness.JUMPS,)
         checks.warn_about_jumps(self, harmed_by, rarely=True)
 
-    def per_sample(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:  # noqa: D102
+    def per_sample(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:
         size = prod(x.shape[1:])
         step = sphere(x, self.generator) * (self.eps / sqrt(size))
         rows = None if context is None else torch.cat([context] * 3)
@@ -253,7 +253,7 @@ class DSM(ScoreObjective):
         checks.refuse_false_derivatives(self)
         checks.warn_about_jumps(self, (Smoothness.JUMPS,))
 
-    def per_sample(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:  # noqa: D102
+    def per_sample(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:
         wanted = torch.is_grad_enabled()
         noise = gaussian(x, self.generator)
         sigma = self._draw_sigma(x)

@@ -108,6 +108,8 @@ def test_any_convolution(case, seed, panel):
         (dict(in_channels=1, kernel_size=3), (1, 20, 20), "band"),
         (dict(in_channels=1, kernel_size=(5, 3)), (1, 30, 9), "band"),
         (dict(in_channels=1, kernel_size=(3, 5)), (1, 9, 30), "band"),
+        (dict(in_channels=1, kernel_size=3), (1, 3, 100), "band"),
+        (dict(in_channels=1, kernel_size=3), (1, 100, 3), "band"),
         (dict(in_channels=2, kernel_size=2, groups=2), (2, 20, 20), "band"),
         (dict(in_channels=1, kernel_size=4, stride=2), (1, 24, 24), "band"),
         (dict(in_channels=1, kernel_size=3, padding_mode="reflect"), (1, 20, 20), "band"),
@@ -169,6 +171,7 @@ def test_second_gradients(mode, monkeypatch):
     ("mode", "size", "taps"),
     [
         ("circular", 8, [0.5, 0.5, 0.0]),  # the highest frequency is averaged away
+        ("circular", 9, [0.3, 0.3, 0.3]),  # a third of it too, but for rounding
         ("zeros", 20, [1.0, 0.0, 0.0]),  # a shift loses the last column
         ("zeros", 5, [1.0, 0.0, 0.0]),
         ("zeros", 20, [0.0, 0.0, 0.0]),

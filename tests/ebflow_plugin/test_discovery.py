@@ -8,8 +8,8 @@ from nflows import distributions, flows, transforms
 from torch import nn
 
 import ebflow_plugin as ebf
-from ebflow_plugin import discovery
-from ebflow_plugin.discovery import Child
+from ebflow_plugin import discovery, rules
+from ebflow_plugin.rules import Child
 
 D = 4
 
@@ -71,7 +71,7 @@ def taught():
     """Forgets what a test taught."""
     yield
     for cls in (Shift, Warp, Pair):
-        discovery._TAUGHT.remove(cls)
+        rules.TAUGHT.remove(cls)
 
 
 @pytest.fixture

@@ -83,7 +83,7 @@ def test_singular_in_a_graph():
         Band(3, 2, 2, lambda a, b, c, d: matrix[a:b, c : c + d]).inverse()
 
 
-@pytest.mark.parametrize("scales", [(1.0, 1e-20), (1e-200, 1e-200), (1e150, 1e150)])
+@pytest.mark.parametrize("scales", [(1.0, 1e-20), (1e-20, 1.0), (1e-200, 1e-200), (1e150, 1e150)])
 @pytest.mark.parametrize("side", ["rows", "columns"])
 def test_bad_scaling_is_not_singular(scales, side):
     scale = torch.linspace(0, 1, 6, dtype=double)

@@ -6,7 +6,7 @@ from nflows import distributions, flows, transforms
 from nflows.nn import nets
 
 import ebflow_plugin as ebf
-from ebflow_plugin import discovery
+from ebflow_plugin import rules
 
 D = 4
 
@@ -84,7 +84,7 @@ def test_a_nonlinear_class_taught_as_linear_is_named(x):
         with pytest.raises(ebf.VerificationError, match=r"FAILED +linear step is affine +_transform._transforms.1"):
             ebf.verify(make_flow(transforms.LULinear(D), Warp()), x)
     finally:
-        discovery._TAUGHT.remove(Warp)
+        rules.TAUGHT.remove(Warp)
 
 
 def test_a_coupling_that_starts_at_zero_is_found_out_after_its_parameters_move(x):

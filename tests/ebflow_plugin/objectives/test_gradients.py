@@ -16,6 +16,7 @@ from cases import SUPPORTED, Case
 from ebflow_plugin import testing
 from ebflow_plugin.conditioners import Smoothness
 from ebflow_plugin.objectives import DSM, FDSSM, ML, SM, SML, SSM, objective
+from ebflow_plugin.objectives.checks import find_blind_spots
 
 NAMES = ["ml", "sml", "sm", "ssm", "fdssm", "dsm"]
 every = pytest.mark.parametrize("name", NAMES)
@@ -77,6 +78,8 @@ def test_every_parameter_that_matters_gets_a_finite_gradient(case):
     core, u = model.core, model.preprocess(x)[0]
     in_likelihood, in_score = changed(model, lambda: model.log_prob(x, context), lambda: core.score(u, context))
     assert in_score <= in_likelihood
+    blind = find_blind_spots(model, u, context)
+    assert not in_score & {f"flow.{name}" for name in (*blind.constant, *blind.unused)}, "a false alarm"
     check(case, ML(model), x, context, in_likelihood)
     check(case, FDSSM(model, eps=0.02, generator=seeded()), x, context, in_score)
     if any(step.smoothness == Smoothness.FALSE for step in core.plan.steps):
@@ -377,7 +380,7 @@ def test_training_finds_a_gaussian(make):
     """From a wrong start to the moments of the data, which a wrong sign or scale would not find."""
     torch.manual_seed(0)
     mixing = torch.tensor([[1.0, 0.0], [0.8, 0.5]], dtype=torch.float64)
-    x = torch.randn(4000, 2, generator=seeded(5), dtype=torch.float64) @ mixing.mT + 1.0
+    x = torch.randn(20_000, 2, generator=seeded(5), dtype=torch.float64) @ mixing.mT + 1.0
     model = ebf.wrap(Flow(LULinear(2), StandardNormal([2])).double())
     loss = make(model, generator=seeded())
     optimiser = torch.optim.LBFGS(loss.parameters(), max_iter=50, line_search_fn="strong_wolfe")
@@ -392,5 +395,5 @@ def test_training_finds_a_gaussian(make):
     for _ in range(3):
         optimiser.step(closure)
     weight, bias = model.flow._transform.weight().detach(), model.flow._transform.bias.detach()
-    torch.testing.assert_close(torch.linalg.inv(weight.mT @ weight), torch.cov(x.mT), atol=0.05, rtol=0)
-    torch.testing.assert_close(-torch.linalg.solve(weight, bias), x.mean(0), atol=0.05, rtol=0)
+    torch.testing.assert_close(torch.linalg.inv(weight.mT @ weight), torch.cov(x.mT), atol=0.1, rtol=0)
+    torch.testing.assert_close(-torch.linalg.solve(weight, bias), x.mean(0), atol=0.1, rtol=0)

@@ -1,0 +1,212 @@
+"""The linear classes of nflows: where each keeps its numbers, in its own forward direction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ebflow_plugin.plan import LinearStep, Shape, Shapes
+from ebflow_plugin.steps import (
+    ElementwiseAffineStep,
+    InitialisedAffineStep,
+    IsometryStep,
+    MatrixStep,
+    PackedLUStep,
+    SqueezeStep,
+)
+
+
+class PointwiseAffineStep(ElementwiseAffineStep):
+    """PointwiseAffineTransform: buffers ``_scale`` and ``_shift``."""
+
+    def scale_shift(self, dim: int) -> tuple[Tensor, Tensor]:
+        return self.module._scale, self.module._shift
+
+    def log_scale(self, dim: int) -> Tensor:
+        return torch.log(torch.abs(self.module._scale))
+
+
+class BatchNormStep(ElementwiseAffineStep):
+    """BatchNorm, which is an affine map in eval mode alone."""
+
+    reason = "affine per feature in eval mode"
+
+    def refusal(self) -> str | None:
+        if self.module.training:
+            return "couples the samples of a batch in training mode; put the model in eval()"
+        return None
+
+    def scale_shift(self, dim: int) -> tuple[Tensor, Tensor]:
+        t = self.module
+        scale = t.weight / torch.sqrt(t.running_var + t.eps)
+        return scale, t.bias - t.running_mean * scale
+
+    def log_scale(self, dim: int) -> Tensor:
+        t = self.module
+        return torch.log(t.weight) - 0.5 * torch.log(t.running_var + t.eps)
+
+
+class ActNormStep(InitialisedAffineStep):
+    """ActNorm: ``log_scale`` and ``shift`` per feature or channel, from the first batch in training mode."""
+
+    def flag(self) -> Tensor:
+        flag: Tensor = self.module.initialized
+        return flag
+
+    def start(self, x: Tensor) -> None:
+        if not self.inverted:  # nflows initialises it in the forward direction alone
+            self.module._initialize(x)
+
+    def apply(self, x: Tensor) -> Tensor:
+        if self.module.training and not self.inverted:
+            self.initialize(x)
+        return super().apply(x)
+
+    def scale_shift(self, dim: int) -> tuple[Tensor, Tensor]:
+        broadcast = (-1, *[1] * (dim - 2))
+        return self.module.scale.reshape(broadcast), self.module.shift.reshape(broadcast)
+
+    def log_scale(self, dim: int) -> Tensor:
+        log_scale: Tensor = self.module.log_scale
+        return log_scale
+
+
+class NflowsSqueezeStep(SqueezeStep):
+    """SqueezeTransform."""
+
+    @property
+    def factor(self) -> int:  # type: ignore[override]
+        """How many pixels along an edge become channels."""
+        factor: int = self.module.factor
+        return factor
+
+
+class NaiveLinearStep(MatrixStep):
+    """NaiveLinear, whose own inverse raises on current torch."""
+
+    def weight(self) -> Tensor:
+        weight: Tensor = self.module._weight
+        return weight
+
+    def bias(self) -> Tensor:
+        bias: Tensor = self.module.bias
+        return bias
+
+
+class OneByOneConvolutionStep(PackedLUStep):
+    """OneByOneConvolution: a fixed permutation of the channels, then LU factors."""
+
+    reason = "1 × 1 convolution held as LU factors"
+
+    def order(self) -> Tensor:
+        order: Tensor = self.module.permutation._permutation
+        return order
+
+
+class HouseholderStep(IsometryStep):
+    """HouseholderSequence: a product of reflections, with log-det 0. O(K·D)."""
+
+    reason = "orthogonal"
+
+    def apply(self, x: Tensor) -> Tensor:
+        return reflect(x, self.module.q_vectors)
+
+    def invert(self, y: Tensor) -> Tensor:
+        return reflect(y, self.module.q_vectors.flip(0))
+
+
+class QRLinearStep(LinearStep):
+    """QRLinear: y = Q R x + b."""
+
+    reason = "matrix held as QR factors"
+
+    def apply(self, x: Tensor) -> Tensor:
+        t = self.module
+        return reflect(F.linear(x, t._create_upper()), t.orthogonal.q_vectors) + t.bias
+
+    def invert(self, y: Tensor) -> Tensor:
+        t = self.module
+        rows = reflect(y - t.bias, t.orthogonal.q_vectors.flip(0))
+        return torch.linalg.solve_triangular(t._create_upper().mT, rows, upper=False, left=False)
+
+    def log_abs_det(self, shape: Shape) -> Tensor:
+        log_diagonal: Tensor = self.module.log_upper_diag
+        return log_diagonal.sum()
+
+
+class SVDLinearStep(LinearStep):
+    """SVDLinear: y = U S V x + b."""
+
+    reason = "matrix held as SVD factors"
+
+    def apply(self, x: Tensor) -> Tensor:
+        t = self.module
+        return reflect(reflect(x, t.orthogonal_2.q_vectors) * t.diagonal, t.orthogonal_1.q_vectors) + t.bias
+
+    def invert(self, y: Tensor) -> Tensor:
+        t = self.module
+        x = reflect(y - t.bias, t.orthogonal_1.q_vectors.flip(0)) / t.diagonal
+        return reflect(x, t.orthogonal_2.q_vectors.flip(0))
+
+    def log_abs_det(self, shape: Shape) -> Tensor:
+        return torch.log(self.module.diagonal).sum()
+
+
+class SplitStep(IsometryStep):
+    """One split of a MultiscaleCompositeTransform: the first half is finished, the second goes on."""
+
+    gives = 2
+    reason = "splits off latents"
+
+    def apply(self, x: Tensor) -> tuple[Tensor, ...]:
+        return torch.chunk(x, chunks=2, dim=self.module._split_dim)
+
+    def invert(self, y: tuple[Tensor, ...]) -> Tensor:
+        return torch.cat(y, dim=self.module._split_dim)
+
+    def forward_shapes(self, shapes: Shapes) -> Shapes:
+        axis = self.module._split_dim - 1
+        (shape,) = shapes
+        first = (shape[axis] + 1) // 2
+        return tuple((*shape[:axis], size, *shape[axis + 1 :]) for size in (first, shape[axis] - first))
+
+    def inverse_shapes(self, shapes: Shapes) -> Shapes:
+        axis = self.module._split_dim - 1
+        first, second = shapes
+        return ((*first[:axis], first[axis] + second[axis], *first[axis + 1 :]),)
+
+
+class CollectStep(IsometryStep):
+    """The end of a MultiscaleCompositeTransform: the latents of all levels as one flat vector."""
+
+    reason = "joins the latents"
+
+    def __init__(self, module: Any, path: str, inverted: bool = False) -> None:
+        self.takes = len(module._transforms)
+        super().__init__(module, path, inverted)
+
+    def apply(self, x: Any) -> Tensor:
+        parts = (x,) if isinstance(x, Tensor) else x
+        return torch.cat([part.flatten(1) for part in parts], dim=1)
+
+    def invert(self, y: Tensor) -> tuple[Tensor, ...]:
+        shapes = [torch.Size(shape) for shape in self.module._output_shapes]
+        parts = y.split([shape.numel() for shape in shapes], dim=1)
+        return tuple(part.reshape(-1, *shape) for part, shape in zip(parts, shapes, strict=True))
+
+    def forward_shapes(self, shapes: Shapes) -> Shapes:
+        return ((sum(torch.Size(shape).numel() for shape in shapes),),)
+
+    def inverse_shapes(self, shapes: Shapes) -> Shapes:
+        return tuple(tuple(shape) for shape in self.module._output_shapes)
+
+
+def reflect(x: Tensor, vectors: Tensor) -> Tensor:
+    """Applies Householder reflections in turn: x - 2 (x·q) q / (q·q) for each q of ``(K, D)`` vectors."""
+    scaled = vectors * (2.0 / (vectors**2).sum(-1, keepdim=True))
+    for vector, scaled_vector in zip(vectors.unbind(), scaled.unbind(), strict=True):
+        x = x - (x @ vector)[:, None] * scaled_vector
+    return x

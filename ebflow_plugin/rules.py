@@ -1,0 +1,188 @@
+"""How a class of modules acts: the rules that adapters and users give, and the registry of the users' ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ebflow_plugin.conditioners import Smoothness
+from ebflow_plugin.errors import UnknownNameError, suggest
+from ebflow_plugin.plan import LinearStep, NonlinearStep, Shape, Step
+from ebflow_plugin.registry import TypeRegistry
+
+__all__ = [
+    "TAUGHT",
+    "Child",
+    "Container",
+    "OpaqueStep",
+    "Rule",
+    "Taught",
+    "TaughtLinearStep",
+    "register_container",
+    "register_linear",
+    "register_nonlinear",
+]
+
+
+@dataclass(frozen=True)
+class Child:
+    """One member of a container, in the order of the container's own forward.
+
+    Attributes:
+        name: Where the member stands in the container, as a dotted path; empty for the container itself.
+        module: The member.
+        inverted: Whether the container's forward runs the member's inverse.
+        step: The step to take instead of walking into the member (a split, say).
+    """
+
+    name: str
+    module: Any
+    inverted: bool = False
+    step: type[Step] | None = None
+
+
+@dataclass(frozen=True)
+class Container:
+    """The rule of a class that only arranges its members."""
+
+    children: Callable[[Any], Iterable[Child]]
+
+
+@dataclass(frozen=True)
+class Taught:
+    """The rule of a class that a user registered: functions for what the module's own methods shall not do."""
+
+    linear: bool
+    apply: Callable[..., Tensor] | None = None
+    invert: Callable[..., Tensor] | None = None
+    log_det: Callable[..., Tensor | float] | None = None
+    cost: str = "its own"
+    smoothness: Smoothness = Smoothness.UNKNOWN
+
+
+Rule = type[Step] | Container | Taught | Callable[[Any], "Rule"]
+TAUGHT: TypeRegistry[Container | Taught] = TypeRegistry("rule")
+
+
+class OpaqueStep(NonlinearStep):
+    """A module whose inside nobody knows, with its own log-det."""
+
+    taught_smoothness: Smoothness = Smoothness.UNKNOWN
+
+    @property
+    def smoothness(self) -> Smoothness:
+        return self.taught_smoothness
+
+
+class TaughtLinearStep(LinearStep):
+    """A module that a user says is affine in x. What the user gives no function for, the module itself does."""
+
+    reason = "registered by the user"
+
+    def __init__(self, module: NonlinearStep, rule: Taught, path: str, inverted: bool) -> None:
+        super().__init__(module.module, path, inverted)
+        self._caller, self._rule = module, rule
+        self.cost = rule.cost
+
+    def apply(self, x: Tensor) -> Tensor:
+        if self._rule.apply is not None:
+            return self._rule.apply(self.module, x)
+        result: Tensor = self._caller.call_forward(x, None)[0]
+        return result
+
+    def invert(self, y: Tensor) -> Tensor:
+        if self._rule.invert is not None:
+            return self._rule.invert(self.module, y)
+        result: Tensor = self._caller.call_inverse(y, None)[0]
+        return result
+
+    def log_abs_det(self, shape: Shape) -> Tensor | float:
+        if self._rule.log_det is not None:
+            return self._rule.log_det(self.module, shape)
+        anchor = next((p for p in self.module.parameters() if p.is_floating_point()), torch.empty(0))
+        log_det = self._caller.call_forward(anchor.new_zeros(1, *shape), None)[1]
+        return log_det.reshape(-1)[0] if isinstance(log_det, Tensor) else float(log_det)
+
+
+def register_linear(
+    cls: type,
+    *,
+    apply: Callable[..., Tensor] | None = None,
+    invert: Callable[..., Tensor] | None = None,
+    log_det: Callable[..., Tensor | float] | None = None,
+    cost: str = "its own",
+    force: bool = False,
+) -> type:
+    """Teaches that a class is affine in x, so that its log-det belongs to log Z and not to the energy.
+
+    Exact types only: a subclass that overrides a method is unknown again. Works as a decorator too.
+
+    Arguments:
+        cls: The class of transforms.
+        apply: ``apply(module, x)``, the forward map without its log-det. By default the module's own forward is
+            called and its log-det dropped: right, but not cheaper.
+        invert: ``invert(module, y)``; by default the module's own inverse.
+        log_det: ``log_det(module, event_shape)``, log|det| of the forward map; by default what the module's forward
+            gives for a zero input.
+        cost: What the log-det costs, for the report.
+        force: Replaces an earlier registration.
+
+    Example:
+        >>> class Shift(nn.Module):
+        ...     def forward(self, x, context=None):
+        ...         return x + 1.0, x.new_zeros(len(x))
+        >>> register_linear(Shift, log_det=lambda module, shape: 0.0) is Shift
+        True
+    """
+    TAUGHT.add(cls, Taught(True, apply, invert, log_det, cost), force)
+    return cls
+
+
+def register_nonlinear(cls: type, *, smoothness: str = "unknown", force: bool = False) -> type:
+    """Teaches that a class is nonlinear: it keeps its own log-det, as an unknown class does, without the warning.
+
+    Arguments:
+        cls: The class of transforms.
+        smoothness: ``"smooth"`` if its score is continuous, ``"score jumps"``, ``"density jumps"`` or ``"unknown"``.
+        force: Replaces an earlier registration.
+
+    Example:
+        >>> class Warp(nn.Module):
+        ...     def forward(self, x, context=None):
+        ...         return x.sinh(), x.cosh().log().sum(-1)
+        >>> register_nonlinear(Warp, smoothness="smooth") is Warp
+        True
+    """
+    try:
+        kind = Smoothness(smoothness)
+    except ValueError:
+        raise UnknownNameError(f"unknown smoothness {smoothness!r}. {suggest(smoothness, list(Smoothness))}") from None
+    TAUGHT.add(cls, Taught(False, smoothness=kind), force)
+    return cls
+
+
+def register_container(cls: type, children: Callable[[Any], Iterable[tuple[str, Any]]], *, force: bool = False) -> type:
+    """Teaches that a class only arranges its members, so that they are walked into and classified one by one.
+
+    Arguments:
+        cls: The class of transforms.
+        children: ``children(module)`` gives ``(name, member)`` pairs in the order of the module's own forward;
+            ``name`` is the dotted path from the module to the member. A :class:`Child` says more than a pair.
+        force: Replaces an earlier registration.
+
+    Example:
+        >>> class Pair(nn.Module):
+        ...     pass
+        >>> register_container(Pair, lambda pair: [("first", pair.first), ("second", pair.second)]) is Pair
+        True
+    """
+
+    def listed(module: Any) -> Iterator[Child]:
+        return (child if isinstance(child, Child) else Child(*child) for child in children(module))
+
+    TAUGHT.add(cls, Container(listed), force)
+    return cls

@@ -1,0 +1,418 @@
+"""What objectives say when they are made: about steps that bias them, and about parameters that they cannot see."""
+
+import copy
+import math
+import warnings
+
+import pytest
+import torch
+from nflows.distributions.normal import StandardNormal
+from nflows.flows.base import Flow
+from nflows.nn.nets import ResidualNet
+from nflows.transforms import (
+    AffineCouplingTransform,
+    CompositeTransform,
+    LeakyReLU,
+    LogTanh,
+    LULinear,
+    MaskedAffineAutoregressiveTransform,
+    PiecewiseRationalQuadraticCDF,
+    Transform,
+)
+from torch import nn
+
+import ebflow_plugin as ebf
+from ebflow_nflows import SmoothLeakyReLU
+from ebflow_plugin.discovery import _TAUGHT
+from ebflow_plugin.objectives import DSM, FDSSM, ML, SM, SML, SSM
+from ebflow_plugin.objectives.checks import find_blind_spots
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def flow_of(*transforms, shape=(2,), base=None):
+    torch.manual_seed(0)
+    made = [transform() if isinstance(transform, type) else transform for transform in transforms]
+    return Flow(CompositeTransform(made), base or StandardNormal(shape)).double()
+
+
+def messages(make):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made = make()
+    return made, [str(warning.message) for warning in caught]
+
+
+def spline(size=2):
+    torch.manual_seed(1)
+    made = PiecewiseRationalQuadraticCDF([size], num_bins=4, tails="linear", tail_bound=2.0)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.normal_()
+    return made
+
+
+@pytest.fixture
+def taught():
+    """A class of steps for the test, forgotten afterwards."""
+    known = []
+
+    def teach(cls, smoothness):
+        ebf.register_nonlinear(cls, smoothness=smoothness)
+        known.append(cls)
+
+    yield teach
+    for cls in known:
+        _TAUGHT.remove(cls)
+
+
+class Warp(Transform):
+    """A transform of the user's own: x + tanh(a·x)/2."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, inputs, context=None):
+        slope = 1 + 0.5 * self.a * (1 - torch.tanh(self.a * inputs) ** 2)
+        return inputs + 0.5 * torch.tanh(self.a * inputs), slope.log().sum(-1)
+
+
+# Smoothness
+
+
+def smooth_model():
+    return ebf.wrap(flow_of(LULinear(2), SmoothLeakyReLU(0.3), LULinear(2)))
+
+
+@pytest.mark.parametrize("make", [SM, SSM, FDSSM, lambda m: FDSSM(m, eps=1e-3), DSM, ML, SML])
+def test_nothing_is_said_about_smooth_flows(make):
+    assert messages(lambda: make(smooth_model()))[1] == []
+
+
+@pytest.mark.parametrize("make", [SM, SSM])
+def test_jumps_of_the_score(make):
+    model = ebf.wrap(flow_of(LULinear(2), spline(), LULinear(2)))
+    _, (message,) = messages(lambda: make(model))
+    name = make.__name__
+    assert message.startswith(f"{name} may be wrong about 1 of 3 steps\n  _transform._transforms.1  PiecewiseRational")
+    assert "its score jumps" in message
+    assert "misses jumps of the score, so that its value and gradients are biased" in message
+    assert "Use DSM" in message
+    assert "ebflow_plugin.smooth(flow)" in message
+    assert "_transforms.0" not in message
+
+
+def test_small_steps_and_jumps_of_the_score():
+    model = ebf.wrap(flow_of(spline()))
+    assert messages(lambda: FDSSM(model, eps=0.1))[1] == []
+    _, (message,) = messages(lambda: FDSSM(model, eps=0.05))
+    assert "take eps of at least 0.1" in message
+    assert "_transform._transforms.0  PiecewiseRationalQuadraticCDF" in message
+
+
+@pytest.mark.parametrize("make", [ML, SML, DSM])
+def test_what_jumps_of_the_score_do_not_harm(make):
+    assert messages(lambda: make(ebf.wrap(flow_of(spline()))))[1] == []
+
+
+@pytest.mark.parametrize("make", [SM, SSM, FDSSM, lambda m: FDSSM(m, eps=1.0), DSM])
+def test_jumps_of_the_density_harm_every_kind_of_score_matching(make):
+    _, (message,) = messages(lambda: make(ebf.wrap(flow_of(LULinear(2), LeakyReLU(0.5), LULinear(2)))))
+    assert "_transform._transforms.1  LeakyReLU (nflows.transforms.nonlinearities): its density jumps" in message
+    assert "use ML or SML, or a smooth layer" in message
+
+
+@pytest.mark.parametrize("make", [ML, SML])
+def test_jumps_of_the_density_do_no_harm_to_likelihood(make):
+    assert messages(lambda: make(ebf.wrap(flow_of(LogTanh))))[1] == []
+
+
+def test_unknown_classes():
+    model, _ = messages(lambda: ebf.wrap(flow_of(Warp)))
+    _, (message,) = messages(lambda: SSM(model))
+    assert "Warp" in message
+    assert "of unknown smoothness" in message
+    assert 'register_nonlinear(cls, smoothness="smooth")' in message
+    assert messages(lambda: DSM(model))[1] == []
+
+
+def test_all_kinds_at_once_are_one_warning():
+    model, _ = messages(lambda: ebf.wrap(flow_of(spline(), LeakyReLU(0.5), Warp)))
+    _, (message,) = messages(lambda: SSM(model))
+    assert "3 of 3 steps" in message
+    assert sum(word in message for word in ("its score jumps", "its density jumps", "of unknown smoothness")) == 3
+
+
+def test_the_matched_variable_decides():
+    """A jump in front of the matched variable is none of score matching's business."""
+    flow = flow_of(LeakyReLU(0.5), LULinear(2))
+    assert messages(lambda: SSM(ebf.wrap(flow, match_after=0)))[1] == []
+    assert len(messages(lambda: SSM(ebf.wrap(flow)))[1]) == 1
+
+
+def test_the_warning_points_at_the_users_line():
+    model = ebf.wrap(flow_of(spline()))
+    with pytest.warns(UserWarning, match="SSM may be wrong") as caught:
+        SSM(model)
+    assert caught[0].filename == __file__
+
+
+# What the warnings claim, measured in one dimension
+
+
+def gap(objective, model, x):
+    """E[L] + ½E[s²], which is 0 for data from the model itself (E[s² + s'] = 0), and its standard error."""
+    objective.reduction = "none"
+    with torch.no_grad():
+        values = objective(x) + 0.5 * model.score(x).square().sum(1)
+    return values.mean().item(), values.std().item() / math.sqrt(len(x))
+
+
+def test_a_jumping_score_biases_ssm_but_not_finite_differences():
+    model = ebf.wrap(flow_of(spline(1), shape=(1,)))
+    x = model.sample(200_000, generator=seeded())
+    (ssm, _), _ = messages(lambda: gap(SSM(model, generator=seeded()), model, x))
+    bias, error = ssm
+    assert abs(bias) > 50 * error
+    bias, error = gap(FDSSM(model, eps=0.1, generator=seeded()), model, x)
+    assert abs(bias) < 5 * error
+
+
+def test_a_smooth_score_biases_nothing():
+    model = ebf.wrap(flow_of(SmoothLeakyReLU(0.3), LULinear(1), shape=(1,)))
+    x = model.sample(200_000, generator=seeded())
+    for objective in (SM(model), SSM(model, generator=seeded()), FDSSM(model, eps=0.1, generator=seeded())):
+        bias, error = gap(objective, model, x)
+        assert abs(bias) < 5 * error
+
+
+@pytest.mark.parametrize(("layer", "biased"), [(LeakyReLU(0.5), True), (SmoothLeakyReLU(0.5), False)])
+def test_a_jumping_density_biases_dsm(layer, biased):
+    """At the truth the gradient of the bias is 0 up to O(σ²), unless the density jumps."""
+    flow = flow_of(layer, LULinear(1), shape=(1,))
+    with torch.no_grad():
+        flow._transform._transforms[1].bias.fill_(0.7)
+    model = ebf.wrap(flow)
+    x = model.sample(400_000, generator=seeded())
+    objective, said = messages(lambda: DSM(model, sigma=0.1, generator=seeded(1)))
+    objective(x).backward()
+    gradient = abs(flow._transform._transforms[1].bias.grad.item())
+    assert bool(said) == biased
+    assert gradient > 0.1 if biased else gradient < 0.05
+
+
+class Forgetful(torch.autograd.Function):
+    """a·tanh(x), with a first derivative that is right and a second one that torch takes to be 0, as UMNN has it."""
+
+    @staticmethod
+    def forward(ctx, x, a):
+        ctx.save_for_backward(x.detach(), a.detach())
+        return a * torch.tanh(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, a = (tensor.detach() for tensor in ctx.saved_tensors)
+        return gradient * a * (1 - torch.tanh(x) ** 2), (gradient * torch.tanh(x)).sum().reshape(())
+
+
+class Integrated(Transform):
+    """x₁, x₂ + a·tanh(x₁)."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, inputs, context=None):
+        first, second = inputs.unbind(1)
+        return torch.stack([first, second + Forgetful.apply(first, self.a)], 1), inputs.new_zeros(len(inputs))
+
+
+def test_wrong_second_derivatives_are_refused_where_they_would_be_used(taught):
+    taught(Integrated, "2nd derivative is wrong")
+    model, x = ebf.wrap(flow_of(Integrated)), torch.randn(50, 2, generator=seeded(), dtype=torch.float64)
+    for cls in (SM, SSM, DSM):
+        with pytest.raises(ebf.UnsupportedStepError, match="(?s)Integrated.*derivatives are wrong.*FDSSM"):
+            cls(model)
+    for objective in (ML(model), FDSSM(model, generator=seeded())):
+        assert_gradient(objective, x, model.flow._transform._transforms[0].a, right=True)
+
+
+def test_dsm_would_be_wrong_there(taught):
+    """Why DSM is refused: the gradient of the score in a parameter is a second derivative too."""
+    taught(Integrated, "smooth")  # a lie
+    model, x = ebf.wrap(flow_of(Integrated)), torch.randn(50, 2, generator=seeded(), dtype=torch.float64)
+    assert_gradient(DSM(model, generator=seeded()), x, model.flow._transform._transforms[0].a, right=False)
+
+
+def assert_gradient(objective, x, parameter, right):
+    """Compares the gradient with a difference quotient."""
+
+    def value():
+        if objective.generator is not None:
+            objective.generator.manual_seed(0)
+        return objective(x)
+
+    (gradient,) = torch.autograd.grad(value(), parameter)
+    ends = []
+    for step in (1e-5, -1e-5):
+        with torch.no_grad():
+            parameter.add_(step)
+            ends.append(value().item())
+            parameter.sub_(step)
+    quotient = (ends[0] - ends[1]) / 2e-5
+    assert math.isclose(gradient.item(), quotient, rel_tol=1e-5, abs_tol=1e-7) == right
+
+
+# Parameters that the score does not depend on
+
+
+class Prior(nn.Module):
+    """A Gaussian with classes: a mean for each, and a prior of classes that no score shows."""
+
+    def __init__(self, classes=3, size=2):
+        super().__init__()
+        self.means = nn.Parameter(torch.randn(classes, size))
+        self.prior = nn.Parameter(torch.zeros(classes))
+        self.size = size
+
+    def log_prob(self, inputs, context=None):
+        label = context.long().squeeze(1)
+        distance = (inputs - self.means[label]).square().sum(1)
+        return -0.5 * distance - 0.5 * self.size * math.log(2 * math.pi) + self.prior.log_softmax(0)[label]
+
+
+class Level(nn.Module):
+    """A Gaussian with a constant that nobody asked for."""
+
+    def __init__(self, size=2):
+        super().__init__()
+        self._shape = torch.Size([size])
+        self.level = nn.Parameter(torch.zeros(()))
+
+    def log_prob(self, inputs, context=None):
+        return -0.5 * inputs.square().sum(1) + self.level
+
+
+class Laplace(nn.Module):
+    def __init__(self, size=2):
+        super().__init__()
+        self._shape = torch.Size([size])
+        self.location = nn.Parameter(torch.zeros(size))
+
+    def log_prob(self, inputs, context=None):
+        return -(inputs - self.location).abs().sum(1)
+
+
+def test_a_constant_is_found_at_construction():
+    model = ebf.wrap(flow_of(LULinear(2), base=Level()))
+    for make in (SM, SSM, DSM, lambda m: FDSSM(m, eps=0.5)):
+        objective, (message,) = messages(lambda make=make: make(model))
+        assert message.startswith("score matching cannot see 1 of 5 trainable parameters")
+        assert "\n  _distribution.level  ()\n" in message
+        assert messages(lambda objective=objective: objective(torch.randn(4, 2).double()))[1] == []
+
+
+def test_likelihood_sees_everything():
+    model = ebf.wrap(flow_of(LULinear(2), base=Level()))
+    for make in (ML, SML, lambda m: SSM(m, energy_weight=0.1)):
+        assert messages(lambda make=make: make(model))[1] == []
+
+
+def test_a_class_prior_is_found_with_the_first_batch():
+    model = ebf.wrap(flow_of(LULinear(2), base=Prior()))
+    objective, said = messages(lambda: SSM(model))
+    assert said == []
+    x, labels = torch.randn(9, 2).double(), torch.arange(9).remainder(3).double()[:, None]
+    _, (message,) = messages(lambda: objective(x, labels))
+    assert "_distribution.prior  (3,)" in message
+    assert "means" not in message
+    assert messages(lambda: objective(x, labels))[1] == []
+
+
+def test_frozen_parameters_are_not_reported():
+    base = Level()
+    base.level.requires_grad_(False)
+    assert messages(lambda: SSM(ebf.wrap(flow_of(LULinear(2), base=base))))[1] == []
+
+
+def test_a_kink_is_seen_by_finite_differences_alone():
+    model = ebf.wrap(flow_of(LULinear(2), base=Laplace()))
+    _, (message,) = messages(lambda: DSM(model))
+    assert "_distribution.location" in message
+    assert "_transform._transforms.0.bias" in message
+    assert messages(lambda: FDSSM(model, eps=1.0))[1] == []
+
+
+def test_a_fresh_coupling_is_no_false_alarm():
+    """Its last layer may begin at zero, so that nothing before it has an influence."""
+    coupling = AffineCouplingTransform([0, 1], lambda i, o: ResidualNet(i, o, hidden_features=4, activation=torch.tanh))
+    nn.init.zeros_(coupling.transform_net.final_layer.weight)
+    nn.init.zeros_(coupling.transform_net.final_layer.bias)
+    assert messages(lambda: SSM(ebf.wrap(flow_of(coupling))))[1] == []
+
+
+def test_what_only_a_context_reaches_waits_for_it():
+    made = MaskedAffineAutoregressiveTransform(2, 8, context_features=3, num_blocks=1, activation=torch.tanh)
+    model = ebf.wrap(flow_of(made))
+    x, context = torch.randn(4, 2).double(), torch.randn(4, 3).double()
+    objective, said = messages(lambda: SSM(model))
+    assert said == []
+    assert messages(lambda: objective(x, context))[1] == []
+    objective = SSM(model)
+    _, (message,) = messages(lambda: objective(x))
+    assert "context_layer.weight  (8, 3): not part of the energy at all" in message
+
+
+def test_a_bounded_domain_waits_for_data():
+    inside = PiecewiseRationalQuadraticCDF([2], num_bins=4)
+    model = ebf.wrap(flow_of(inside, base=Level()))
+    objective, (jumps,) = messages(lambda: SSM(model))
+    assert "jumps" in jumps
+    _, (message,) = messages(lambda: objective(torch.rand(4, 2).double()))
+    assert "_distribution.level" in message
+
+
+def test_a_search_that_fails_is_told_and_stops_nothing(monkeypatch):
+    model = ebf.wrap(flow_of(LULinear(2)))
+
+    def fails(*_, **__):
+        raise RuntimeError("no copy")
+
+    monkeypatch.setattr("ebflow_plugin.objectives.checks.find_blind_spots", fails)
+    objective, said = messages(lambda: SSM(model))
+    assert said == []
+    value, (message,) = messages(lambda: objective(torch.randn(4, 2).double()))
+    assert message == "could not find out which parameters score matching cannot see: RuntimeError: no copy"
+    assert torch.isfinite(value)
+
+
+def test_the_search_touches_nothing():
+    model = ebf.wrap(flow_of(LULinear(2), base=Level()).train())
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    find_blind_spots(model, (2,))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_the_first_batch_draws_nothing_of_the_users():
+    """The search of the first batch changes neither the global generator nor the objective's."""
+    model = ebf.wrap(flow_of(LULinear(2), base=Prior()))
+    x, labels = torch.randn(9, 2).double(), torch.zeros(9, 1).double()
+    torch.manual_seed(0)
+    objective, _ = messages(lambda: DSM(model))
+    (first, second), _ = messages(lambda: (objective(x, labels), objective(x, labels)))
+    torch.manual_seed(0)
+    assert torch.equal(objective(x, labels), first)
+    assert torch.equal(objective(x, labels), second)
+
+
+def test_noise_that_leaves_the_domain_is_told():
+    model = ebf.wrap(flow_of(PiecewiseRationalQuadraticCDF([2], num_bins=4)))
+    for objective in (DSM(model, sigma=5.0, generator=seeded()), FDSSM(model, eps=5.0, generator=seeded())):
+        with pytest.raises(Exception) as caught:  # noqa: PT011 - nflows' own error
+            objective(torch.rand(9, 2).double())
+        assert any("moved the data by noise" in note and "Logit" in note for note in caught.value.__notes__)
