@@ -132,6 +132,7 @@ def register_linear(
         force: Replaces an earlier registration.
 
     Example:
+        >>> from torch import nn
         >>> class Shift(nn.Module):
         ...     def forward(self, x, context=None):
         ...         return x + 1.0, x.new_zeros(len(x))
@@ -151,6 +152,7 @@ def register_nonlinear(cls: type, *, smoothness: str = "unknown", force: bool = 
         force: Replaces an earlier registration.
 
     Example:
+        >>> from torch import nn
         >>> class Warp(nn.Module):
         ...     def forward(self, x, context=None):
         ...         return x.sinh(), x.cosh().log().sum(-1)
@@ -175,6 +177,7 @@ def register_container(cls: type, children: Callable[[Any], Iterable[tuple[str, 
         force: Replaces an earlier registration.
 
     Example:
+        >>> from torch import nn
         >>> class Pair(nn.Module):
         ...     pass
         >>> register_container(Pair, lambda pair: [("first", pair.first), ("second", pair.second)]) is Pair

@@ -12,6 +12,7 @@ import copy
 import warnings
 from collections.abc import Collection, Iterable
 from itertools import chain
+from math import prod, sqrt
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -210,10 +211,10 @@ def find_blind_spots(
     with torch.no_grad():
         for parameter in model.flow.parameters():
             if parameter.is_floating_point():
-                fan_in = parameter[0].numel() if parameter.dim() > 1 else 1
-                parameter.add_(noise(tuple(parameter.shape)).to(parameter), alpha=0.1 / fan_in**0.5)
+                fan_in = max(1, prod(parameter.shape[1:]))
+                parameter.add_(noise(tuple(parameter.shape)).to(parameter), alpha=0.1 / sqrt(fan_in))
     direction = noise(tuple(x.shape))
-    named = {name: parameter for name, parameter in model.flow.named_parameters() if parameter.requires_grad}
+    named = {name: p for name, p in model.flow.named_parameters() if p.requires_grad and p.numel()}
     with torch.enable_grad():
         x = x.detach().requires_grad_()
         energy = core.energy(x, context)

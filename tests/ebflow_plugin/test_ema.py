@@ -163,9 +163,10 @@ def test_log_z_is_that_of_the_values_inside(mode):
         assert torch.equal(model.log_z(), outside)
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in SUPPORTED if "ached" in case.name or "using_cache" in case.name], ids=str
-)
+CACHED = [case for case in SUPPORTED if case.own_log_prob and ("Cached" in case.name or "using_cache" in case.name)]
+
+
+@pytest.mark.parametrize("case", CACHED, ids=str)
 def test_caches_of_nflows_are_dropped(case):
     flow, x = case.build(), case.x(4)
     model = ebf.wrap(flow)
@@ -241,7 +242,7 @@ def test_states_that_do_not_fit():
     before = copy.deepcopy(ema.state_dict()["averages"])
     with pytest.raises(ebf.InputError, match="no state of an EMA: it lacks averages, buffers, decay, updates, warmup"):
         ema.load_state_dict({})
-    with pytest.raises(ebf.InputError, match=r"the state does not have .*bias: shape \(4,\), not \(3,\)"):
+    with pytest.raises(ebf.InputError, match=r"(?s)the state does not have .*bias: shape \(4,\), not \(3,\)"):
         ema.load_state_dict(EMA(make_model(4)).state_dict())
     assert all(torch.equal(value, before[name]) for name, value in ema.state_dict()["averages"].items())
 
