@@ -10,6 +10,8 @@
 The plan of a flow (:mod:`ebflow_plugin.plan`) is the heart: its steps, split into linear and nonlinear ones.
 """
 
+from ebflow_plugin import objectives
+from ebflow_plugin.ema import EMA
 from ebflow_plugin.errors import (
     AdapterError,
     EBFlowError,
@@ -21,6 +23,7 @@ from ebflow_plugin.errors import (
     UnsupportedStepError,
     VerificationError,
 )
+from ebflow_plugin.objectives import objective, register_objective
 from ebflow_plugin.preprocess import Dequantize, Logit, Rescale
 from ebflow_plugin.report import FlowReport
 from ebflow_plugin.rules import register_container, register_linear, register_nonlinear
@@ -30,6 +33,7 @@ from ebflow_plugin.version import __version__
 from ebflow_plugin.wrapper import EBFlow, describe, wrap
 
 __all__ = [
+    "EMA",
     "AdapterError",
     "Dequantize",
     "EBFlow",
@@ -46,9 +50,12 @@ __all__ = [
     "VerificationError",
     "__version__",
     "describe",
+    "objective",
+    "objectives",
     "register_container",
     "register_linear",
     "register_nonlinear",
+    "register_objective",
     "smooth",
     "unconstrain",
     "verify",

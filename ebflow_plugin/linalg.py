@@ -137,7 +137,8 @@ class Band:
 
     def log_abs_det(self) -> Tensor:
         r"""Returns :math:`\log |\det A|`, with shape :math:`()`."""
-        pivots, scale = zip(*((panel.lu.diagonal(), panel.scale) for panel in self._panels()), strict=True)
+        # a clone, since a view would hold on to all panels
+        pivots, scale = zip(*((panel.lu.diagonal().clone(), panel.scale) for panel in self._panels()), strict=True)
         diagonal = torch.cat(pivots)
         if not _in_graph(diagonal):
             _refuse_singular(diagonal, torch.cat(scale), self.size)

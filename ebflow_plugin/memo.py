@@ -58,7 +58,7 @@ class Memo(Generic[T]):
         """
         if any(tensor.is_meta for tensor in tensors):
             return compute()  # a meta tensor has no contents to compare
-        state = (key, *(_version(tensor) for tensor in tensors), self._checksum(tensors))
+        state = (key, *(_stamp(tensor) for tensor in tensors), self._checksum(tensors))
         same = state == self._state and len(self._refs) == len(tensors)
         if not (same and all(ref() is tensor for ref, tensor in zip(self._refs, tensors, strict=True))):
             self._value = compute()
@@ -68,7 +68,7 @@ class Memo(Generic[T]):
     def _checksum(self, tensors: Sequence[Tensor]) -> tuple[float, ...]:
         if not (self.contents and tensors):
             return ()
-        sums = [tensor.detach().sum(dtype=torch.float64) for tensor in tensors]
+        sums = [total for tensor in tensors for total in _weighted_sums(tensor.detach())]
         return tuple(torch.stack([total.to(sums[0].device) for total in sums]).tolist())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Memo[T]:
@@ -78,5 +78,14 @@ class Memo(Generic[T]):
         return Memo, (self.contents,)
 
 
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
+def _stamp(tensor: Tensor) -> tuple[Hashable, ...]:
+    return -1 if tensor.is_inference() else tensor._version, tensor.dtype, tensor.device
+
+
+def _weighted_sums(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Two numbers that change with any one entry (the sum), and when entries change places (a bilinear form)."""
+    if not tensor.is_floating_point():
+        tensor = tensor.to(torch.float64)
+    rows = tensor.reshape(tensor.shape[0], -1) if tensor.dim() > 1 else tensor.reshape(1, -1)
+    left, right = (torch.arange(1, size + 1, device=rows.device, dtype=rows.dtype).sqrt() for size in rows.shape)
+    return tensor.sum(dtype=torch.float64), (left @ (rows @ right)).to(torch.float64)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from ebflow_plugin.conditioners import Smoothness
 from ebflow_plugin.errors import InputError, UnsupportedStepError
-from ebflow_plugin.linalg import Dense, Solver
+from ebflow_plugin.linalg import Dense, KeptLU
 from ebflow_plugin.memo import Memo
 from ebflow_plugin.plan import Linearity, LinearStep, NonlinearStep, Shape, Shapes, Step
 
@@ -219,36 +219,31 @@ class MatrixStep(LinearStep):
     """
 
     reason = "full matrix"
+    transposed: bool = False  # whether the library keeps the transpose of W
 
     def __init__(self, module: Any, path: str, inverted: bool = False) -> None:
         super().__init__(module, path, inverted)
-        self._solver: Memo[Solver] = Memo()
+        self._lu = KeptLU(lambda kept: Dense(kept.mT if self.transposed else kept))
 
     @abstractmethod
-    def weight(self) -> Tensor:
-        """W, with shape ``(D, D)``."""
+    def kept(self) -> Tensor:
+        """W, or its transpose, as the library keeps it, with shape ``(D, D)``."""
 
     def bias(self) -> Tensor | None:
         """b, with shape ``(D,)``."""
         return None
 
     def determinant(self, shapes: Shapes | None) -> int | None:
-        return self.weight().shape[0]
+        return self.kept().shape[0]
 
     def apply(self, x: Tensor) -> Tensor:
-        return multiply(x, self.weight(), self.bias())
+        return multiply(x, self.kept().mT if self.transposed else self.kept(), self.bias())
 
     def invert(self, y: Tensor) -> Tensor:
-        return pixelwise(self._inverse(), subtract(y, self.bias()))
-
-    def _inverse(self) -> Solver:
-        weight = self.weight()
-        if weight.requires_grad and torch.is_grad_enabled():
-            return Dense(weight).inverse()
-        return self._solver.get(list(self.module.parameters()), lambda: Dense(weight.detach()).inverse())
+        return pixelwise(lambda rows: self._lu.solve(self.kept(), rows), subtract(y, self.bias()))
 
     def log_abs_det(self, shape: Shape) -> Tensor:
-        return torch.linalg.slogdet(self.weight())[1] * prod(shape[1:])
+        return self._lu.log_abs_det(self.kept()) * prod(shape[1:])
 
 
 class TriangularStep(LinearStep):

@@ -87,7 +87,7 @@ class NflowsSqueezeStep(SqueezeStep):
 class NaiveLinearStep(MatrixStep):
     """NaiveLinear, whose own inverse raises on current torch."""
 
-    def weight(self) -> Tensor:
+    def kept(self) -> Tensor:
         weight: Tensor = self.module._weight
         return weight
 

@@ -113,9 +113,9 @@ class ConvolutionStep(MatrixStep):
 
     reason = "1 × 1 convolution, full matrix"
 
-    def weight(self) -> Tensor:
-        weight: Tensor = self.module.W
-        return weight
+    def kept(self) -> Tensor:
+        kept: Tensor = self.module.W
+        return kept
 
 
 class LUConvolutionStep(TriangularStep):
@@ -143,9 +143,11 @@ class LUConvolutionStep(TriangularStep):
 class VectorStep(MatrixStep):
     """The inverse of an InvertibleAffine with ``use_lu=False``: y = x W, with x as a row."""
 
-    def weight(self) -> Tensor:
-        weight: Tensor = self.module.W
-        return weight.mT
+    transposed = True
+
+    def kept(self) -> Tensor:
+        kept: Tensor = self.module.W
+        return kept
 
     def apply(self, x: Tensor) -> Tensor:
         return super().apply(vectors(self, x))

@@ -213,7 +213,7 @@ def find_blind_spots(
             if parameter.is_floating_point():
                 fan_in = max(1, prod(parameter.shape[1:]))
                 parameter.add_(noise(tuple(parameter.shape)).to(parameter), alpha=0.1 / sqrt(fan_in))
-    direction = noise(tuple(x.shape))
+    direction = noise(tuple(x.shape)).to(x)
     named = {name: p for name, p in model.flow.named_parameters() if p.requires_grad and p.numel()}
     with torch.enable_grad():
         x = x.detach().requires_grad_()
@@ -238,7 +238,7 @@ def _depends(value: Tensor, named: dict[str, nn.Parameter]) -> dict[str, bool]:
     """Whether the gradient of a value in each parameter is anything but zero."""
     if not bool(torch.isfinite(value)):
         raise EBFlowError("the energy, or its gradient, of a perturbed copy is not finite")
-    if not value.requires_grad:
+    if not named or not value.requires_grad:
         return dict.fromkeys(named, False)
     gradients = torch.autograd.grad(value, list(named.values()), retain_graph=True, allow_unused=True)
     return {

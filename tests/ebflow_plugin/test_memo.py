@@ -37,6 +37,8 @@ def edits():
         "no_grad": no_grad,
         "data": lambda p: p.data.mul_(2.0),
         "data assignment": lambda p: setattr(p, "data", torch.full_like(p, 7.0)),
+        "swapped rows": lambda p: p.data.copy_(p.data.flip(0).contiguous()),
+        "dtype": lambda p: setattr(p, "data", p.data.double()),
         "load": lambda p: nn.ParameterList([p]).load_state_dict({"0": torch.full_like(p, 3.0)}),
     }
 

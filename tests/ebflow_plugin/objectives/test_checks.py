@@ -357,7 +357,26 @@ def test_a_fresh_coupling_is_no_false_alarm():
     coupling = AffineCouplingTransform([0, 1], lambda i, o: ResidualNet(i, o, hidden_features=4, activation=torch.tanh))
     nn.init.zeros_(coupling.transform_net.final_layer.weight)
     nn.init.zeros_(coupling.transform_net.final_layer.bias)
-    assert messages(lambda: SSM(ebf.wrap(flow_of(coupling))))[1] == []
+    objective, said = messages(lambda: SSM(ebf.wrap(flow_of(coupling))))
+    assert said + messages(lambda: objective(torch.randn(4, 2).double()))[1] == []
+
+
+def test_the_search_happens_once(monkeypatch):
+    calls = []
+
+    def counted(*args, **options):
+        calls.append(args)
+        return find_blind_spots(*args, **options)
+
+    monkeypatch.setattr("ebflow_plugin.objectives.checks.find_blind_spots", counted)
+    objective = SSM(ebf.wrap(flow_of(LULinear(2))))
+    for _ in range(3):
+        objective(torch.randn(4, 2).double())
+    assert len(calls) == 1
+    objective = SSM(ebf.wrap(flow_of(LULinear(2), base=Prior())))
+    for _ in range(3):
+        messages(lambda: objective(torch.randn(4, 2).double(), torch.zeros(4, 1).double()))
+    assert len(calls) == 3  # without a context, which failed, and with the first batch
 
 
 def test_what_only_a_context_reaches_waits_for_it():
