@@ -164,16 +164,18 @@ def boundary(plan: Plan, match_after: str | int | None) -> int:
     Arguments:
         plan: The whole plan.
         match_after: ``"auto"`` for the longest leading run of steps without trainable parameters that ends in a
-            numerically sensitive one; the path or the index of the last preprocessing step; None for none.
+            numerically sensitive one; the path or the index of the last preprocessing step; None for none (but for a
+            :class:`Dequantize`, which is always in front).
 
     Raises:
         InputError: If a step of the prefix has trainable parameters, which would never be trained.
         UnknownNameError: If the flow has no such step.
     """
+    noisy = int(bool(plan.steps) and isinstance(plan.steps[0], DequantizeStep))  # integers have no score
     if match_after is None:
-        return 0
+        return noisy
     if match_after == "auto":
-        count = 0
+        count = noisy
         for place, step in enumerate(plan.steps):
             if _trainable(step) or step.takes != 1 or step.gives != 1:
                 break

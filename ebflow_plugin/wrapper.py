@@ -180,17 +180,16 @@ class EBFlow(nn.Module):
         backward pass.
         """
         x = self._check(x, context)
-        with torch.inference_mode(False):
-            differentiable = torch.is_grad_enabled()
-            with torch.enable_grad():
-                if not (differentiable and x.requires_grad):
-                    x = (x.clone() if x.is_inference() else x).detach().requires_grad_()
-                energy = self.energy(x, context).sum()
-                if not energy.requires_grad:  # a flat base density, and linear steps alone
-                    return torch.zeros_like(x)
-                (gradient,) = torch.autograd.grad(
-                    energy, x, create_graph=differentiable, allow_unused=True, materialize_grads=True
-                )
+        differentiable = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        with torch.inference_mode(False), torch.enable_grad():
+            if not (differentiable and x.requires_grad):
+                x = (x.clone() if x.is_inference() else x).detach().requires_grad_()
+            energy = self.energy(x, context).sum()
+            if not energy.requires_grad:  # a flat base density, and linear steps alone
+                return torch.zeros_like(x)
+            (gradient,) = torch.autograd.grad(
+                energy, x, create_graph=differentiable, allow_unused=True, materialize_grads=True
+            )
         return -gradient
 
     def log_prob(self, x: Tensor, context: Tensor | None = None) -> Tensor:

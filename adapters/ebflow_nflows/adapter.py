@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ebflow_nflows import linear, steps
-from ebflow_nflows.base import MixtureBase, NflowsBase, NormalBase
+from ebflow_nflows.base import ForeignBase, MixtureBase, NflowsBase, NormalBase
 from ebflow_plugin.discovery import Adapter
 from ebflow_plugin.errors import UnsupportedStepError
 from ebflow_plugin.plan import Plan
@@ -147,7 +147,7 @@ class NflowsAdapter(Adapter):
         if transform is None or base is None or not hasattr(base, "log_prob"):
             lacking = "transform" if transform is None else "base distribution with log_prob"
             raise UnsupportedStepError(f"{type(flow).__name__} has no {lacking}; build it with Flow(transform, base)")
-        base_class = BASES.get(type(base).__name__, NflowsBase) if self.ours(type(base)) else NflowsBase
+        base_class = BASES.get(type(base).__name__, NflowsBase) if self.ours(type(base)) else ForeignBase
         embedding = getattr(flow, "_embedding_net", None)
         return Plan(
             steps=tuple(self.walk(transform, "_transform", self.inverted, overrides)),

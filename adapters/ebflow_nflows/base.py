@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ebflow_plugin.conditioners import Smoothness
 from ebflow_plugin.discovery import takes_context
 from ebflow_plugin.plan import Base, Shapes, per_sample
 
@@ -32,6 +33,14 @@ class NflowsBase(Base):
         else:
             drawn = self.module.sample(1, context=context).flatten(0, 1)
         return (drawn.to(like),)
+
+
+class ForeignBase(NflowsBase):
+    """A base density of the user's own: nobody knows whether its score jumps."""
+
+    @property
+    def smoothness(self) -> Smoothness:
+        return Smoothness.UNKNOWN
 
 
 class NormalBase(NflowsBase):

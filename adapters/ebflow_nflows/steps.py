@@ -51,6 +51,8 @@ class ConditionedStep(NflowsStep):
         scale = getattr(self.module, "scale_activation", None)
         if scale is not None and scale is getattr(type(self.module), "GENERAL_SCALE_ACTIVATION", None):
             return Smoothness.KINKED  # nflows clamps it
+        if getattr(self.module, "unconditional_transform", None) is not None:
+            return Smoothness.KINKED  # as nflows has it, a spline of the features that are passed on
         return smoothness_of(self.module)
 
 
@@ -89,7 +91,7 @@ class TailedSplineStep(SplineStep):
 class IntegratedStep(NflowsStep):
     """A UMNN transform: its own backward drops terms of the second derivative, without an error."""
 
-    reason = "UMNN: score is right, second derivatives are not; train it with DSM or ML"
+    reason = "UMNN: score is right, second derivatives are not; train it with ML, SML or FDSSM"
 
     @property
     def smoothness(self) -> Smoothness:

@@ -1,0 +1,127 @@
+"""Contract 9, measured by the identity that score matching rests on.
+
+For data with density p and score s_p, and a model with score s, integration by parts gives E_p[tr ∇s + s·s_p] = 0 where
+s is continuous. Where it jumps, autograd's derivative misses the jump, and the mean is something else.
+"""
+
+import pytest
+import torch
+from nflows import distributions, flows, transforms
+from nflows.transforms.nonlinearities import CauchyCDFInverse
+from torch import nn
+
+import ebflow_plugin as ebf
+from cases import SUPPORTED, Case, perturb
+from ebflow_nflows import FullLinear, SmoothLeakyReLU
+
+N = 4000
+
+
+def known_data(n: int, shape: tuple[int, ...], domain: str, spread: float = 0.7) -> tuple[torch.Tensor, torch.Tensor]:
+    """Data in a domain, and their exact score: a Gaussian, squashed where the domain is bounded."""
+    generator = torch.Generator().manual_seed(0)
+    normal = spread * torch.randn(n, *shape, dtype=torch.float64, generator=generator)
+    if domain == "real":
+        return normal, -normal / spread**2
+    unit = torch.sigmoid(normal)
+    score = (-normal / spread**2 - 1.0 + 2.0 * unit) / (unit * (1.0 - unit))
+    return (unit, score) if domain == "unit" else (2.0 * unit - 1.0, score / 2.0)
+
+
+def defect(model: ebf.EBFlow, x: torch.Tensor, true_score: torch.Tensor, context=None) -> tuple[float, float]:
+    """Mean and standard error of tr ∇s + s·s_p over x, with the trace exact."""
+    point = x.clone().requires_grad_()
+    score = model.score(point, context).flatten(1)
+    values = (score.detach() * true_score.flatten(1)).sum(1)
+    for axis in range(score.shape[1]):
+        if score.requires_grad:
+            (row,) = torch.autograd.grad(score[:, axis].sum(), point, retain_graph=True, allow_unused=True)
+            values = values if row is None else values + row.flatten(1)[:, axis]
+    return values.mean().item(), (values.std() / len(values) ** 0.5).item()
+
+
+def smooth(case: Case) -> bool:
+    model = ebf.wrap(case.build())
+    return case.dim <= 6 and all(part.smoothness == "smooth" for part in model.plan.parts())
+
+
+@pytest.mark.parametrize("case", [case for case in SUPPORTED if smooth(case)], ids=str)
+def test_what_claims_to_be_smooth_is(case: Case):
+    model = ebf.wrap(case.build())
+    model.initialize(case.x(), case.context())
+    x, true_score = known_data(N, case.event_shape, case.domain)
+    mean, error = defect(model, x, true_score, case.context(N))
+    assert abs(mean) < 5 * error + 1e-6
+
+
+def one_dimensional(*layers):
+    torch.manual_seed(0)
+    flow = flows.Flow(transforms.CompositeTransform(layers), distributions.StandardNormal([1])).double().eval()
+    perturb(flow, 0.3)
+    return ebf.wrap(flow)
+
+
+def spline(cls, **options):
+    return cls([1], num_bins=8, tails="linear", tail_bound=2.5, **options)
+
+
+SMOOTH = {
+    "affine": lambda: [transforms.PointwiseAffineTransform(0.7, 2.0)],
+    "full linear": lambda: [FullLinear(1)],
+    "smooth leaky ReLU": lambda: [SmoothLeakyReLU(0.3), FullLinear(1), SmoothLeakyReLU(0.2, residual=True)],
+    "logit": lambda: [transforms.Logit()],
+    "inverse tanh": lambda: [transforms.InverseTransform(transforms.Tanh())],
+    "Cauchy quantile": lambda: [CauchyCDFInverse(), transforms.LULinear(1)],
+    "MAF, tanh": lambda: [transforms.MaskedAffineAutoregressiveTransform(1, 8, activation=torch.tanh)],
+    "batch norm": lambda: [transforms.BatchNorm(1)],
+}
+JUMPS = {
+    "rational-quadratic spline": lambda: [spline(transforms.PiecewiseRationalQuadraticCDF)],
+    "linear spline": lambda: [spline(transforms.PiecewiseLinearCDF)],
+    "quadratic spline": lambda: [spline(transforms.PiecewiseQuadraticCDF)],
+    "cubic spline": lambda: [spline(transforms.PiecewiseCubicCDF)],
+    "LeakyReLU before a shift": lambda: [transforms.LeakyReLU(0.3), transforms.PointwiseAffineTransform(0.8, 1.0)],
+    "LogTanh": lambda: [transforms.LogTanh()],
+}
+
+
+DOMAINS = {"logit": "unit", "inverse tanh": "interval", "Cauchy quantile": "unit"}
+
+
+@pytest.mark.parametrize("name", SMOOTH)
+def test_smooth_steps_in_one_dimension(name):
+    model = one_dimensional(*SMOOTH[name]())
+    assert all(row.smoothness == "smooth" for row in model.report)
+    mean, error = defect(model, *known_data(40_000, (1,), DOMAINS.get(name, "real"), spread=1.0))
+    assert abs(mean) < 5 * error + 1e-9
+
+
+@pytest.mark.parametrize("name", JUMPS)
+def test_steps_that_jump_are_said_to_and_bias_the_objective(name):
+    model = one_dimensional(*JUMPS[name]())
+    assert any(row.smoothness in ("score jumps", "density jumps") for row in model.report)
+    mean, error = defect(model, *known_data(40_000, (1,), "real", spread=1.5))
+    assert abs(mean) > 4 * error, (mean, error)
+
+
+def test_a_relu_conditioner_biases_and_smooth_removes_it():
+    class Net(nn.Sequential):
+        def forward(self, x, context=None):
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    coupling = transforms.AffineCouplingTransform([1, 0], lambda i, o: Net(nn.Linear(i, 3), nn.ReLU(), nn.Linear(3, o)))
+    flow = flows.Flow(coupling, distributions.StandardNormal([2])).double().eval()
+    with torch.no_grad():
+        for parameter in flow.parameters():
+            parameter.mul_(4.0)
+    data = known_data(40_000, (2,), "real", spread=1.0)
+    kinked, kinked_error = defect(ebf.wrap(flow), *data)
+    smoothed, smoothed_error = defect(ebf.wrap(ebf.smooth(flow, sharpness=2.0).flow), *data)
+    assert abs(kinked) > 8 * kinked_error
+    assert abs(smoothed) < 5 * smoothed_error
+
+
+def test_bases_of_the_users_own_are_of_unknown_smoothness():
+    case = next(case for case in SUPPORTED if case.name.startswith("Laplace base"))
+    assert ebf.wrap(case.build()).plan.base.smoothness == "unknown"
