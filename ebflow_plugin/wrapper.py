@@ -11,9 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ebflow_plugin import calibration
+from ebflow_plugin.calibration import Calibration, CalibrationReport, CalibrationStep
 from ebflow_plugin.discovery import Found, find_flow
-from ebflow_plugin.errors import InputError, UnsupportedStepError
-from ebflow_plugin.normalizer import Normalizer
+from ebflow_plugin.errors import InputError, UnsupportedStepError, suggest
+from ebflow_plugin.inputs import check_input, refuse_non_finite
+from ebflow_plugin.moments import batches
+from ebflow_plugin.estimate import Estimate
+from ebflow_plugin.normalizer import Normalizer, estimate_log_z
 from ebflow_plugin.plan import Plan, Shape
 from ebflow_plugin.preprocess import Dequantize, DequantizeStep, boundary, preprocessing_steps
 from ebflow_plugin.report import FlowReport
@@ -108,6 +113,10 @@ class _Options:
     check_finite: bool = False
     skipped: int = 0  # how many leading steps a core leaves to its model
 
+    def behind(self, count: int) -> _Options:
+        """The options of the core that begins behind the first steps."""
+        return replace(self, match_after=None, skipped=count)
+
     def plan(self, found: Found) -> Plan:
         plan = found.adapter.plan(found.flow, self.overrides)
         return replace(plan, steps=(*preprocessing_steps(self.preprocess), *plan.steps)[self.skipped :])
@@ -125,20 +134,26 @@ class EBFlow(nn.Module):
 
     core: EBFlow
 
-    def __init__(self, found: Found, options: _Options) -> None:
+    def __init__(self, found: Found, options: _Options, calibration: Calibration | None = None) -> None:
         super().__init__()
         self.flow = found.flow
-        self.preprocessing = nn.ModuleList(options.preprocess)
+        self.preprocessing = nn.ModuleList(options.preprocess[options.skipped :])
+        self.calibration = Calibration() if calibration is None else calibration
         self.training = found.flow.training
         self._inside = found.inside
         self._options = options
         self._seen: tuple[Shape, torch.device, torch.dtype] | None = None
         self._settle(found)
+        self.register_load_state_dict_post_hook(_settle_again)
 
     def _settle(self, found: Found) -> None:
         """Makes what refers to the flow's modules from outside, and is never copied with them."""
         self._adapter = found.adapter
-        self.plan = self._options.plan(found)
+        self._bare = self._options.plan(found)
+        self.plan = self._bare
+        if self.calibration.ready:
+            step = CalibrationStep(self.calibration, self._latent_shapes())
+            self.plan = replace(self._bare, steps=(*self._bare.steps, step))
         self._normalizer = Normalizer(self.plan)
         # The largest parameter: some are of a dtype of their own (the mixture of normflows, a number inside Residual).
         sizes = {name: p.numel() for name, p in self.flow.named_parameters() if p.is_floating_point()}
@@ -147,7 +162,7 @@ class EBFlow(nn.Module):
         self._prefix = replace(self.plan, steps=self.plan.steps[:count])
         core: EBFlow = self
         if count:
-            core = EBFlow(found, replace(self._options, match_after=None, preprocess=(), skipped=count))
+            core = EBFlow(found, self._options.behind(count), self.calibration)
         self.__dict__["core"] = core  # past nn.Module: the core's parameters are the flow's, and are not listed twice
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
@@ -202,51 +217,154 @@ class EBFlow(nn.Module):
             return -energy
         return -energy - self._normalizer.exact(tuple(x.shape[1:]), energy)
 
-    def log_z(self, event_shape: Shape | None = None, method: str = "exact") -> Tensor:
-        """Computes log Z = -sum of the linear steps' log|det| (Eq. 9), a scalar.
+    def log_z(self, event_shape: Shape | None = None, method: str = "exact", **options: Any) -> Estimate:
+        r"""Computes log Z = -sum of the linear steps' log|det| (Eq. 9), a scalar with a standard error.
 
-        O(D^3) for a dense layer, once: it is kept until a parameter of a linear step changes. With grad mode on and
-        trainable linear layers it is computed anew, with its graph.
+        ============== =============================================== ==================================================
+        method         cost                                            options
+        ============== =============================================== ==================================================
+        ``exact``      O(D^3) for a dense layer, once: it is kept
+        ``lanczos``    ``2 · probes · iterations`` products with each  ``probes=16, iterations=40``
+                       large linear layer, O(D) memory
+        ``importance`` ``samples`` energies (Eqs. A5 and A6)           ``samples=1000, proposal=, context=, batch_size=``
+        ``ais``        ``steps · chains · leapfrogs`` gradients        ``steps=100, chains=100, leapfrogs=3, step_size=,
+                                                                       proposal=, context=, batch_size=``
+        ``auto``       ``exact`` while no layer needs more than 1e12   those of ``lanczos``
+                       multiplications or 2 GB, else ``lanczos``
+        ============== =============================================== ==================================================
+
+        The estimates also take ``generator`` and ``progress``; they have no graph and are not kept. ``proposal`` is
+        data, to which a Gaussian is fitted, or, for ``importance``, anything with ``sample`` and ``log_prob`` over the
+        matched variable; N(0, I) by default. ``context`` is one row: log Z is the same for all.
+
+        ``exact`` is kept until a parameter of a linear step changes. With grad mode on and trainable linear layers it
+        is computed anew, with its graph.
 
         Arguments:
             event_shape: The shape of one data point. By default what the base density tells, or the data that the
                 model saw last.
-            method: ``"exact"``.
+            method: How to compute it.
+            options: Options of the method.
+
+        Returns:
+            A scalar tensor with ``.std_error``, ``.method`` and, for the sampled ones, ``.effective_sample_size``.
+
+        Example:
+            >>> import ebflow_plugin as ebf
+            >>> from nflows import distributions, flows
+            >>> from ebflow_nflows import FullLinear
+            >>> model = ebf.wrap(flows.Flow(FullLinear(8, init="orthogonal"), distributions.StandardNormal([8])))
+            >>> estimate = model.log_z(method="lanczos", probes=4)
+            >>> bool(abs(estimate - model.log_z()) < 1e-5), estimate.method
+            (True, 'lanczos')
         """
-        if method != "exact":
-            raise InputError(f"log_z has no method {method!r}; valid: exact")
         shape = event_shape or self.plan.event_shape or (self._seen and self._seen[0])
         if shape is None:
             raise InputError("log_z needs event_shape: the base density does not tell it, and no data was seen yet")
-        return self._normalizer.exact(tuple(shape), self._like())
+        return estimate_log_z(self, tuple(shape), method, options)
 
     @torch.no_grad()
-    def sample(self, n: int, context: Tensor | None = None, *, generator: torch.Generator | None = None) -> Tensor:
+    def sample(
+        self,
+        n: int,
+        context: Tensor | None = None,
+        *,
+        temperature: float = 1.0,
+        generator: torch.Generator | None = None,
+        batch_size: int | None = None,
+    ) -> Tensor:
         """Draws samples by the inverse of each step, without gradients.
+
+        Factorisations are computed once and kept until a parameter changes, whatever the number of batches.
 
         Arguments:
             n: How many (for each row of a context).
             context: What to condition on, with ``C`` rows.
+            temperature: Scales the latents of a Gaussian base density about their mean; below 1 for samples that are
+                more likely and less varied.
             generator: Makes the draw repeatable.
+            batch_size: At most how many samples go through the inverse at a time, to bound memory. The samples do not
+                depend on it, but for rounding.
 
         Returns:
             Samples, with shape ``(n, *)``, or ``(C, n, *)`` with a context, as nflows has it.
 
         Raises:
             NoInverseError: If a step has no inverse; it names the step.
+            InputError: If the base density has no temperature.
         """
         self.plan.refuse()
-        return draw(self.plan, n, context, generator, self._like())
+        return draw(self.plan, n, context, generator, self._like(), temperature=temperature, batch_size=batch_size)
 
-    def initialize(self, x: Tensor, context: Tensor | None = None) -> None:
-        """Runs the data-dependent initialisation of the flow (ActNorm) on a clean batch.
+    def initialize(self, x: Any, context: Tensor | None = None, *, whiten: bool = False) -> None:
+        """Runs the data-dependent start of the flow on clean data.
 
-        Each layer is initialised exactly once: layers that are initialised already, by an earlier call, by training
-        or by a loaded checkpoint, stay as they are.
+        ActNorms are initialised exactly once: those that are initialised already, by an earlier call, by training or
+        by a loaded checkpoint, stay as they are. With ``whiten=True`` the first full linear layer becomes the
+        whitening map of what reaches it, from which score matching learns in seconds what takes it minutes from the
+        paper's start.
+
+        Arguments:
+            x: A batch; with ``whiten=True`` all training data, as a tensor, a pair ``(x, context)`` or a loader.
+            context: The context of a batch.
+            whiten: Whether to whiten. A flow must have a FullLinear or FullConv2d, behind nothing but ActNorms,
+                permutations and fixed steps.
+
+        Raises:
+            InputError: If no layer can whiten.
+            SingularError: If the data have no variance in some direction.
         """
-        x = self._check(x, context)
         self.plan.refuse()
-        self.plan.initialize(x, context)
+        if whiten:
+            calibration.whiten(self._bare, batches(x if context is None else (x, context), self._check))
+        else:
+            self.plan.initialize(self._check(x, context), context)
+
+    def calibrate(
+        self, data: Any, kind: str = "full", *, shrinkage: float | None = None, fold: bool = False
+    ) -> CalibrationReport:
+        """Fits the base to data in closed form: the affine map behind the flow that makes the latents' moments right.
+
+        It is the maximum-likelihood choice among all affine maps, and is held as one more linear step of this model:
+        the flow stays as it is. O(N·D² + D³) for a full covariance, O(N·D) for a diagonal one, in one pass.
+
+        Arguments:
+            data: Training data: a tensor, a pair ``(x, context)``, or a loader of either.
+            kind: ``"full"`` or ``"diagonal"``.
+            shrinkage: How far to move the covariance towards its diagonal, 0 to 1. By default what makes the rows that
+                are held out for it (every tenth) most likely.
+            fold: Puts the map into the flow's last layer instead, which must be a FullLinear. This edits the flow.
+
+        Returns:
+            The NLL of held-out rows before and after. Where calibrating would have made it worse, nothing is done,
+            and the report says so.
+
+        Raises:
+            InputError: If the base is not a Gaussian with a diagonal covariance.
+            SingularError: If the covariance is singular and must not be shrunk.
+        """
+        if kind not in ("full", "diagonal"):
+            raise InputError(f"unknown kind {kind!r}. {suggest(kind, ('full', 'diagonal'))}")
+        if shrinkage is not None and not 0.0 <= shrinkage <= 1.0:
+            raise InputError(f"shrinkage must lie in [0, 1], got {shrinkage!r}")
+        self._bare.refuse()
+        tensors, report = calibration.calibrate_plan(
+            self._bare, batches(data, self._check), self._like(), kind, shrinkage
+        )
+        self.calibration.set(**tensors)
+        if fold and tensors:
+            calibration.fold(self.calibration, self._bare)
+            self.calibration.set()
+        self._settle(find_flow(self.flow))
+        return report
+
+    def _latent_shapes(self) -> tuple[Shape, ...]:
+        """The event shapes of the latents; one flat vector if nobody tells."""
+        if self._bare.base.shapes is not None:
+            return self._bare.base.shapes
+        mean = self.calibration.mean
+        assert mean is not None
+        return ((len(mean),),)
 
     @torch.no_grad()
     def preprocess(self, x: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
@@ -306,46 +424,19 @@ class EBFlow(nn.Module):
         return anchor
 
     def _check(self, x: Tensor, context: Tensor | None) -> Tensor:
-        """Refuses input that the flow cannot take, in our words, from flags and shapes alone. Gives x to go on with."""
-        if not isinstance(x, Tensor):
-            raise InputError(f"x must be a tensor, got {type(x).__name__}")
-        anchor = self._anchor()
-        if not x.is_floating_point():
-            if not (self.preprocessing and isinstance(self.preprocessing[0], Dequantize)) or x.is_complex():
-                raise InputError(
-                    f"x must be floating point, got {x.dtype}; wrap the flow with preprocess=[Dequantize(levels), …] "
-                    "for integer data, or cast it"
-                )
-            x = x.to(torch.get_default_dtype() if anchor is None else anchor.dtype)
-        expected, shape = self.plan.event_shape, tuple(x.shape)
-        if x.dim() < 2 or (expected is not None and shape[1:] != expected):
-            wanted = "(B, *)" if expected is None else f"(B, {', '.join(map(str, expected))})"
-            hint = "; add the batch dimension with x.unsqueeze(0)" if shape == expected or x.dim() == 1 else ""
-            raise InputError(f"x must have shape {wanted}, got {shape}{hint}")
-        if anchor is not None:
-            if x.device != anchor.device:
-                raise InputError(f"x is on {x.device}, the flow is on {anchor.device}; move one with .to()")
-            if x.dtype != anchor.dtype and not torch.is_autocast_enabled(x.device.type):
-                raise InputError(f"x is {x.dtype}, the flow is {anchor.dtype}; cast one with .to()")
-        if context is not None:
-            if not isinstance(context, Tensor):
-                raise InputError(f"context must be a tensor, got {type(context).__name__}")
-            if context.dim() == 0 or context.shape[0] != x.shape[0]:
-                raise InputError(f"context must have {x.shape[0]} rows, as x has, got shape {tuple(context.shape)}")
-            if context.device != x.device:
-                raise InputError(f"context is on {context.device}, x is on {x.device}; move one with .to()")
-            if anchor is not None and context.is_floating_point() and context.dtype != anchor.dtype:
-                raise InputError(f"context is {context.dtype}, the flow is {anchor.dtype}; cast one with .to()")
+        """Refuses input that the flow cannot take, in our words. Gives x to go on with."""
+        integers = len(self.preprocessing) > 0 and isinstance(self.preprocessing[0], Dequantize)
+        x = check_input(x, context, self.plan.event_shape, self._anchor(), integers)
         if self._options.check_finite:
-            for name, tensor in (("x", x), ("context", context)):
-                if tensor is not None:
-                    refuse_non_finite(name, tensor)
+            refuse_non_finite("x", x)
+            if context is not None:
+                refuse_non_finite("context", context)
         return x
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out what refers to the flow's modules from outside: it is made anew for the copy."""
         self._adapter.release(self.flow)
-        left_out = ("plan", "core", "_prefix", "_normalizer", "_adapter")
+        left_out = ("plan", "core", "_bare", "_prefix", "_normalizer", "_adapter")
         return {key: value for key, value in self.__dict__.items() if key not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -353,17 +444,7 @@ class EBFlow(nn.Module):
         self._settle(find_flow(self.flow))
 
 
-def refuse_non_finite(name: str, tensor: Tensor) -> None:
-    """Raises if a tensor holds NaN or inf: how many, and where the first one stands.
-
-    Example:
-        >>> refuse_non_finite("x", torch.tensor([[0.0, float("nan")]]))
-        Traceback (most recent call last):
-        ebflow_plugin.errors.InputError: x holds 1 NaN or inf in 1 of 1 rows, the first at [0, 1]
-    """
-    bad = ~torch.isfinite(tensor)
-    count = int(bad.sum())
-    if count:
-        rows = int(bad.flatten(1).any(1).sum()) if bad.dim() > 1 else count
-        first = bad.nonzero()[0].tolist()
-        raise InputError(f"{name} holds {count} NaN or inf in {rows} of {tensor.shape[0]} rows, the first at {first}")
+def _settle_again(model: nn.Module, keys: Any) -> None:
+    """After a checkpoint was loaded: it may bring a calibration, or none."""
+    assert isinstance(model, EBFlow)
+    model._settle(find_flow(model.flow))

@@ -10,6 +10,7 @@ from torch import Tensor
 from ebflow_plugin.conditioners import Smoothness
 from ebflow_plugin.discovery import takes_context
 from ebflow_plugin.plan import Base, Shapes, per_sample
+from ebflow_plugin.rules import TAUGHT, Taught
 
 
 class NflowsBase(Base):
@@ -36,11 +37,12 @@ class NflowsBase(Base):
 
 
 class ForeignBase(NflowsBase):
-    """A base density of the user's own: nobody knows whether its score jumps."""
+    """A base density of the user's own: whether its score jumps is known if somebody registered its class."""
 
     @property
     def smoothness(self) -> Smoothness:
-        return Smoothness.UNKNOWN
+        taught = TAUGHT.get(type(self.module))
+        return taught.smoothness if isinstance(taught, Taught) else Smoothness.UNKNOWN
 
 
 class NormalBase(NflowsBase):

@@ -141,6 +141,27 @@ def test_added_preprocessing_is_the_change_of_variables():
     assert list(model.flow.state_dict()) == list(flow_of(transforms.LULinear(D)).state_dict())
 
 
+def test_the_core_of_added_preprocessing_is_the_whole_flow():
+    model = preprocessed()
+    x = torch.randint(8, (6, D), generator=torch.Generator().manual_seed(0))
+    matched, log_det = model.preprocess(x)
+    assert [step.path for step in model.core.plan.steps] == ["_transform._transforms.0"]
+    assert torch.allclose(model.core.log_prob(matched), model.flow.log_prob(matched))
+    unit = torch.sigmoid(matched) / 0.9 - 0.05 / 0.9
+    again = ebf.wrap(model.flow, preprocess=[ebf.Rescale(0.05, 0.95), ebf.Logit()])
+    expected = again.log_prob(unit) - D * math.log(8)
+    assert torch.allclose(model.core.log_prob(matched) + log_det, expected)
+
+
+@pytest.mark.parametrize("match_after", [None, "auto"])
+def test_dequantize_alone_stands_in_front_of_the_matched_variable(match_after):
+    model = ebf.wrap(flow_of(transforms.LULinear(D)), preprocess=[ebf.Dequantize(8)], match_after=match_after)
+    assert model.report.preprocessing == 1
+    assert len(model.core.plan.steps) == 1
+    with pytest.raises(ebf.InputError, match="floating point"):
+        model.core.energy(torch.zeros(2, D, dtype=torch.long))
+
+
 def test_dequantisation_noise_is_drawn_at_each_call():
     model = preprocessed()
     x = torch.randint(8, (4, D))

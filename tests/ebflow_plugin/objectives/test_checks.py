@@ -268,6 +268,11 @@ def assert_gradient(objective, x, parameter, right):
 # Parameters that the score does not depend on
 
 
+def smooth_base(cls):
+    return ebf.register_nonlinear(cls, smoothness="smooth", force=True)
+
+
+@smooth_base
 class Prior(nn.Module):
     """A Gaussian with classes: a mean for each, and a prior of classes that no score shows."""
 
@@ -283,6 +288,7 @@ class Prior(nn.Module):
         return -0.5 * distance - 0.5 * self.size * math.log(2 * math.pi) + self.prior.log_softmax(0)[label]
 
 
+@smooth_base
 class Level(nn.Module):
     """A Gaussian with a constant that nobody asked for."""
 

@@ -1,0 +1,362 @@
+r"""Starting and finishing well: the whitening start, and the closed-form fit of the base.
+
+*Calibration*. Score matching gets the features of a flow right before the scale of its latents. With :math:`z = g(x)`
+on training data, of mean :math:`m` and covariance :math:`C = L L^\top`, the map :math:`L^{-1}(z - m)` behind the flow
+is the maximum-likelihood choice among all affine ones. The model holds it as one more linear step; the flow stays as
+it is.
+
+*Whitening start*. The first full linear layer begins as the whitening map of what reaches it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import product
+from math import log, pi
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ebflow_plugin.errors import InputError, SingularError
+from ebflow_plugin.layers import FullLinear
+from ebflow_plugin.moments import Moments
+from ebflow_plugin.plan import Base, LinearStep, Plan, Shape
+from ebflow_plugin.steps import FullStep, InitialisedAffineStep, IsometryStep
+
+__all__ = ["Calibration", "CalibrationReport", "CalibrationStep", "calibrate_plan", "fold", "whiten"]
+
+
+class Calibration(nn.Module):
+    """An affine map of flat latents, in buffers: the gradient never reaches it, checkpoints hold it.
+
+    Attributes:
+        mean: m, with shape ``(D,)``; None before the model was calibrated.
+        to_base: The map A in u = A (z - m) + μ, with shape ``(D, D)``, or ``(D,)`` if it is diagonal.
+        from_base: The inverse of A.
+        center: μ, the mean of the base, with shape ``(D,)``.
+    """
+
+    names = ("mean", "to_base", "from_base", "center")
+    mean: Tensor | None
+    to_base: Tensor | None
+    from_base: Tensor | None
+    center: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in self.names:
+            self.register_buffer(name, None)
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is a map."""
+        return self.mean is not None
+
+    def set(self, **tensors: Tensor | None) -> None:
+        """Takes a new map, or none."""
+        for name in self.names:
+            setattr(self, name, tensors.get(name))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        """Takes what a file holds, calibrated or not: the model that loads it need not have been calibrated."""
+        held = {name: state_dict.get(prefix + name) for name in self.names}
+        like = self.mean if self.mean is not None else held["mean"]
+        self.set(**{name: None if t is None else t.detach().clone().to(like) for name, t in held.items()})
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+class CalibrationStep(LinearStep):
+    """A :class:`Calibration` behind a flow, over all of its latents."""
+
+    reason = "closed-form fit of the base"
+
+    def __init__(self, module: Calibration, shapes: tuple[Shape, ...]) -> None:
+        super().__init__(module, "calibration")
+        self._shapes = shapes
+        self.takes = self.gives = len(shapes)
+
+    def apply(self, x: Any) -> Any:
+        c = self.module
+        return self._parts(_times(c.to_base, self._flat(x) - c.mean) + c.center)
+
+    def invert(self, y: Any) -> Any:
+        c = self.module
+        return self._parts(_times(c.from_base, self._flat(y) - c.center) + c.mean)
+
+    def log_abs_det(self, shape: Shape) -> Tensor:
+        to_base: Tensor = self.module.to_base
+        return (to_base if to_base.dim() == 1 else to_base.diagonal()).abs().log().sum()
+
+    def _flat(self, value: Any) -> Tensor:
+        return flatten(value)
+
+    def _parts(self, flat: Tensor) -> Any:
+        sizes = [torch.Size(shape).numel() for shape in self._shapes]
+        parts = tuple(
+            part.reshape(-1, *shape) for part, shape in zip(flat.split(sizes, dim=1), self._shapes, strict=True)
+        )
+        return parts[0] if len(parts) == 1 else parts
+
+
+def _times(matrix: Tensor, rows: Tensor) -> Tensor:
+    return rows * matrix if matrix.dim() == 1 else rows @ matrix.T
+
+
+def flatten(latents: Any) -> Tensor:
+    """Latents of any number and shape as flat rows, with shape ``(B, D)``."""
+    parts = (latents,) if isinstance(latents, Tensor) else latents
+    return torch.cat([part.flatten(1) for part in parts], dim=1)
+
+
+@dataclass(frozen=True)
+class CalibrationReport:
+    """What calibrating did, measured on data that the fit did not see.
+
+    Attributes:
+        before: NLL in nats before.
+        after: NLL in nats after.
+        shrinkage: How far the covariance was moved towards its diagonal, 0 to 1.
+        kind: ``"full"``, ``"diagonal"``, or ``"none"`` where calibrating would have made held-out data less likely.
+    """
+
+    before: float
+    after: float
+    shrinkage: float
+    kind: str
+
+    def __str__(self) -> str:
+        return f"held-out NLL {self.before:.2f} -> {self.after:.2f} nats ({self.kind}, shrinkage {self.shrinkage:.3g})"
+
+
+def gaussian_of(base: Base, shapes: tuple[Shape, ...], like: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of a diagonal Gaussian base, read off its score at three points.
+
+    Raises:
+        InputError: If the base is something else.
+    """
+    generator = torch.Generator().manual_seed(0)
+    points = [
+        torch.cat([torch.zeros(1, *shape), torch.ones(1, *shape), torch.randn(1, *shape, generator=generator)])
+        for shape in shapes
+    ]
+    latents = tuple(point.to(like).requires_grad_() for point in points)
+    why = "calibrate fits a Gaussian base without a context"
+    try:
+        with torch.enable_grad():
+            log_prob = base.log_prob(latents, None)
+            scores = torch.autograd.grad(log_prob.sum(), latents)
+    except Exception as error:
+        raise InputError(f"{why}; {base.class_name} has no score of its own: {error}") from error
+    zero, one, other = (flatten(tuple(score[row : row + 1] for score in scores))[0].double() for row in range(3))
+    precision = zero - one
+    mean = zero / precision
+    at = flatten(tuple(latent.detach()[2:] for latent in latents))[0].double()
+    if not (bool((precision > 0).all()) and torch.allclose(other, -precision * (at - mean), rtol=1e-2, atol=1e-3)):
+        raise InputError(f"{why}; {base.class_name} is none")
+    return mean, precision.rsqrt()
+
+
+def fit_affine(
+    moments: Moments, held_out: Moments, base: tuple[Tensor, Tensor], kind: str, shrinkage: float | None
+) -> tuple[dict[str, Tensor], float, float]:
+    """Fits u = A (z - m) + μ to moments of latents, with the shrinkage that held-out moments like best.
+
+    Returns:
+        The tensors of a :class:`Calibration`, the shrinkage, and the mean held-out NLL of the latents in nats.
+    """
+    center, std = base
+    covariance = moments.covariance(unbiased=False)
+    spread = covariance.diagonal().clamp_min(0.0).sqrt()
+    flat = (spread <= torch.finfo(torch.float64).eps * spread.max()).nonzero().flatten().tolist()
+    if flat:
+        raise SingularError(f"latents {flat[:5]} do not vary over the data, so that no scale fits them")
+    shift = held_out.mean - moments.mean
+    seen = held_out.scatter / held_out.count + torch.outer(shift, shift)
+    if kind == "diagonal":
+        total = 0.5 * (2 * spread.log() + seen.diagonal() / spread**2).sum().item() + 0.5 * len(spread) * log(2 * pi)
+        tensors = {"mean": moments.mean, "to_base": std / spread, "from_base": spread / std, "center": center}
+        return tensors, 1.0, total
+    # In units of the spread, shrinking towards the diagonal moves every eigenvalue towards 1.
+    values, vectors = torch.linalg.eigh(covariance / torch.outer(spread, spread))
+    projected = ((vectors.T / spread) @ seen @ (vectors / spread[:, None])).diagonal()
+
+    def nll(rho: float) -> float:
+        shrunk = (1 - rho) * values + rho
+        if shrunk.min() <= 1e-12 * shrunk.max():
+            return float("inf")
+        total = 0.5 * (shrunk.log() + projected / shrunk).sum() + spread.log().sum()
+        return float(total) + 0.5 * len(spread) * log(2 * pi)
+
+    grid: list[float] = (
+        [0.0, *(10.0 ** (power / 4) for power in range(-16, 0)), 1.0] if shrinkage is None else [shrinkage]
+    )
+    rho = min(grid, key=nll)
+    if nll(rho) == float("inf"):
+        raise SingularError(
+            f"the covariance of the latents is singular ({moments.count} data points for {len(spread)} dimensions); "
+            "give more data, or a shrinkage above 0, or kind='diagonal'"
+        )
+    shrunk = (1 - rho) * values + rho
+    lower = torch.linalg.cholesky((vectors * shrunk) @ vectors.T) * spread[:, None]
+    inverse = torch.linalg.solve_triangular(lower, torch.eye(len(spread)).to(lower), upper=False)
+    tensors = {
+        "mean": moments.mean,
+        "to_base": std[:, None] * inverse,
+        "from_base": lower / std,
+        "center": center,
+    }
+    return tensors, rho, nll(rho)
+
+
+@torch.no_grad()
+def calibrate_plan(
+    plan: Plan, stream: Iterable[tuple[Tensor, Tensor | None]], like: Tensor, kind: str, shrinkage: float | None
+) -> tuple[dict[str, Tensor], CalibrationReport]:
+    """Fits the base of a plan to the latents of data; every tenth row is held out to choose the shrinkage by.
+
+    Returns:
+        The tensors of a :class:`Calibration` (none if it would make held-out data less likely), and the report.
+    """
+    moments, held_out = Moments(), Moments()
+    energies, base_nll, index = 0.0, 0.0, 0
+    event_shape: Shape = ()
+    shapes: tuple[Shape, ...] = ()
+    for x, context in stream:
+        embedded = plan.embed(context)
+        latents, log_det = plan.encode(x, embedded)
+        shapes, event_shape = tuple(tuple(part.shape[1:]) for part in latents), tuple(x.shape[1:])
+        rows = flatten(latents)
+        held = torch.arange(index, index + len(rows), device=rows.device) % 10 == 9
+        index += len(rows)
+        if bool((~held).any()):
+            moments.add(rows[~held])
+        if bool(held.any()):
+            held_out.add(rows[held])
+            nll = -plan.base.log_prob(latents, embedded).double()
+            base_nll += nll[held].sum().item()
+            energies += (nll if log_det is None else nll - log_det.double())[held].sum().item()
+    if held_out.count < 2 or moments.count < 2:
+        raise InputError(f"calibrate needs at least 20 data points, got {index}")
+    base = gaussian_of(plan.base, shapes, like)
+    counts = held_out.count
+    moments.reduce()
+    held_out.reduce()
+    tensors, rho, after = fit_affine(moments, held_out, base, kind, shrinkage)
+    constant = plan.log_z(event_shape, like.double()).item()
+    before, gain = energies / counts + constant, base_nll / counts - after
+    if gain < 0:
+        return {}, CalibrationReport(before, before, 1.0, "none")
+    moments._merge(held_out.count, held_out.mean, held_out.scatter)  # the choice is made: now all data count
+    tensors, rho, _ = fit_affine(moments, held_out, base, kind, rho if kind == "full" else None)
+    return {name: t.to(like) for name, t in tensors.items()}, CalibrationReport(before, before - gain, rho, kind)
+
+
+@torch.no_grad()
+def fold(calibration: Calibration, plan: Plan) -> None:
+    """Puts the map of a calibration into the last layer of a flow, which must be a FullLinear.
+
+    Raises:
+        InputError: If the flow ends otherwise, or its base is not a standard Gaussian's shape of one vector.
+    """
+    last = plan.steps[-1] if plan.steps else None
+    if not (isinstance(last, FullStep) and isinstance(last.module, FullLinear) and not last.inverted):
+        where = "nothing" if last is None else last.where
+        raise InputError(f"only a FullLinear at the end of the flow can take a calibration in; it ends with {where}")
+    layer, matrix = last.module, calibration.to_base
+    if layer.bias is None:
+        raise InputError(f"{last.where} has no bias, and cannot take a calibration in")
+    assert matrix is not None
+    assert calibration.mean is not None
+    assert calibration.center is not None
+    matrix = torch.diag(matrix) if matrix.dim() == 1 else matrix
+    layer.weight.copy_(matrix @ layer.weight)
+    layer.bias.copy_(matrix @ (layer.bias - calibration.mean) + calibration.center)
+
+
+def first_full_layer(plan: Plan) -> int:
+    """The place of the first full layer, behind nothing but ActNorms, permutations and other fixed steps.
+
+    Raises:
+        InputError: If there is none.
+    """
+    for place, step in enumerate(plan.steps):
+        if isinstance(step, FullStep) and not step.inverted:
+            return place
+        trainable = isinstance(step.module, nn.Module) and any(p.requires_grad for p in step.module.parameters())
+        if trainable and not isinstance(step, (InitialisedAffineStep, IsometryStep)):
+            raise InputError(
+                f"whiten=True needs a FullLinear or FullConv2d before any other trainable step; {step.where} comes "
+                "first. ebflow_plugin.unconstrain(flow) turns LU and similar layers into full ones."
+            )
+    raise InputError("whiten=True needs a FullLinear or FullConv2d in the flow; see ebflow_plugin.unconstrain")
+
+
+def rows_of(step: FullStep, value: Tensor) -> Tensor:
+    """What the rows of a full layer's matrix act on: vectors, or the cells of stride × stride pixels of images.
+
+    A convolution is whitened in each cell on its own: the best map of its form that needs no more than one tap a pixel.
+    """
+    layer = step.module
+    if isinstance(layer, FullLinear):
+        return value
+    setting = layer.setting
+    high, wide = setting.stride
+    if high != wide or setting.groups != 1 or setting.cell_taps() is None:
+        raise InputError(
+            f"{step.where} cannot start as a whitening map: that needs a square stride, one group, and an output "
+            "channel and a tap of the kernel for each element of a cell"
+        )
+    cells = F.pixel_unshuffle(value, high) if high > 1 else value
+    return cells.movedim(1, -1).flatten(0, -2)
+
+
+@torch.no_grad()
+def whiten(plan: Plan, stream: Iterable[tuple[Tensor, Tensor | None]]) -> None:
+    """Runs the whitening start on a plan: its ActNorms from the first batch, its first full layer from all data."""
+    place = first_full_layer(plan)
+    layer = plan.steps[place]
+    assert isinstance(layer, FullStep)
+    before = replace(plan, steps=plan.steps[:place])
+    moments = Moments()
+    first: tuple[Tensor, Tensor | None] | None = None
+    for x, context in stream:
+        if first is None:
+            first = x, context
+            before.initialize(x, context)
+        (value,), _ = before.encode(x, plan.embed(context))
+        moments.add(rows_of(layer, value))
+    assert first is not None
+    moments.reduce()
+    whiten_first_layer(layer, moments)
+    plan.initialize(*first)
+
+
+@torch.no_grad()
+def whiten_first_layer(step: FullStep, moments: Moments) -> None:
+    """Makes a full layer the (symmetric) whitening map of what reaches it: C^(-1/2) (x - m)."""
+    layer = step.module
+    values, vectors = torch.linalg.eigh(moments.covariance())
+    floor = 1e-12 * values.max()
+    if values.min() <= floor:
+        raise SingularError(
+            f"{int((values <= floor).sum())} of {len(values)} directions of the data have no variance, so that "
+            f"{step.where} cannot whiten them; dequantize the data, or give more of it ({moments.count} points)"
+        )
+    weight = (vectors * values.rsqrt()) @ vectors.T
+    bias = -weight @ moments.mean
+    if isinstance(layer, FullLinear):
+        layer.weight.copy_(weight)
+    else:
+        (rows, columns), setting = layer.setting.cell_taps(), layer.setting
+        cell = weight.to(layer.weight).reshape(len(weight), -1, *setting.stride)
+        layer.weight.zero_()
+        for row, column in product(range(setting.stride[0]), range(setting.stride[1])):
+            layer.weight[..., rows[row], columns[column]] = cell[..., row, column]
+    if layer.bias is None:
+        if bool((moments.mean.abs() > 1e-6 * values.max().sqrt()).any()):
+            raise InputError(f"{step.where} needs a bias to take off the mean of the data")
+    else:
+        layer.bias.copy_(bias)

@@ -1,0 +1,83 @@
+"""Input that a flow cannot take is refused here, in our words, before torch sees it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ebflow_plugin.errors import InputError
+from ebflow_plugin.plan import Shape
+
+__all__ = ["check_input", "refuse_non_finite"]
+
+
+def check_input(
+    x: Tensor, context: Tensor | None, event_shape: Shape | None, anchor: Tensor | None, integers: bool = False
+) -> Tensor:
+    """Looks at flags and shapes alone, so that nothing waits for the device. Gives x to go on with.
+
+    Arguments:
+        x: Data.
+        context: Its context.
+        event_shape: The shape that one data point must have, if known.
+        anchor: A parameter whose device and dtype x must have.
+        integers: Whether integers are welcome: they get the dtype of the anchor.
+
+    Example:
+        >>> check_input(torch.zeros(5, 3), None, (4,), None)
+        Traceback (most recent call last):
+        ebflow_plugin.errors.InputError: x must have shape (B, 4), got (5, 3)
+    """
+    if not isinstance(x, Tensor):
+        raise InputError(f"x must be a tensor, got {type(x).__name__}")
+    if not x.is_floating_point():
+        if not integers or x.is_complex():
+            raise InputError(
+                f"x must be floating point, got {x.dtype}; wrap the flow with preprocess=[Dequantize(levels), …] "
+                "for integer data, or cast it"
+            )
+        x = x.to(torch.get_default_dtype() if anchor is None else anchor.dtype)
+    shape = tuple(x.shape)
+    if x.dim() < 2 or (event_shape is not None and shape[1:] != event_shape):
+        wanted = "(B, *)" if event_shape is None else f"(B, {', '.join(map(str, event_shape))})"
+        hint = "; add the batch dimension with x.unsqueeze(0)" if shape == event_shape or x.dim() == 1 else ""
+        raise InputError(f"x must have shape {wanted}, got {shape}{hint}")
+    if anchor is not None:
+        if x.device != anchor.device:
+            raise InputError(f"x is on {x.device}, the flow is on {anchor.device}; move one with .to()")
+        _same_dtype("x", x, anchor)
+    if context is not None:
+        _check_context(context, x, anchor)
+    return x
+
+
+def _check_context(context: Tensor, x: Tensor, anchor: Tensor | None) -> None:
+    if not isinstance(context, Tensor):
+        raise InputError(f"context must be a tensor, got {type(context).__name__}")
+    if context.dim() == 0 or context.shape[0] != x.shape[0]:
+        raise InputError(f"context must have {x.shape[0]} rows, as x has, got shape {tuple(context.shape)}")
+    if context.device != x.device:
+        raise InputError(f"context is on {context.device}, x is on {x.device}; move one with .to()")
+    if anchor is not None and context.is_floating_point():
+        _same_dtype("context", context, anchor)
+
+
+def _same_dtype(name: str, tensor: Tensor, anchor: Tensor) -> None:
+    if tensor.dtype != anchor.dtype and not torch.is_autocast_enabled(tensor.device.type):
+        raise InputError(f"{name} is {tensor.dtype}, the flow is {anchor.dtype}; cast one with .to()")
+
+
+def refuse_non_finite(name: str, tensor: Tensor) -> None:
+    """Raises if a tensor holds NaN or inf: how many, and where the first one stands.
+
+    Example:
+        >>> refuse_non_finite("x", torch.tensor([[0.0, float("nan")]]))
+        Traceback (most recent call last):
+        ebflow_plugin.errors.InputError: x holds 1 NaN or inf in 1 of 1 rows, the first at [0, 1]
+    """
+    bad = ~torch.isfinite(tensor)
+    count = int(bad.sum())
+    if count:
+        rows = int(bad.flatten(1).any(1).sum()) if bad.dim() > 1 else count
+        first = bad.nonzero()[0].tolist()
+        raise InputError(f"{name} holds {count} NaN or inf in {rows} of {tensor.shape[0]} rows, the first at {first}")

@@ -1,0 +1,105 @@
+"""Mean and covariance of what a stream of batches becomes inside a model, in one pass and in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from ebflow_plugin.errors import InputError
+
+__all__ = ["Moments", "batches"]
+
+CHUNK = 1000  # rows of a tensor that go through a model at once
+
+
+class Moments:
+    """Count, mean and scatter of rows, merged batch by batch so that large means lose no digits.
+
+    Attributes:
+        count: The number of rows.
+        mean: Their mean, with shape ``(D,)``.
+        scatter: The sum of outer products of their deviations, with shape ``(D, D)``.
+
+    Example:
+        >>> rows = torch.randn(10, 2, dtype=torch.float64) + 1e6
+        >>> moments = Moments()
+        >>> for part in rows.split(4):
+        ...     moments.add(part)
+        >>> torch.allclose(moments.covariance(), torch.cov(rows.T))
+        True
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.mean = torch.zeros(0, dtype=torch.float64)
+        self.scatter = torch.zeros(0, 0, dtype=torch.float64)
+
+    def add(self, rows: Tensor) -> None:
+        """Takes in rows with shape ``(N, D)``."""
+        rows = rows.detach().to(torch.float64)
+        mean = rows.mean(0)
+        deviations = rows - mean
+        self._merge(len(rows), mean, deviations.T @ deviations)
+
+    def _merge(self, count: int, mean: Tensor, scatter: Tensor) -> None:
+        if self.count == 0:
+            self.count, self.mean, self.scatter = count, mean, scatter
+            return
+        total = self.count + count
+        shift = mean - self.mean
+        self.scatter = self.scatter + scatter + torch.outer(shift, shift) * (self.count * count / total)
+        self.mean = self.mean + shift * (count / total)
+        self.count = total
+
+    def reduce(self) -> None:
+        """Merges the moments of all processes of a distributed run, so that each has those of the whole data."""
+        if not (distributed.is_available() and distributed.is_initialized()):
+            return
+        every: list[Any] = [None] * distributed.get_world_size()
+        distributed.all_gather_object(every, (self.count, self.mean.cpu(), self.scatter.cpu()))
+        device = self.mean.device
+        self.count = 0
+        for count, mean, scatter in every:
+            self._merge(count, mean.to(device), scatter.to(device))
+
+    def covariance(self, unbiased: bool = True) -> Tensor:
+        """The covariance, with shape ``(D, D)``; the maximum-likelihood one with ``unbiased=False``."""
+        least = 2 if unbiased else 1
+        if self.count < least:
+            raise InputError(f"a covariance needs at least {least} data points, got {self.count}")
+        return self.scatter / (self.count - int(unbiased))
+
+
+def batches(data: Any, check: Callable[[Tensor, Tensor | None], Tensor]) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Goes through data in batches: a tensor, a pair of a tensor and its context, or a loader of either.
+
+    Arguments:
+        data: The data.
+        check: Refuses bad batches; gives x to go on with.
+    """
+    if isinstance(data, Tensor):
+        parts: Iterable[Any] = data.split(CHUNK)
+    elif isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, Tensor) for part in data):
+        parts = zip(data[0].split(CHUNK), data[1].split(CHUNK), strict=True)
+    elif isinstance(data, Iterable):
+        parts = data
+    else:
+        raise InputError(f"data must be a tensor, a pair (x, context) or a loader of these, got {type(data).__name__}")
+    empty = True
+    for part in parts:
+        x, context = (part, None) if isinstance(part, Tensor) else _pair(part)
+        if x.shape[0] == 0:
+            continue
+        empty = False
+        yield check(x, context), context
+    if empty:
+        raise InputError("data holds no batches")
+
+
+def _pair(part: Any) -> tuple[Tensor, Tensor | None]:
+    if isinstance(part, (tuple, list)) and len(part) in (1, 2) and all(isinstance(piece, Tensor) for piece in part):
+        return part[0], (part[1] if len(part) == 2 else None)
+    raise InputError(f"a batch must be a tensor or a pair (x, context), got {type(part).__name__} of {len(part)}")

@@ -1,0 +1,299 @@
+"""The whitening start, and the closed-form fit of the base."""
+
+import copy
+import io
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from nflows import distributions, flows, transforms
+from torch import nn
+
+import ebflow_plugin as ebf
+from cases import SUPPORTED, Case, perturb
+from ebflow_nflows import FullConv2d, FullLinear, SmoothLeakyReLU
+from ebflow_plugin.moments import Moments
+
+D = 5
+
+
+def data(n=400, dim=D, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    mixing = torch.randn(dim, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(99))
+    return torch.randn(n, dim, dtype=torch.float64, generator=generator) @ mixing + 3.0
+
+
+def linear_flow():
+    return flows.Flow(FullLinear(D), distributions.StandardNormal([D])).double()
+
+
+def nonlinear_flow():
+    layers = [FullLinear(D, init="orthogonal"), SmoothLeakyReLU(0.3), FullLinear(D, init="orthogonal")]
+    return flows.Flow(transforms.CompositeTransform(layers), distributions.StandardNormal([D])).double()
+
+
+def gaussian_nll(x):
+    """The smallest mean NLL that any Gaussian has on x: its maximum-likelihood fit's."""
+    covariance = torch.cov(x.T, correction=0)
+    return (0.5 * torch.linalg.slogdet(covariance)[1] + 0.5 * x.shape[1] * (1 + math.log(2 * math.pi))).item()
+
+
+def nll(model, x, context=None):
+    with torch.no_grad():
+        return -model.log_prob(x, context).mean().item()
+
+
+# Moments
+
+
+@given(st.lists(st.integers(1, 7), min_size=1, max_size=6), st.integers(0, 100), st.floats(-1e5, 1e5))
+@settings(max_examples=40, deadline=None)
+def test_moments_do_not_depend_on_the_batches(sizes, seed, offset):
+    rows = torch.randn(sum(sizes), 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) + offset
+    moments = Moments()
+    for part in rows.split(sizes):
+        moments.add(part)
+    assert moments.count == len(rows)
+    assert torch.allclose(moments.mean, rows.mean(0))
+    if len(rows) > 1:
+        assert torch.allclose(moments.covariance(), torch.cov(rows.T), atol=1e-6)
+
+
+# Calibration
+
+
+def test_a_linear_gaussian_flow_gets_its_maximum_likelihood():
+    x = data()
+    model = ebf.wrap(linear_flow())
+    report = model.calibrate(x, shrinkage=0.0)
+    assert report.kind == "full"
+    assert report.after < report.before
+    assert nll(model, x) == pytest.approx(gaussian_nll(x), abs=1e-9)
+
+
+def test_a_diagonal_fit_is_the_best_diagonal_one():
+    x = data()
+    model = ebf.wrap(linear_flow())
+    model.calibrate(x, kind="diagonal")
+    expected = (0.5 * x.var(0, correction=0).log() + 0.5 * (1 + math.log(2 * math.pi))).sum().item()
+    assert nll(model, x) == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["full", "diagonal"])
+@pytest.mark.parametrize("make", [linear_flow, nonlinear_flow])
+def test_training_nll_never_rises(kind, make):
+    for seed in range(4):
+        flow = make()
+        perturb(flow, 0.3, seed=seed)
+        model = ebf.wrap(flow)
+        before = nll(model, data())
+        model.calibrate(data(), kind=kind, shrinkage=0.0)
+        assert nll(model, data()) <= before + 1e-9
+
+
+def test_the_flow_stays_bit_equal_and_the_invariant_holds():
+    flow = nonlinear_flow()
+    model = ebf.wrap(flow)
+    before, own = copy.deepcopy(flow.state_dict()), flow.log_prob(data())
+    model.calibrate(data())
+    assert all(torch.equal(before[name], tensor) for name, tensor in flow.state_dict().items())
+    assert torch.equal(flow.log_prob(data()), own)
+    assert model.flow is flow
+    assert {id(p) for p in model.parameters()} == {id(p) for p in flow.parameters()}
+    x = data(20)
+    assert torch.allclose(model.log_prob(x), -model.energy(x) - model.log_z())
+    assert not torch.allclose(model.log_prob(x), flow.log_prob(x))
+    latents, _ = model.plan.encode(x)
+    assert torch.allclose(model.plan.decode(latents), x)
+    jacobian = torch.stack([torch.autograd.functional.jacobian(lambda v: model.plan.encode(v)[0][0], x[:1]).squeeze()])
+    _, log_det = model.plan.encode(x[:1])
+    assert torch.allclose(torch.linalg.slogdet(jacobian)[1], log_det - model.log_z())
+    assert model.report.rows[-1].path == "calibration"
+
+
+def test_samples_follow_the_calibrated_density():
+    x = data()
+    model = ebf.wrap(linear_flow())
+    model.calibrate(x, shrinkage=0.0)
+    samples = model.sample(40_000, generator=torch.Generator().manual_seed(0))
+    assert torch.allclose(samples.mean(0), x.mean(0), atol=0.1)
+    assert torch.allclose(torch.cov(samples.T), torch.cov(x.T), atol=0.3)
+
+
+def test_calibrating_again_starts_from_the_flow():
+    model = ebf.wrap(nonlinear_flow())
+    model.calibrate(data(seed=1))
+    model.calibrate(data())
+    once = ebf.wrap(nonlinear_flow())
+    torch.manual_seed(0)
+    once.flow.load_state_dict(model.flow.state_dict())
+    once.calibrate(data())
+    assert torch.allclose(model.log_prob(data(10)), once.log_prob(data(10)))
+
+
+def test_checkpoints_and_copies_carry_it():
+    model = ebf.wrap(nonlinear_flow())
+    model.calibrate(data())
+    x = data(10)
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    fresh = ebf.wrap(nonlinear_flow())
+    fresh.load_state_dict(torch.load(file, weights_only=True))
+    assert torch.equal(fresh.log_prob(x), model.log_prob(x))
+    assert torch.equal(copy.deepcopy(model).log_prob(x), model.log_prob(x))
+    fresh.load_state_dict(ebf.wrap(nonlinear_flow()).state_dict())  # and one without takes it off again
+    assert fresh.report.rows[-1].path != "calibration"
+    exact = model.log_prob(x)
+    assert torch.allclose(model.float().log_prob(x.float()).double(), exact, atol=1e-3)
+
+
+def test_a_loader_of_batches_and_contexts():
+    flow = flows.Flow(
+        transforms.MaskedAffineAutoregressiveTransform(D, 8, context_features=2, activation=torch.tanh),
+        distributions.StandardNormal([D]),
+    ).double()
+    model = ebf.wrap(flow)
+    x, context = data(), data(dim=2)
+    model.calibrate((x, context), shrinkage=0.1)
+    other = ebf.wrap(flow)
+    other.calibrate([(x[part], context[part]) for part in (slice(0, 130), slice(130, 400))], shrinkage=0.1)
+    assert torch.allclose(model.log_prob(x, context), other.log_prob(x, context))
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in SUPPORTED if case.domain == "real" and case.context_shape is None], ids=str
+)
+def test_every_flow_with_a_gaussian_base(case: Case):
+    flow = case.build()
+    model = ebf.wrap(flow)
+    x = torch.cat([case.x(40, seed=seed) for seed in range(3)])
+    model.initialize(x)
+    before = nll(model, x)
+    try:
+        report = model.calibrate(x, kind="diagonal")
+    except ebf.InputError as error:
+        assert "Gaussian" in str(error)
+        return
+    except ebf.SingularError:
+        return  # a flow that maps everything to one point
+    assert math.isfinite(report.after)
+    if report.kind != "none":
+        assert nll(model, x) <= before + 1e-6
+    assert torch.allclose(model.log_prob(x), -model.energy(x) - model.log_z(case.event_shape))
+
+
+def test_shrinkage_is_chosen_by_held_out_rows():
+    """With few points a full covariance overfits: shrinking is better on new data, and never worse than not at all."""
+    torch.manual_seed(0)
+    dim = 40
+    x, new = (torch.randn(n, dim, dtype=torch.float64) for n in (100, 4000))
+    flow = flows.Flow(transforms.PointwiseAffineTransform(0.0, 1.5), distributions.StandardNormal([dim])).double()
+    chosen, greedy = ebf.wrap(flow), ebf.wrap(flow)
+    report = chosen.calibrate(x)
+    greedy.calibrate(x, shrinkage=0.0)
+    assert report.shrinkage > 0.1
+    assert nll(chosen, new) < nll(greedy, new)
+    assert nll(chosen, new) < -flow.log_prob(new).mean().item()
+
+
+def test_nothing_is_done_where_it_would_harm():
+    torch.manual_seed(0)
+    flow = flows.Flow(transforms.PointwiseAffineTransform(0.0, 1.0), distributions.StandardNormal([30])).double()
+    model = ebf.wrap(flow)
+    report = model.calibrate(torch.randn(40, 30, dtype=torch.float64), kind="diagonal")
+    assert report.kind == "none"
+    assert report.after == report.before
+    assert len(model.plan.steps) == 1
+
+
+def test_fold_into_the_last_layer():
+    flow = nonlinear_flow()
+    held, folded = ebf.wrap(copy.deepcopy(flow)), ebf.wrap(flow)
+    held.calibrate(data())
+    folded.calibrate(data(), fold=True)
+    x = data(10)
+    assert torch.allclose(folded.log_prob(x), held.log_prob(x))
+    assert torch.allclose(flow.log_prob(x), held.log_prob(x))
+    assert len(folded.plan.steps) == 3
+    other = flows.Flow(transforms.LULinear(D), distributions.StandardNormal([D])).double()
+    with pytest.raises(ebf.InputError, match="only a FullLinear at the end"):
+        ebf.wrap(other).calibrate(data(), fold=True)
+
+
+class Laplace(nn.Module):
+    def log_prob(self, inputs, context=None):
+        return -inputs.abs().sum(-1)
+
+
+def test_bad_input():
+    model = ebf.wrap(linear_flow())
+    with pytest.raises(ebf.InputError, match="unknown kind 'ful'. Did you mean 'full'"):
+        model.calibrate(data(), kind="ful")
+    with pytest.raises(ebf.InputError, match=r"shrinkage must lie in \[0, 1\], got 2"):
+        model.calibrate(data(), shrinkage=2)
+    with pytest.raises(ebf.InputError, match="at least 20 data points, got 12"):
+        model.calibrate(data(12))
+    with pytest.raises(ebf.InputError, match="no batches"):
+        model.calibrate([])
+    with pytest.raises(ebf.InputError, match="got int"):
+        model.calibrate(3)
+    with pytest.raises(ebf.SingularError, match="do not vary"):
+        model.calibrate(torch.cat([data()[:, :4], data()[:, :1] * 0], 1))
+    with pytest.raises(ebf.SingularError, match="singular"):
+        model.calibrate(torch.cat([data()[:, :4], data()[:, :1]], 1), shrinkage=0.0)
+    with pytest.raises(ebf.InputError, match="Laplace is none"):
+        ebf.wrap(flows.Flow(FullLinear(D), Laplace()).double()).calibrate(data())
+
+
+# The whitening start
+
+
+@pytest.mark.parametrize("before", [[], ["actnorm"], ["permutation"], ["actnorm", "permutation"], ["affine"]])
+def test_the_first_full_layer_whitens(before):
+    make = {
+        "actnorm": lambda: transforms.ActNorm(D),
+        "permutation": lambda: transforms.RandomPermutation(D),
+        "affine": lambda: transforms.PointwiseAffineTransform(1.0, 2.0),
+    }
+    layers = [*(make[name]() for name in before), FullLinear(D), SmoothLeakyReLU(0.3), transforms.ActNorm(D)]
+    flow = flows.Flow(transforms.CompositeTransform(layers), distributions.StandardNormal([D])).double()
+    model = ebf.wrap(flow)
+    x = data()
+    model.initialize([x[:150], x[150:]], whiten=True)
+    seen = {}
+    model.plan.encode(x, visit=lambda step, value: seen.update({step.class_name: value}))
+    white = seen["SmoothLeakyReLU"]
+    assert torch.allclose(white.mean(0), torch.zeros(D, dtype=torch.float64), atol=1e-9)
+    assert torch.allclose(torch.cov(white.T), torch.eye(D, dtype=torch.float64), atol=1e-8)
+    assert layers[-1].initialized  # from the whitened first batch
+    assert nll(model, x) < 1e3
+
+
+@pytest.mark.parametrize("options", [{}, {"padding_mode": "circular"}, {"stride": 2, "kernel_size": 4}])
+def test_a_convolution_whitens_each_cell(options):
+    layer = FullConv2d(2, **{"kernel_size": 3, **options})
+    shape = layer.output_shape((2, 4, 4))
+    flow = flows.Flow(layer, distributions.StandardNormal(shape)).double()
+    images = torch.randn(300, 2, 4, 4, dtype=torch.float64) * torch.tensor([[[3.0]], [[0.5]]]) + 2.0
+    model = ebf.wrap(flow)
+    model.initialize(images, whiten=True)
+    (latents,), _ = model.plan.encode(images)
+    rows = latents.movedim(1, -1).flatten(0, -2)
+    assert torch.allclose(torch.cov(rows.T), torch.eye(shape[0], dtype=torch.float64), atol=1e-6)
+    assert torch.isfinite(model.log_z())
+
+
+def test_flows_that_cannot_whiten():
+    lu = flows.Flow(transforms.LULinear(D), distributions.StandardNormal([D])).double()
+    with pytest.raises(ebf.InputError, match=r"_transform  LULinear.*unconstrain"):
+        ebf.wrap(lu).initialize(data(), whiten=True)
+    with pytest.raises(ebf.InputError, match="needs a FullLinear"):
+        ebf.wrap(flows.Flow(transforms.Tanh(), distributions.StandardNormal([D])).double()).initialize(
+            data(), whiten=True
+        )
+    with pytest.raises(ebf.SingularError, match="1 of 5 directions"):
+        ebf.wrap(linear_flow()).initialize(torch.cat([data()[:, :4], data()[:, :1]], 1), whiten=True)
+    ebf.wrap(ebf.unconstrain(lu).flow).initialize(data(), whiten=True)
