@@ -11,6 +11,7 @@ The plan of a flow (:mod:`ebflow_plugin.plan`) is the heart: its steps, split in
 """
 
 from ebflow_plugin import objectives
+from ebflow_plugin.divergences import fisher_divergence, kl_divergence
 from ebflow_plugin.ema import EMA
 from ebflow_plugin.errors import (
     AdapterError,
@@ -23,6 +24,7 @@ from ebflow_plugin.errors import (
     UnsupportedStepError,
     VerificationError,
 )
+from ebflow_plugin.langevin import denoise, impute, langevin
 from ebflow_plugin.objectives import objective, register_objective
 from ebflow_plugin.preprocess import Dequantize, Logit, Rescale
 from ebflow_plugin.report import FlowReport
@@ -49,7 +51,12 @@ __all__ = [
     "UnsupportedStepError",
     "VerificationError",
     "__version__",
+    "denoise",
     "describe",
+    "fisher_divergence",
+    "impute",
+    "kl_divergence",
+    "langevin",
     "objective",
     "objectives",
     "register_container",

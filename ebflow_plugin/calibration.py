@@ -169,6 +169,8 @@ def fit_affine(
     """
     center, std = base
     covariance = moments.covariance(unbiased=False)
+    if not bool(torch.isfinite(covariance).all()):
+        raise InputError("the latents of the data hold NaN or inf; ebflow_plugin.verify(flow, x) finds where")
     spread = covariance.diagonal().clamp_min(0.0).sqrt()
     flat = (spread <= torch.finfo(torch.float64).eps * spread.max()).nonzero().flatten().tolist()
     if flat:
@@ -338,6 +340,8 @@ def whiten(plan: Plan, stream: Iterable[tuple[Tensor, Tensor | None]]) -> None:
 def whiten_first_layer(step: FullStep, moments: Moments) -> None:
     """Makes a full layer the (symmetric) whitening map of what reaches it: C^(-1/2) (x - m)."""
     layer = step.module
+    if not bool(torch.isfinite(moments.scatter).all()):
+        raise InputError(f"what reaches {step.where} holds NaN or inf; ebflow_plugin.verify(flow, x) finds where")
     values, vectors = torch.linalg.eigh(moments.covariance())
     floor = 1e-12 * values.max()
     if values.min() <= floor:

@@ -6,15 +6,17 @@ training mode couples the samples of a batch, dropout makes the energy random.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from enum import Enum
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-__all__ = ["Smoothness", "kinked_parts", "smoothness_of", "unsteady_parts"]
+__all__ = ["Smoothness", "first_reason", "kinked_parts", "opaque_parts", "smoothness_of", "unsteady_parts"]
 
 
 class Smoothness(str, Enum):
@@ -64,6 +66,26 @@ _KINKED_FUNCTIONS = (
     torch.relu_,
     torch.abs,
 )
+_SMOOTH = (
+    F.celu,
+    F.elu,
+    F.gelu,
+    F.logsigmoid,
+    F.mish,
+    F.sigmoid,
+    F.silu,
+    F.softplus,
+    F.softsign,
+    F.tanh,
+    torch.cos,
+    torch.exp,
+    torch.sigmoid,
+    torch.sin,
+    torch.tanh,
+)
+_FUNCTIONS = (FunctionType, BuiltinFunctionType, functools.partial)
+# Packages whose networks hold their activations where they can be seen.
+_SEEN_INTO = ("torch", "nflows", "glasflow", "enflows", "flowcon", "nessai", "normflows", "sbi", "ebflow_plugin")
 _BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
 _DROPOUTS = (nn.modules.dropout._DropoutNd,)
 
@@ -77,12 +99,31 @@ def kinked_parts(module: nn.Module) -> Iterator[tuple[str, str]]:
         >>> list(kinked_parts(nn.Sequential(nn.Linear(2, 2), nn.ReLU())))
         [('1', 'ReLU')]
     """
-    for path, part in module.named_modules():
+    for path, part in module.named_modules(remove_duplicate=False):
         if isinstance(part, _KINKED_MODULES) or (isinstance(part, nn.ELU) and part.alpha != 1.0):
             yield path, type(part).__name__
         for name, value in vars(part).items():
             if any(value is function for function in _KINKED_FUNCTIONS):
                 yield f"{path}.{name}".lstrip("."), value.__name__
+
+
+def opaque_parts(module: nn.Module) -> Iterator[str]:
+    """Finds what nobody can see into: modules with a ``forward`` of somebody's own, and functions nobody knows.
+
+    Example:
+        >>> class Mine(nn.Module):
+        ...     def forward(self, x):
+        ...         return torch.relu(x)
+        >>> list(opaque_parts(nn.Sequential(nn.Linear(2, 2), Mine())))
+        ['1']
+    """
+    for path, part in module.named_modules():
+        owner = next(cls for cls in type(part).__mro__ if "forward" in vars(cls))
+        if owner.__module__.partition(".")[0] not in _SEEN_INTO:
+            yield path
+        for name, value in vars(part).items():
+            if isinstance(value, _FUNCTIONS) and not any(value is known for known in (*_SMOOTH, *_KINKED_FUNCTIONS)):
+                yield f"{path}.{name}".lstrip(".")
 
 
 def smoothness_of(module: Any) -> Smoothness:
@@ -92,9 +133,11 @@ def smoothness_of(module: Any) -> Smoothness:
         >>> str(smoothness_of(nn.Tanh())), str(smoothness_of(nn.ReLU()))
         ('smooth', 'score jumps')
     """
-    if isinstance(module, nn.Module) and next(kinked_parts(module), None) is not None:
+    if not isinstance(module, nn.Module):
+        return Smoothness.UNKNOWN
+    if next(kinked_parts(module), None) is not None:
         return Smoothness.KINKED
-    return Smoothness.SMOOTH
+    return Smoothness.SMOOTH if next(opaque_parts(module), None) is None else Smoothness.UNKNOWN
 
 
 def unsteady_parts(module: Any) -> list[Callable[[], str | None]]:
@@ -116,6 +159,20 @@ def unsteady_parts(module: Any) -> list[Callable[[], str | None]]:
         elif isinstance(part, _DROPOUTS):
             questions.append(lambda part=part, path=path: _dropout_refusal(part, path))  # type: ignore[misc]
     return questions
+
+
+def first_reason(questions: list[Callable[[], str | None]]) -> str | None:
+    """The first answer to the questions of :func:`unsteady_parts`.
+
+    Example:
+        >>> first_reason([lambda: None, lambda: "is random"])
+        'is random'
+    """
+    for question in questions:
+        why = question()
+        if why is not None:
+            return why
+    return None
 
 
 def _batch_norm_refusal(part: nn.Module, path: str) -> str | None:

@@ -29,7 +29,7 @@ from ebflow_plugin.errors import InputError
 from ebflow_plugin.geometry import Geometry, convolve
 from ebflow_plugin.linalg import Band, Dense, Matrix, Solver
 
-__all__ = ["conv_matrix", "structure"]
+__all__ = ["bandwidths", "conv_matrix", "structure"]
 
 # Bytes of a dense matrix and its factors. Beyond it the machine would swap, or fail far from the cause.
 DENSE_LIMIT = 4 * 2**30
@@ -52,7 +52,7 @@ def structure(geometry: Geometry) -> Literal["patches", "fourier", "band", "dens
             return "patches"
         if all(axis.mode == "circular" for axis in axes):
             return "fourier"
-    width = min(sum(_bandwidths(group)), sum(_bandwidths(group.turned)))
+    width = min(sum(bandwidths(group)), sum(bandwidths(group.turned)))
     return "band" if width + Band.panel <= group.size else "dense"  # measured: the faster one, with and without a graph
 
 
@@ -161,7 +161,7 @@ class _Pixels:
     """
 
     def __init__(self, weight: Tensor, geometry: Geometry, kind: Literal["band", "dense"]) -> None:
-        self.by_columns = sum(_bandwidths(geometry.turned)) < sum(_bandwidths(geometry))
+        self.by_columns = sum(bandwidths(geometry.turned)) < sum(bandwidths(geometry))
         if self.by_columns:
             weight, geometry = weight.mT, geometry.turned
         self.weight, self.geometry = weight, geometry
@@ -171,7 +171,7 @@ class _Pixels:
         if kind == "dense":
             self.matrix = Dense(self._dense())
         else:
-            self.matrix = Band(geometry.size, *_bandwidths(geometry), self._entries)
+            self.matrix = Band(geometry.size, *bandwidths(geometry), self._entries)
 
     def log_abs_det(self) -> Tensor:
         return self.matrix.log_abs_det()
@@ -219,7 +219,7 @@ class _Pixels:
 
 
 @lru_cache(maxsize=256)
-def _bandwidths(geometry: Geometry) -> tuple[int, int]:
+def bandwidths(geometry: Geometry) -> tuple[int, int]:
     """Returns the numbers of diagonals below and above the main one, with the pixels row by row."""
     out_channels, _, out_columns = geometry.out_shape
     channels, _, columns = geometry.shape

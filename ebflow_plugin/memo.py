@@ -6,7 +6,6 @@ user's own hand writes into them. :class:`Memo` notices all of these.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -16,6 +15,7 @@ from torch import Tensor
 __all__ = ["Memo"]
 
 T = TypeVar("T")
+SMALL = 10_000  # elements of a tensor that is not worth a reduction of its own
 
 
 class Memo(Generic[T]):
@@ -45,7 +45,6 @@ class Memo(Generic[T]):
     def clear(self) -> None:
         """Forgets the value."""
         self._state: tuple[Any, ...] | None = None
-        self._refs: tuple[weakref.ref[Tensor], ...] = ()
         self._value: T | None = None
 
     def get(self, tensors: Sequence[Tensor], compute: Callable[[], T], key: Hashable = None) -> T:
@@ -58,17 +57,22 @@ class Memo(Generic[T]):
         """
         if any(tensor.is_meta for tensor in tensors):
             return compute()  # a meta tensor has no contents to compare
+        # Identities, not references: torch refuses to swap a tensor that somebody holds a weak reference to. An
+        # identity that is used again goes with the same contents here, for which the value is right too.
         state = (key, *(_stamp(tensor) for tensor in tensors), self._checksum(tensors))
-        same = state == self._state and len(self._refs) == len(tensors)
-        if not (same and all(ref() is tensor for ref, tensor in zip(self._refs, tensors, strict=True))):
+        if state != self._state:
             self._value = compute()
-            self._state, self._refs = state, tuple(weakref.ref(tensor) for tensor in tensors)
+            self._state = state
         return self._value  # type: ignore[return-value]
 
     def _checksum(self, tensors: Sequence[Tensor]) -> tuple[float, ...]:
         if not (self.contents and tensors):
             return ()
-        sums = [total for tensor in tensors for total in _weighted_sums(tensor.detach())]
+        small = [tensor.detach() for tensor in tensors if tensor.numel() <= SMALL]
+        parts = [tensor.detach() for tensor in tensors if tensor.numel() > SMALL]
+        if small:  # one tensor of many small ones: a hundred layers are not a hundred reductions
+            parts.append(torch.cat([part.flatten().to(small[0].device, torch.float64) for part in small]))
+        sums = [total for part in parts for total in _weighted_sums(part)]
         return tuple(torch.stack([total.to(sums[0].device) for total in sums]).tolist())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Memo[T]:
@@ -79,7 +83,8 @@ class Memo(Generic[T]):
 
 
 def _stamp(tensor: Tensor) -> tuple[Hashable, ...]:
-    return -1 if tensor.is_inference() else tensor._version, tensor.dtype, tensor.device
+    version = -1 if tensor.is_inference() else tensor._version
+    return id(tensor), version, tensor.dtype, tensor.device, tensor.shape
 
 
 def _weighted_sums(tensor: Tensor) -> tuple[Tensor, Tensor]:

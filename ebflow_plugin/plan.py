@@ -19,14 +19,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cached_property
-from itertools import chain
 from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
 
-from ebflow_plugin.conditioners import Smoothness, smoothness_of, unsteady_parts
+from ebflow_plugin.conditioners import Smoothness, first_reason, smoothness_of, unsteady_parts
 from ebflow_plugin.errors import EBFlowError, NoInverseError, SingularError, UnsupportedStepError
 
 __all__ = [
@@ -209,7 +207,7 @@ class NonlinearStep(Step):
         self._unsteady = unsteady_parts(module)
 
     def refusal(self) -> str | None:
-        return next((why for part in self._unsteady if (why := part())), None)
+        return first_reason(self._unsteady)
 
     @abstractmethod
     def call_forward(self, x: Any, context: Tensor | None) -> tuple[Any, Any]:
@@ -244,7 +242,7 @@ class Base(Part, ABC):
         return smoothness_of(self.module)
 
     def refusal(self) -> str | None:
-        return next((why for part in self._unsteady if (why := part())), None)
+        return first_reason(self._unsteady)
 
     @abstractmethod
     def log_prob(self, latents: tuple[Tensor, ...], context: Tensor | None) -> Tensor:
@@ -264,16 +262,22 @@ class Plan:
         base: The base density.
         embed: What the flow does to a context before its steps see it (an nflows ``embedding_net``).
         adapter: The name of the adapter that made the plan.
+        event_shape: The event shape of the data, if the base tells that of its latents and every step is known.
     """
 
     steps: tuple[Step, ...]
     base: Base
     embed: Callable[[Tensor | None], Tensor | None] = field(default=lambda context: context)
     adapter: str = ""
+    event_shape: Shape | None = field(init=False)
 
-    def parts(self) -> Iterator[Part]:
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "event_shape", self._event_shape())  # once, and not in a property: torch.compile
+        object.__setattr__(self, "_embedding", unsteady_parts(self.embed))
+
+    def parts(self) -> tuple[Part, ...]:
         """The steps and the base."""
-        return chain[Part](self.steps, (self.base,))
+        return (*self.steps, self.base)
 
     def energy(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         """Computes E(x) (Eq. 9), with shape ``(B,)``. No log-det of a linear step is computed."""
@@ -301,7 +305,7 @@ class Plan:
                     visit(step, value)
                 value, log_det = step.encode(value, context)
             except Exception as error:
-                _blame(error, step, value)
+                _blame(error, step, value, context)
             stack.extend((value,) if isinstance(value, Tensor) else value)
             if log_det is not None:
                 total = log_det if total is None else total + log_det
@@ -319,7 +323,7 @@ class Plan:
                     f"the model cannot be sampled: one of its steps has no inverse\n  {step.where}"
                 ) from error
             except Exception as error:
-                _blame(error, step, value)
+                _blame(error, step, value, context)
             stack.extend((value,) if isinstance(value, Tensor) else value)
         return stack[0]
 
@@ -351,7 +355,10 @@ class Plan:
         Raises:
             SingularError: If a linear step has no finite log-determinant; it names every such step.
         """
-        terms = [(step, torch.as_tensor(value).to(like).reshape(())) for step, value in self.log_dets(event_shape)]
+        terms = [
+            (step, torch.as_tensor(value, dtype=like.dtype, device=like.device).reshape(()))
+            for step, value in self.log_dets(event_shape)
+        ]
         if not terms:
             return like.new_zeros(())
         values = torch.stack([value for _, value in terms])
@@ -366,9 +373,7 @@ class Plan:
                 )
         return -values.sum()
 
-    @cached_property
-    def event_shape(self) -> Shape | None:
-        """The event shape of the data, if the base tells that of its latents and every step is known."""
+    def _event_shape(self) -> Shape | None:
         if self.base.shapes is None or not all(step.known for step in self.steps):
             return None
         stack = list(self.base.shapes)
@@ -379,7 +384,15 @@ class Plan:
 
     def refuse(self) -> None:
         """Raises :class:`UnsupportedStepError`, listing every step that cannot be part of an energy as it is now."""
-        refused = [f"{part.where}: {why}" for part in self.parts() if (why := part.refusal())]
+        refused = []
+        for part in self.parts():  # plain loops: torch.compile traces them
+            why = part.refusal()
+            if why is not None:
+                refused.append(f"{part.where}: {why}")
+        for question in self._embedding:  # type: ignore[attr-defined]
+            why = question()
+            if why is not None:
+                refused.append(f"the network that embeds the context {why}")
         if refused:
             raise UnsupportedStepError(
                 f"{len(refused)} of {len(self.steps)} steps cannot be wrapped (adapter {self.adapter!r})\n  "
@@ -414,9 +427,10 @@ def _pop(stack: list[Tensor], count: int) -> tuple[Tensor, ...]:
     return taken
 
 
-def _blame(error: Exception, step: Step, value: Value) -> NoReturn:
+def _blame(error: Exception, step: Step, value: Value, context: Tensor | None) -> NoReturn:
     """Lets an error from inside a step say where it happened. Its type stays, so that callers can catch it."""
     if not isinstance(error, EBFlowError) or step.path not in str(error):
         shape = tuple(value.shape) if isinstance(value, Tensor) else [tuple(part.shape) for part in value]
-        error.add_note(f"in step {step.where}, on an input of shape {shape}")
+        given = "without a context" if context is None else f"with a context of shape {tuple(context.shape)}"
+        error.add_note(f"in step {step.where}, on an input of shape {shape}, {given}")
     raise error

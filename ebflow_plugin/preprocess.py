@@ -97,7 +97,8 @@ class DequantizeStep(LinearStep):
     def apply(self, x: Tensor) -> Tensor:
         device = x.device if self.generator is None else self.generator.device
         noise = torch.rand(x.shape, generator=self.generator, device=device, dtype=x.dtype).to(x.device)
-        return (x + noise) / self.module.levels
+        top = 1.0 - torch.finfo(x.dtype).eps / 2  # (255 + u) / 256 can round to 1, where a logit is infinite
+        return ((x + noise) / self.module.levels).clamp(max=top)
 
     def invert(self, y: Tensor) -> Tensor:
         return torch.floor(y * self.module.levels).clamp(0, self.module.levels - 1)

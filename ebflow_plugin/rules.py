@@ -119,7 +119,8 @@ def register_linear(
 ) -> type:
     """Teaches that a class is affine in x, so that its log-det belongs to log Z and not to the energy.
 
-    Exact types only: a subclass that overrides a method is unknown again. Works as a decorator too.
+    Exact types only: a subclass that overrides a method is unknown again. Works as a decorator too. A linear step gets
+    no context: where the map depends on one, so does its log-det, and the class is nonlinear.
 
     Arguments:
         cls: The class of transforms.

@@ -4,20 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ebflow_plugin.draws import at_least, positive, rows_in_chunks
 from ebflow_plugin.errors import InputError, NoInverseError
-from ebflow_plugin.plan import Plan
+from ebflow_plugin.plan import Base, Plan
 
 __all__ = ["draw", "seeded_by"]
 
+_GAUSSIANS = (
+    torch.distributions.Normal,
+    torch.distributions.MultivariateNormal,
+    torch.distributions.LowRankMultivariateNormal,
+)
 
-def draw(plan: Plan, n: int, context: Tensor | None, generator: torch.Generator | None, like: Tensor) -> Tensor:
-    """Draws ``n`` samples, or ``n`` for each row of a context: ``(n, *)`` or ``(C, n, *)``."""
-    if isinstance(n, bool) or not isinstance(n, int) or n < 0:
-        raise InputError(f"n must be a whole number, at least 0, got {n!r}")
+
+def draw(
+    plan: Plan,
+    n: int,
+    context: Tensor | None,
+    generator: torch.Generator | None,
+    like: Tensor,
+    *,
+    temperature: float = 1.0,
+    batch_size: int | None = None,
+) -> Tensor:
+    """Draws ``n`` samples, or ``n`` for each row of a context: ``(n, *)`` or ``(C, n, *)``.
+
+    The noise is drawn at once, since it is no larger than the samples; the steps then take ``batch_size`` rows at a
+    time.
+    """
+    at_least(0, "n", n)
+    positive("temperature", temperature)
+    if batch_size is not None:
+        at_least(1, "batch_size", batch_size)
     if context is not None and context.device != like.device:
         raise InputError(f"context is on {context.device}, the flow is on {like.device}; move one with .to()")
     if n == 0:
@@ -32,13 +55,55 @@ def draw(plan: Plan, n: int, context: Tensor | None, generator: torch.Generator 
             rows = None if rows is None else rows.repeat_interleave(n, dim=0)
         count = n if context is None else n * context.shape[0]
         try:
-            latents = plan.base.sample(count, rows, like)
+            latents = _latents(plan.base, count, rows, like, temperature)
         except NotImplementedError as error:
             raise NoInverseError(
                 f"the model cannot be sampled: its base density cannot\n  {plan.base.where}"
             ) from error
-        samples = plan.decode(latents, rows)
+        pieces = [
+            plan.decode(tuple(z[part] for z in latents), rows if rows is None else rows[part])
+            for part in rows_in_chunks(count, batch_size)
+        ]
+    samples = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
     return samples if context is None else samples.unflatten(0, (context.shape[0], n))
+
+
+def _latents(base: Base, count: int, rows: Tensor | None, like: Tensor, temperature: float) -> tuple[Tensor, ...]:
+    """Draws latents, and scales those of a Gaussian about their mean."""
+    if temperature == 1.0:
+        return base.sample(count, rows, like)
+    parts = getattr(base, "parts", [base])  # the levels of a multiscale flow
+    if all(hasattr(part.module, "temperature") for part in parts):  # the base does it itself, as those of normflows do
+        with _heated([part.module for part in parts], temperature):
+            return base.sample(count, rows, like)
+    moments = getattr(base, "mean_std", None)
+    mean = moments(rows)[0] if moments is not None else _mean(base.module)
+    if mean is None:
+        raise InputError(f"temperature={temperature:g} needs a Gaussian base density, and this is none\n  {base.where}")
+    return tuple(mean + temperature * (z - mean) for z in base.sample(count, rows, like))
+
+
+@contextmanager
+def _heated(modules: list[Any], temperature: float) -> Iterator[None]:
+    """Sets the temperature of base densities that have one, for a while."""
+    before = [module.temperature for module in modules]
+    try:
+        for module, own in zip(modules, before, strict=True):
+            module.temperature = temperature if own is None else own * temperature
+        yield
+    finally:
+        for module, own in zip(modules, before, strict=True):
+            module.temperature = own
+
+
+def _mean(distribution: Any) -> Tensor | None:
+    """The mean of a Gaussian of ``torch.distributions``; None for anything else."""
+    if isinstance(distribution, torch.distributions.Independent):
+        return _mean(distribution.base_dist)
+    if isinstance(distribution, _GAUSSIANS):
+        mean: Tensor = distribution.mean
+        return mean
+    return None
 
 
 @contextmanager

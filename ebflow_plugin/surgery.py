@@ -147,7 +147,8 @@ def _full(adapter: Adapter, steps: list[LinearStep]) -> nn.Module:
         kernel, offset = full.get_parameter("weight"), full.get_parameter("bias")
         kernel.copy_(weight.reshape(kernel.shape))
         offset.copy_(bias)
-    return full
+    trained = any(parameter.requires_grad for step in steps for parameter in step.module.parameters())
+    return full.requires_grad_(trained)
 
 
 def smooth(flow: Any, activation: str = "silu", *, sharpness: float = 10.0, in_place: bool = False) -> Result:

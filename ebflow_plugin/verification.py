@@ -97,16 +97,29 @@ def verify(flow: Any, x: Tensor, context: Tensor | None = None) -> VerificationR
         (True, 0)
     """
     model = flow if isinstance(flow, EBFlow) else wrap(flow)
-    model._check(x, context)
+    x = model._check(x, context)
     if x.shape[0] < 2:
         raise InputError(f"verify needs at least two data points, got {x.shape[0]}")
     refuse_non_finite("x", x)
     if context is not None and context.is_floating_point():
         refuse_non_finite("context", context)
+    if len(model.preprocessing) or model.calibration.ready:
+        model, x = _bare(model, x)
     report = VerificationReport(tuple(_checks(model, x.detach(), None if context is None else context.detach())))
     if not report:
-        raise VerificationError(f"{len(report.failures)} checks failed\n{report}")
+        raise VerificationError(
+            f"{len(report.failures)} of {len(report.checks)} checks failed\n{VerificationReport(report.failures)}"
+        )
     return report
+
+
+def _bare(model: EBFlow, x: Tensor) -> tuple[EBFlow, Tensor]:
+    """The flow without what the wrapper put before and behind it, and the data that reach it."""
+    added = [step for step in model.plan.steps if step.path.startswith("preprocess.")]
+    with torch.no_grad():
+        for step in added:
+            x, _ = step.encode(x, None)
+    return wrap(model.flow, match_after=None, overrides=model._options.overrides), x
 
 
 def _checks(model: EBFlow, x: Tensor, context: Tensor | None) -> Iterator[Check]:

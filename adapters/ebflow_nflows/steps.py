@@ -38,7 +38,13 @@ class NflowsStep(NonlinearStep):
 
 
 class UnknownStep(OpaqueStep, NflowsStep):
-    """A transform whose class nobody registered."""
+    """A transform whose class nobody registered. It gets a copy of its input, since it may write into it."""
+
+    def call_forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
+        return super().call_forward(x.clone(), context)
+
+    def call_inverse(self, y: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
+        return super().call_inverse(y.clone(), context)
 
 
 class ConditionedStep(NflowsStep):

@@ -144,6 +144,6 @@ def test_a_flow_that_does_not_run_in_float64_says_so(x):
         def forward(self, inputs, context=None):
             return inputs @ torch.eye(D), inputs.new_zeros(len(inputs))
 
-    with pytest.warns(UserWarning, match="nobody registered"):
+    with pytest.warns(UserWarning, match="not known"):
         report = ebf.verify(make_flow(Single()).float(), x.float())
     assert any(check.passed is None and "does not run in float64" in check.detail for check in report)

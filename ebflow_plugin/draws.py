@@ -1,0 +1,99 @@
+"""What all that draws numbers shares: the draws, chunks of rows, checked options, progress bars."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+import torch
+from torch import Generator, Tensor
+
+from ebflow_plugin.errors import InputError
+
+__all__ = ["at_least", "gaussian_like", "over_rows", "positive", "rows_in_chunks", "shown", "signs", "uniform_like"]
+
+T = TypeVar("T")
+
+
+def at_least(low: int, name: str, value: object) -> int:
+    """Returns a whole number that is large enough, or raises an error that names the option.
+
+    Example:
+        >>> at_least(2, "chains", 1)
+        Traceback (most recent call last):
+        ebflow_plugin.errors.InputError: chains must be a whole number, at least 2, got 1
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise InputError(f"{name} must be a whole number, at least {low}, got {value!r}")
+    return value
+
+
+def positive(name: str, value: object) -> float:
+    """Returns a positive number as a float, or raises an error that names the option.
+
+    Example:
+        >>> positive("step_size", 0)
+        Traceback (most recent call last):
+        ebflow_plugin.errors.InputError: step_size must be a positive number, got 0
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise InputError(f"{name} must be a positive number, got {value!r}")
+    return float(value)
+
+
+def gaussian_like(x: Tensor, generator: Generator | None) -> Tensor:
+    """Draws standard normal numbers, on the device and in the dtype of x; the generator may live elsewhere."""
+    device = x.device if generator is None else generator.device
+    return torch.randn(x.shape, generator=generator, device=device, dtype=x.dtype).to(x.device)
+
+
+def uniform_like(x: Tensor, generator: Generator | None) -> Tensor:
+    """Draws numbers from [0, 1), on the device and in the dtype of x; the generator may live elsewhere."""
+    device = x.device if generator is None else generator.device
+    return torch.rand(x.shape, generator=generator, device=device, dtype=x.dtype).to(x.device)
+
+
+def signs(shape: tuple[int, ...], like: Tensor, generator: Generator | None) -> Tensor:
+    """Draws -1 and 1 with equal chances (Rademacher), on the device and in the dtype of ``like``."""
+    device = like.device if generator is None else generator.device
+    bits = torch.randint(2, shape, generator=generator, device=device)
+    return bits.to(like.device).to(like.dtype) * 2 - 1
+
+
+def shown(items: Iterable[T], progress: bool, title: str, total: int | None = None) -> Iterator[T]:
+    """Passes items on, with a progress bar if asked for.
+
+    Raises:
+        InputError: If a bar is asked for and ``rich`` is not installed.
+    """
+    if not progress:
+        return iter(items)
+    try:
+        from rich.progress import track
+    except ImportError:
+        raise InputError("progress=True needs the package rich: pip install rich") from None
+    return iter(track(items, description=title, total=total))
+
+
+def rows_in_chunks(count: int, size: int | None) -> Iterator[slice]:
+    """Cuts ``count`` rows into slices of at most ``size`` rows; None for one slice.
+
+    Example:
+        >>> list(rows_in_chunks(5, 2))
+        [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
+    """
+    size = count if size is None else size
+    for start in range(0, count, max(1, size)):
+        yield slice(start, min(start + size, count))
+
+
+def over_rows(
+    function: Callable[[Tensor, Tensor | None], Tensor], x: Tensor, context: Tensor | None, size: int | None
+) -> Tensor:
+    """Applies a function of rows, a chunk at a time, without a graph, so that memory stays bounded."""
+    with torch.no_grad():
+        pieces = [
+            function(x[part], context if context is None else context[part]) for part in rows_in_chunks(len(x), size)
+        ]
+    return torch.cat(pieces)

@@ -1,0 +1,214 @@
+"""Samples by the inverse: temperature, batches, kept factorisations."""
+
+import normflows
+import pytest
+import torch
+from nflows import distributions, flows, transforms
+from torch import nn
+
+import ebflow_nflows
+import ebflow_plugin as ebf
+
+D = 4
+WIDE = torch.float64
+
+
+def seed(number=0):
+    return torch.Generator().manual_seed(number)
+
+
+def make_flow(base=None, dtype=WIDE):
+    torch.manual_seed(0)
+    layers = [
+        transforms.NaiveLinear(D, orthogonal_initialization=False),
+        ebflow_nflows.SmoothLeakyReLU(0.5),
+        ebflow_nflows.FullLinear(D, init="orthogonal"),
+    ]
+    base = distributions.StandardNormal([D]) if base is None else base
+    return flows.Flow(transforms.CompositeTransform(layers), base).to(dtype).eval()
+
+
+def shifted_nflows():
+    base = distributions.DiagonalNormal([D])
+    with torch.no_grad():
+        base.mean_ += 2.0
+        base.log_std_ -= 1.0
+    return flows.Flow(transforms.IdentityTransform(), base).to(WIDE)
+
+
+def shifted_normflows():
+    base = normflows.distributions.DiagGaussian(D)
+    with torch.no_grad():
+        base.loc += 2.0
+        base.log_scale -= 1.0
+    return normflows.NormalizingFlow(base, [normflows.flows.Permute(D)]).to(WIDE)
+
+
+class Wrapped(nn.Module):
+    """A base density that nflows takes, around one of torch."""
+
+    def __init__(self, distribution):
+        super().__init__()
+        self.distribution = distribution
+
+    def log_prob(self, inputs, context=None):
+        return self.distribution.log_prob(inputs)
+
+    def sample(self, n):
+        return self.distribution.sample((n,))
+
+
+@pytest.mark.parametrize("make", [shifted_nflows, shifted_normflows])
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
+def test_the_temperature_scales_about_the_mean(make, temperature):
+    samples = ebf.wrap(make()).sample(20_000, temperature=temperature, generator=seed())
+    spread = temperature * torch.tensor(-1.0).exp().item()
+    assert torch.allclose(samples.mean(0), torch.full((D,), 2.0, dtype=WIDE), atol=5 * spread / 20_000**0.5)
+    assert torch.allclose(samples.std(0), torch.full((D,), spread, dtype=WIDE), rtol=0.03)
+
+
+def test_the_temperature_of_a_multiscale_flow():
+    """Squeezes and merges alone: the map is linear, and the means are zero."""
+    flows_ = [[normflows.flows.Squeeze()], [normflows.flows.Squeeze()]]
+    bases = [normflows.distributions.DiagGaussian((8, 1, 1)), normflows.distributions.GlowBase((2, 2, 2))]
+    model = ebf.wrap(normflows.MultiscaleFlow(bases, flows_, [normflows.flows.Merge()], class_cond=False))
+    warm, cold = (model.sample(10, temperature=temperature, generator=seed()) for temperature in (1.0, 0.5))
+    assert warm.shape == (10, 1, 4, 4)
+    assert torch.allclose(cold, 0.5 * warm)
+    assert [base.temperature for base in bases] == [None, None]
+
+
+def test_the_temperature_of_a_conditional_base():
+    torch.manual_seed(0)
+    base = distributions.ConditionalDiagonalNormal([D], context_encoder=nn.Linear(2, 2 * D))
+    model = ebf.wrap(flows.Flow(transforms.IdentityTransform(), base))
+    context = torch.randn(3, 2)
+    cold, warm = (model.sample(5000, context, temperature=t, generator=seed()) for t in (0.1, 1.0))
+    assert cold.shape == (3, 5000, D)
+    mean = base._compute_params(context)[0]
+    assert torch.allclose(cold - mean[:, None], 0.1 * (warm - mean[:, None]), atol=1e-4)
+
+
+def test_the_own_temperature_of_a_base_stays():
+    flow = shifted_normflows()
+    flow.q0.temperature = 0.5
+    assert float(ebf.wrap(flow).sample(20_000, temperature=0.5, generator=seed()).std(0).mean()) == pytest.approx(
+        0.25 * torch.tensor(-1.0).exp().item(), rel=0.02
+    )
+    assert flow.q0.temperature == 0.5
+    flow.q0.temperature = None
+    model = ebf.wrap(flow)
+    model.plan.base.sample = None  # a failure inside must not leave it behind
+    with pytest.raises(TypeError):
+        model.sample(2, temperature=0.5)
+    assert flow.q0.temperature is None
+
+
+def test_a_base_without_a_temperature_names_itself():
+    base = Wrapped(torch.distributions.Laplace(torch.zeros(D), 1.0))
+    model = ebf.wrap(flows.Flow(transforms.IdentityTransform(), base))
+    with pytest.raises(ebf.InputError, match="needs a Gaussian base density.*\n.*Wrapped"):
+        model.sample(3, temperature=0.7)
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 100])
+def test_samples_do_not_depend_on_the_batch_size(batch_size):
+    model = ebf.wrap(make_flow())
+    whole = model.sample(20, generator=seed())
+    assert torch.allclose(model.sample(20, generator=seed(), batch_size=batch_size), whole, atol=1e-12)
+    assert whole.unique(dim=0).shape[0] == 20
+
+
+def test_batches_with_a_context():
+    torch.manual_seed(0)
+    layer = transforms.MaskedAffineAutoregressiveTransform(D, 8, context_features=2)
+    model = ebf.wrap(flows.Flow(layer, distributions.StandardNormal([D])).double().eval())
+    context = torch.randn(3, 2, dtype=WIDE)
+    whole, parts = (model.sample(5, context, generator=seed(), batch_size=size) for size in (None, 4))
+    assert whole.shape == (3, 5, D)
+    assert torch.allclose(whole, parts, atol=1e-12)
+
+
+def test_batches_bound_the_rows_of_the_inverse():
+    model, rows = ebf.wrap(make_flow()), []
+    step = model.plan.steps[0]
+    decode = step.decode
+    step.decode = lambda z, context: rows.append(len(z)) or decode(z, context)
+    model.sample(20, batch_size=8)
+    assert rows == [8, 8, 4]
+
+
+def test_factorisations_are_kept_over_batches_and_calls(monkeypatch):
+    model, calls = ebf.wrap(make_flow()), []
+    factor = torch.linalg.lu_factor_ex
+    monkeypatch.setattr(torch.linalg, "lu_factor_ex", lambda weight: calls.append(1) or factor(weight))
+    model.sample(1000, batch_size=10)
+    model.sample(10)
+    assert len(calls) == 2  # one for each of two layers
+    with torch.no_grad():
+        model.flow._transform._transforms[0]._weight.mul_(2.0)
+    model.sample(10)
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("padding_mode", ["zeros", "circular", "reflect"])  # a band, by FFT, dense
+def test_convolutions_are_factorised_once(padding_mode, monkeypatch):
+    layer = ebflow_nflows.FullConv2d(2, 3, padding_mode=padding_mode, init="normal", generator=seed(), dtype=WIDE)
+    model, calls = ebf.wrap(flows.Flow(layer, distributions.StandardNormal([2, 12, 12]))), []
+    factor = torch.linalg.lu_factor_ex
+    monkeypatch.setattr(torch.linalg, "lu_factor_ex", lambda matrix: calls.append(1) or factor(matrix))
+    x = model.sample(4, generator=seed(), batch_size=2)
+    once = len(calls)
+    assert once > 0
+    again = model.sample(4, generator=seed(), batch_size=1)
+    assert len(calls) == once
+    assert torch.allclose(x, again)
+
+
+def test_single_precision_is_solved_in_double(monkeypatch):
+    dim = 300
+    layer = ebflow_nflows.FullLinear(dim, init="normal", generator=seed()).requires_grad_(False)
+    model = ebf.wrap(flows.Flow(layer, distributions.StandardNormal([dim])))
+    z = torch.randn(20, dim, generator=seed())
+    monkeypatch.setattr(model.plan.base, "sample", lambda n, context, like: (z,))
+    x = model.sample(20)
+    exact = torch.linalg.solve(layer.weight.double(), z.double().mT).mT
+    single = torch.linalg.solve(layer.weight, z.mT).mT
+    ours, theirs = (float((found - exact).norm() / exact.norm()) for found in (x, single))
+    assert x.dtype == torch.float32
+    assert ours < 1e-6
+    assert theirs > 10 * ours
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"n": -1}, "n must be a whole number, at least 0, got -1"),
+        ({"n": 2.5}, "n must be"),
+        ({"n": 2, "temperature": 0.0}, "temperature must be a positive number"),
+        ({"n": 2, "temperature": float("nan")}, "temperature must be"),
+        ({"n": 2, "batch_size": 0}, "batch_size must be"),
+    ],
+)
+def test_errors_name_the_option(options, message):
+    with pytest.raises(ebf.InputError, match=message):
+        ebf.wrap(make_flow()).sample(**options)
+
+
+def test_no_tensor_is_made_without_a_device():
+    models = [ebf.wrap(make_flow()), ebf.wrap(shifted_nflows()), ebf.wrap(shifted_normflows())]
+    with torch.device("meta"):  # where a tensor lands that does not say where it belongs
+        for model in models:
+            samples = model.sample(9, temperature=0.5, generator=seed(), batch_size=4)
+            assert samples.device.type == "cpu"
+
+
+def test_a_layer_without_an_inverse_names_itself():
+    class OneWay(transforms.Transform):
+        def forward(self, inputs, context=None):
+            return inputs, inputs.new_zeros(len(inputs))
+
+    with pytest.warns(UserWarning, match="OneWay"):
+        model = ebf.wrap(flows.Flow(OneWay(), distributions.StandardNormal([D])))
+    with pytest.raises(ebf.NoInverseError, match="OneWay"):
+        model.sample(2)
