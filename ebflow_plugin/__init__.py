@@ -20,6 +20,7 @@ from ebflow_plugin.errors import (
     NoInverseError,
     NotAFlowError,
     SingularError,
+    TrainingError,
     UnknownNameError,
     UnsupportedStepError,
     VerificationError,
@@ -30,6 +31,7 @@ from ebflow_plugin.preprocess import Dequantize, Logit, Rescale
 from ebflow_plugin.report import FlowReport
 from ebflow_plugin.rules import register_container, register_linear, register_nonlinear
 from ebflow_plugin.surgery import smooth, unconstrain
+from ebflow_plugin.training import FitResult, fit, load_best
 from ebflow_plugin.verification import verify
 from ebflow_plugin.version import __version__
 from ebflow_plugin.wrapper import EBFlow, describe, wrap
@@ -40,6 +42,7 @@ __all__ = [
     "Dequantize",
     "EBFlow",
     "EBFlowError",
+    "FitResult",
     "FlowReport",
     "InputError",
     "Logit",
@@ -47,6 +50,7 @@ __all__ = [
     "NotAFlowError",
     "Rescale",
     "SingularError",
+    "TrainingError",
     "UnknownNameError",
     "UnsupportedStepError",
     "VerificationError",
@@ -54,9 +58,11 @@ __all__ = [
     "denoise",
     "describe",
     "fisher_divergence",
+    "fit",
     "impute",
     "kl_divergence",
     "langevin",
+    "load_best",
     "objective",
     "objectives",
     "register_container",

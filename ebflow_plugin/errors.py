@@ -15,6 +15,7 @@ __all__ = [
     "NoInverseError",
     "NotAFlowError",
     "SingularError",
+    "TrainingError",
     "UnknownNameError",
     "UnsupportedStepError",
     "VerificationError",
@@ -52,6 +53,10 @@ class NoInverseError(EBFlowError, NotImplementedError):
 
 class UnknownNameError(EBFlowError, LookupError):
     """A name that nobody registered."""
+
+
+class TrainingError(EBFlowError, RuntimeError):
+    """Training cannot go on: the loss or a gradient is not finite."""
 
 
 class VerificationError(EBFlowError, AssertionError):

@@ -1,0 +1,6 @@
+"""fit(): a training loop that people can trust. The loop is in :mod:`ebflow_plugin.training.loop`."""
+
+from ebflow_plugin.training.checkpoints import load_best
+from ebflow_plugin.training.fitting import FitResult, fit
+
+__all__ = ["FitResult", "fit", "load_best"]

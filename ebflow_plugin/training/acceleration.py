@@ -1,0 +1,109 @@
+"""Faster training where the model allows it: conditioners in bfloat16, and the energy compiled."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ebflow_plugin.errors import InputError
+from ebflow_plugin.objectives import FDSSM, ML, SML, Objective, WeightedSum
+from ebflow_plugin.plan import NonlinearStep
+from ebflow_plugin.wrapper import EBFlow
+
+__all__ = ["bf16_conditioners", "compiled_energy"]
+
+PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+ONE_BACKWARD = (FDSSM, ML, SML)
+
+
+@contextmanager
+def bf16_conditioners(model: EBFlow) -> Iterator[int]:
+    """Runs the matrix products and convolutions of the networks inside of nonlinear steps in bfloat16.
+
+    Everything else stays as it is: the linear steps of the flow, whose determinants belong to the density, the
+    log-dets, and the energy, which is summed in single precision. Gives the number of layers that take part.
+
+    Raises:
+        InputError: If the model is not in single precision.
+    """
+    if model._like().dtype != torch.float32:
+        raise InputError(f"amp=True is for models in torch.float32, this one is in {model._like().dtype}")
+    layers = {
+        id(part): part
+        for step in model.plan.steps
+        if isinstance(step, NonlinearStep) and isinstance(step.module, nn.Module)
+        for part in step.module.modules()
+        if isinstance(part, PRODUCTS)
+    }
+    if not layers:
+        warnings.warn("amp=True changes nothing: the model has no networks inside of nonlinear steps", stacklevel=4)
+    opened: list[Any] = []
+
+    def enter(module: nn.Module, inputs: Any) -> None:
+        opened.append(torch.autocast(inputs[0].device.type, dtype=torch.bfloat16))
+        opened[-1].__enter__()
+
+    def leave(module: nn.Module, inputs: Any, output: Any) -> Any:
+        opened.pop().__exit__(None, None, None)
+        return output.float() if isinstance(output, Tensor) else output
+
+    hooks = []
+    for layer in layers.values():
+        hooks.append(layer.register_forward_pre_hook(enter))
+        hooks.append(layer.register_forward_hook(leave, always_call=True))
+    try:
+        yield len(layers)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def compiled_energy(objective: Objective) -> Iterator[bool]:
+    """Compiles the energy of an objective's model with ``torch.compile``, for the duration of a ``with`` block.
+
+    For objectives that differentiate the energy once (FDSSM, ML, SML, and sums of these). The others need a second
+    derivative, which ``torch.compile`` cannot take: they run as they are, with one warning. So does a model that
+    cannot be compiled. Gives whether it is compiled.
+    """
+    terms = list(objective.terms) if isinstance(objective, WeightedSum) else [objective]
+    others = sorted({type(term).__name__ for term in terms if type(term) not in ONE_BACKWARD})
+    if others:
+        warnings.warn(
+            f"compile=True has no effect on {', '.join(others)}: torch.compile cannot take its second derivative. "
+            f"It is for {', '.join(cls.__name__ for cls in ONE_BACKWARD)}.",
+            stacklevel=4,
+        )
+        yield False
+        return
+    core = objective.model.core
+    plain, compiled = core.energy, torch.compile(core.plan.energy)
+    failed, tried = False, False
+
+    def energy(x: Tensor, context: Tensor | None = None) -> Tensor:
+        nonlocal failed, tried
+        x = core._check(x, context)
+        if not failed and torch.is_grad_enabled():
+            try:
+                with nullcontext() if tried else warnings.catch_warnings():
+                    if not tried:  # the compiler's own warnings are about its inner life
+                        warnings.simplefilter("ignore")
+                    tried = True
+                    result: Tensor = compiled(x, context)
+                return result
+            except Exception as error:
+                failed = True
+                reason = str(error).strip().splitlines() or [type(error).__name__]
+                warnings.warn(f"the energy cannot be compiled, and runs as it is: {reason[0]}", stacklevel=2)
+        return plain(x, context)
+
+    core.__dict__["energy"] = energy
+    try:
+        yield True
+    finally:
+        del core.__dict__["energy"]

@@ -1,0 +1,313 @@
+"""Checkpoints of a training run: written atomically, the last two kept, read with a fallback to the older one.
+
+A checkpoint is one file, ``step-00001000.pt``, that ``torch.load(weights_only=True)`` reads. The weights with the best
+validation NLL stand beside it in ``best.safetensors`` (``best.pt`` without the safetensors package).
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import tempfile
+import warnings
+import zipfile
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ebflow_plugin.ema import EMA
+from ebflow_plugin.errors import InputError
+from ebflow_plugin.objectives import Objective, WeightedSum
+from ebflow_plugin.wrapper import EBFlow
+
+__all__ = ["CheckpointFolder", "atomic_write", "compare", "load_best"]
+
+FORMAT = "ebflow_plugin.fit"
+VERSION = 1
+KEPT = 2
+
+
+def atomic_write(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+    """Writes a file that is either there as a whole or not at all, whatever happens on the way.
+
+    The bytes go to a temporary file in the same folder, to the disk, and under their name, in this order.
+
+    Example:
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     atomic_write(Path(folder) / "a.txt", lambda file: file.write(b"whole"))
+        ...     [(file.name, file.read_text()) for file in Path(folder).iterdir()]
+        [('a.txt', 'whole')]
+    """
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    if hasattr(os, "O_DIRECTORY"):  # the name is on the disk too once its folder is
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+class CheckpointFolder:
+    """The folder of a run.
+
+    Arguments:
+        path: The folder; it is made if it is not there.
+
+    Raises:
+        InputError: If it cannot be made or written to.
+
+    Example:
+        >>> with tempfile.TemporaryDirectory() as path:
+        ...     folder = CheckpointFolder(path)
+        ...     for step in (10, 20, 30):
+        ...         _ = folder.save({"step": step})
+        ...     [file.name for file in folder.files()], folder.load()["step"]
+        (['step-00000030.pt', 'step-00000020.pt'], 30)
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            atomic_write(self.path / ".writable", lambda file: file.write(b""))
+            (self.path / ".writable").unlink(missing_ok=True)
+        except OSError as error:
+            raise InputError(
+                f"the checkpoint folder {self.path} cannot be written to: {error}. Choose another one, or make room."
+            ) from error
+
+    def files(self) -> list[Path]:
+        """The checkpoints that are there, the latest first."""
+        return sorted(self.path.glob("step-*.pt"), reverse=True)
+
+    def save(self, state: Mapping[str, Any]) -> Path:
+        """Writes a checkpoint, then removes all but the last two, and what killed processes left behind."""
+        path = self.path / f"step-{state['step']:08d}.pt"
+        content = {"format": FORMAT, "version": VERSION, **state}
+        atomic_write(path, lambda file: torch.save(content, file))
+        for old in (*self.files()[KEPT:], *self.path.glob(".*.tmp")):
+            old.unlink(missing_ok=True)
+        return path
+
+    def load(self) -> dict[str, Any] | None:
+        """Reads the latest checkpoint that is whole; None if there is none yet.
+
+        Warns about each file that it cannot read, and goes on to the older one.
+
+        Raises:
+            InputError: If there are checkpoints and none can be read.
+        """
+        reasons = []
+        for path in self.files():
+            try:
+                state = read(path)
+            except InputError as error:
+                reasons.append(str(error))
+                continue
+            for reason in reasons:
+                warnings.warn(f"{reason}; going on from {path.name}", stacklevel=3)
+            return state
+        if reasons:
+            raise InputError(
+                f"no checkpoint in {self.path} can be read\n  " + "\n  ".join(reasons) + "\nRemove the folder, pass "
+                "another one, or resume=False to begin anew."
+            )
+        return None
+
+    def save_best(self, state: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Path:
+        """Writes the best weights, and what is known about them (the step, the NLL)."""
+        tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
+        if find_spec("safetensors") is None:
+            path = self.path / "best.pt"
+            atomic_write(path, lambda file: torch.save({"weights": tensors, "facts": dict(facts)}, file))
+            return path
+        from safetensors.torch import save
+
+        path = self.path / "best.safetensors"
+        content = save(tensors, metadata={"ebflow_plugin": json.dumps(dict(facts))})
+        atomic_write(path, lambda file: file.write(content))
+        return path
+
+    def load_best(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """Reads the best weights and the facts about them; None if there are none."""
+        for path in (self.path / "best.safetensors", self.path / "best.pt"):
+            if path.exists():
+                return _read_best(path)
+        return None
+
+    def clear(self) -> None:
+        """Removes the checkpoints and the best weights of an earlier run."""
+        for path in (*self.files(), self.path / "best.safetensors", self.path / "best.pt"):
+            path.unlink(missing_ok=True)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Reads one checkpoint, and checks every byte of it against the sums in the file.
+
+    Raises:
+        InputError: If it is truncated, damaged, or no checkpoint of this library.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise InputError(f"{path} is damaged ({damaged} has a wrong checksum)")
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except InputError:
+        raise
+    except zipfile.BadZipFile as error:
+        raise InputError(f"{path} is truncated, or no checkpoint ({error})") from error
+    except Exception as error:
+        raise InputError(f"{path} cannot be read ({type(error).__name__}: {str(error).splitlines()[0]})") from error
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise InputError(f"{path} is no checkpoint of ebflow_plugin.fit")
+    if state["version"] > VERSION:
+        raise InputError(f"{path} was written by a newer version of ebflow_plugin")
+    return state
+
+
+def compare(path: Path, here: Mapping[str, str], there: Mapping[str, str], fatal: tuple[str, ...]) -> bool:
+    """Compares what a run is with what a checkpoint was made by. Gives whether they are the same.
+
+    Raises:
+        InputError: If the fatal ones differ (the model, the objective, …); the others give a warning.
+    """
+    differing = [name for name in here if here[name] != there.get(name)]
+    lines = [f"{name}: {_shorten(there.get(name, 'nothing'), here[name])}" for name in differing]
+    if set(differing) & set(fatal):
+        raise InputError(
+            f"the checkpoint in {path} is of another run\n  " + "\n  ".join(lines) + "\nPass another checkpoint "
+            "folder, or resume=False to begin anew in this one."
+        )
+    if lines:
+        warnings.warn(
+            f"the run in {path} goes on with other settings, and not exactly as it would have\n  " + "\n  ".join(lines),
+            stacklevel=4,
+        )
+    return not lines
+
+
+def check_saveable(**parts: Mapping[str, Any]) -> None:
+    """Raises if a state cannot be read again, before any work is lost to it.
+
+    Raises:
+        InputError: If ``torch.load(weights_only=True)`` would refuse it.
+    """
+    for name, state in parts.items():
+        buffer = io.BytesIO()
+        try:
+            torch.save(dict(state), buffer)
+            buffer.seek(0)
+            torch.load(buffer, weights_only=True)
+        except Exception as error:
+            raise InputError(
+                f"the state of the {name} cannot be kept in a checkpoint: {str(error).splitlines()[0]}. Its "
+                "state_dict() must hold tensors, numbers, strings, lists and dicts only."
+            ) from error
+
+
+def load_best(model: EBFlow, folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Gives a model the weights with the best validation NLL of a training run.
+
+    Arguments:
+        model: A model like the one that was trained.
+        folder: What :func:`~ebflow_plugin.fit` got as ``checkpoint``.
+
+    Returns:
+        What is known about them: ``step`` and ``nll``.
+
+    Raises:
+        InputError: If there are none, or they are of another model.
+
+    Example:
+        >>> import ebflow_plugin as ebf
+        >>> from ebflow_plugin.training import fit
+        >>> from nflows import distributions, flows, transforms
+        >>> model = ebf.wrap(flows.Flow(transforms.LULinear(2), distributions.StandardNormal([2])))
+        >>> x = torch.randn(64, 2, generator=torch.Generator().manual_seed(0))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     result = fit(ebf.objectives.ML(model), x, steps=4, validation=x, checkpoint=folder, progress=False)
+        ...     load_best(model, folder)["nll"] == result.best_nll
+        True
+    """
+    kept = CheckpointFolder(folder).load_best() if Path(folder).is_dir() else None
+    if kept is None:
+        raise InputError(f"{folder} holds no best weights; fit(…, validation=…, checkpoint=folder) writes them")
+    weights, facts = kept
+    write_weights(model, weights, f"the best weights in {folder}")
+    return facts
+
+
+def write_weights(model: EBFlow, weights: Mapping[str, Tensor], what: str) -> None:
+    """Loads a state dict in place, and drops what the flow kept of its old values."""
+    try:
+        model.load_state_dict(dict(weights))
+    except RuntimeError as error:
+        raise InputError(f"{what} are of another model: {error}") from error
+    model._adapter.release(model.flow)
+
+
+def _read_best(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    try:
+        if path.suffix == ".pt":
+            kept = torch.load(path, map_location="cpu", weights_only=True)
+            return kept["weights"], kept["facts"]
+        from safetensors import safe_open
+
+        with safe_open(path, framework="pt") as file:
+            facts = json.loads((file.metadata() or {}).get("ebflow_plugin", "{}"))
+            return {name: file.get_tensor(name) for name in file.keys()}, facts  # noqa: SIM118
+    except ImportError as error:
+        raise InputError(f"{path} needs the safetensors package: pip install safetensors") from error
+    except Exception as error:
+        raise InputError(f"{path} cannot be read ({type(error).__name__}: {error})") from error
+
+
+def _shorten(there: str, here: str) -> str:
+    """Both texts, or, of long ones, the first lines that differ."""
+    if len(there) + len(here) <= 160:
+        return f"{there} there, {here} here"
+    old, new = there.split("; "), here.split("; ")
+    gone, come = [part for part in old if part not in new], [part for part in new if part not in old]
+    parts = [f"only there {', '.join(gone[:3])}"] * bool(gone) + [f"only here {', '.join(come[:3])}"] * bool(come)
+    return "; ".join(parts) or "in another order"
+
+
+def identity(
+    objective: Objective, optimizer: Optimizer, scheduler: LRScheduler | None, ema: EMA | None
+) -> dict[str, str]:
+    """What a checkpoint must agree on, in words."""
+    options = "; ".join(f"{name}={value}" for name, value in sorted(optimizer.defaults.items()) if value is not None)
+    groups = "+".join(str(len(group["params"])) for group in optimizer.param_groups)
+    return {
+        "model": "; ".join(
+            f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in objective.model.state_dict().items()
+        ),
+        "objective": _in_words(objective),
+        "optimizer": f"{type(optimizer).__name__}; {options}; {groups} parameters",
+        "scheduler": "none" if scheduler is None else type(scheduler).__name__,
+        "ema": "none" if ema is None else f"decay={ema.decay}, warmup={ema.warmup}",
+    }
+
+
+def _in_words(objective: Objective) -> str:
+    if isinstance(objective, WeightedSum):
+        terms = zip(objective.weights, objective.terms, strict=True)
+        return " + ".join(f"{weight:g} * {_in_words(term)}" for weight, term in terms)  # type: ignore[arg-type]
+    return f"{type(objective).__name__}({objective.extra_repr()})"

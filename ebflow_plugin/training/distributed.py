@@ -1,0 +1,156 @@
+"""Many processes under ``torchrun``: who this one is, what they tell each other, and the objective in parallel."""
+
+from __future__ import annotations
+
+import atexit
+import inspect
+import os
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ebflow_plugin.errors import InputError
+
+__all__ = ["Processes", "parallel", "processes"]
+
+T = TypeVar("T")
+
+
+class Processes:
+    """The processes of a run. This one is a run of a single process: nobody to talk to.
+
+    Attributes:
+        rank: Which process this is.
+        world: How many there are.
+    """
+
+    rank: int = 0
+    world: int = 1
+
+    @property
+    def first(self) -> bool:
+        """Whether this process writes the files and shows the progress."""
+        return self.rank == 0
+
+    def maximum(self, tensor: Tensor) -> Tensor:
+        """The largest value among all processes, elementwise and in place."""
+        return tensor
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """The sum over all processes, elementwise and in place."""
+        return tensor
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all processes, in each of them."""
+        return [value]
+
+    def on_first(self, action: Callable[[], T]) -> T:
+        """Does something in the first process, and gives its result, or raises its error, in all of them."""
+        return action()
+
+    def spread(self, tensors: Iterable[Tensor]) -> None:
+        """Gives all processes the values that the first one has, in place."""
+
+
+class Group(Processes):
+    """The processes of torch's default process group."""
+
+    def __init__(self) -> None:
+        self.rank, self.world = distributed.get_rank(), distributed.get_world_size()
+
+    def maximum(self, tensor: Tensor) -> Tensor:
+        """The largest value among all processes."""
+        distributed.all_reduce(tensor, distributed.ReduceOp.MAX)
+        return tensor
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """The sum over all processes."""
+        distributed.all_reduce(tensor)
+        return tensor
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all processes."""
+        found: list[Any] = [None] * self.world
+        distributed.all_gather_object(found, value)
+        return found
+
+    def on_first(self, action: Callable[[], T]) -> T:
+        """Acts in the first process alone."""
+        outcome: list[Any] = [None, None]
+        if self.first:
+            try:
+                outcome[0] = action()
+            except Exception as error:
+                outcome[1] = error
+        distributed.broadcast_object_list(outcome)
+        if outcome[1] is not None:
+            raise outcome[1]
+        result: T = outcome[0]
+        return result
+
+    @torch.no_grad()
+    def spread(self, tensors: Iterable[Tensor]) -> None:
+        """Copies into the tensors, so that their version counters tell of the change."""
+        for tensor in tensors:
+            received = tensor.detach().clone()
+            distributed.broadcast(received, 0)
+            tensor.copy_(received)
+
+
+def processes(device: torch.device) -> Processes:
+    """The processes that this one belongs to.
+
+    A process group that is there is used. Under ``torchrun``, which sets RANK and WORLD_SIZE, one is made (gloo on the
+    CPU, nccl on CUDA), which stays open for whatever follows and is closed when the process ends. Otherwise there is
+    one process.
+
+    Example:
+        >>> group = processes(torch.device("cpu"))
+        >>> group.rank, group.world
+        (0, 1)
+    """
+    if not distributed.is_available():
+        return Processes()
+    if not distributed.is_initialized():
+        if int(os.environ.get("WORLD_SIZE", "1")) < 2 or "RANK" not in os.environ:
+            return Processes()
+        if device.type == "cuda":
+            local = os.environ.get("LOCAL_RANK")
+            if local is not None and device.index not in (None, int(local)):
+                raise InputError(
+                    f"the model is on {device}, this is process {local} of its machine; move it first: "
+                    "flow.to(f\"cuda:{os.environ['LOCAL_RANK']}\")"
+                )
+            torch.cuda.set_device(device)
+        distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        atexit.register(_close)
+    return Group() if distributed.get_world_size() > 1 else Processes()
+
+
+def _close() -> None:
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def parallel(objective: nn.Module, device: torch.device, unused: bool = True) -> DistributedDataParallel:
+    """An objective whose gradients are averaged over all processes: those of the joined batch.
+
+    The second derivatives of score matching are taken inside of the objective's ``forward``, so that one backward pass
+    reaches each parameter once, as DistributedDataParallel needs it. Buffers stay as they are: training does not change
+    them.
+
+    Arguments:
+        objective: The module whose ``forward`` gives the loss.
+        device: Where it is.
+        unused: Whether there are parameters that the loss does not depend on (score matching does not see all of
+            them); DistributedDataParallel then looks for them at each step.
+    """
+    known = inspect.signature(DistributedDataParallel).parameters
+    buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    options: dict[str, Any] = {buffers: False, "find_unused_parameters": unused}
+    if device.type == "cuda":
+        options["device_ids"] = [device]
+    return DistributedDataParallel(objective, **options)

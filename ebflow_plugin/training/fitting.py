@@ -1,0 +1,313 @@
+"""fit(): a training loop that people can trust."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ebflow_plugin.ema import EMA
+from ebflow_plugin.errors import InputError
+from ebflow_plugin.inputs import refuse_non_finite
+from ebflow_plugin.objectives import Objective
+from ebflow_plugin.objectives.base import one_of, whole
+from ebflow_plugin.training.acceleration import bf16_conditioners, compiled_energy
+from ebflow_plugin.training.batches import Batches, LoaderBatches, batches, refuse_useless_labels
+from ebflow_plugin.training.checkpoints import CheckpointFolder, check_saveable, write_weights
+from ebflow_plugin.training.distributed import Processes, processes
+from ebflow_plugin.training.loop import Event, Run
+from ebflow_plugin.training.options import average, listeners, numbers, optimizer_of, scheduler_of
+from ebflow_plugin.training.progress import JsonLines, Record, TensorBoard, display
+from ebflow_plugin.training.randomness import mix, seeded
+from ebflow_plugin.wrapper import EBFlow
+
+__all__ = ["FitResult", "fit"]
+
+VALIDATION_BATCH = 256
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """What :func:`fit` returns.
+
+    Attributes:
+        history: The metrics of each evaluation, as in the JSON lines.
+        steps: How many steps were taken, those before a resume included.
+        stopped: Why it ended: ``"steps"``, ``"patience"`` or ``"callback"``.
+        best_nll: The lowest validation NLL, of the averaged weights if there is an EMA.
+        best_step: Its step.
+        best_state: Its weights, a state dict of the model on the CPU.
+        skipped: How many batches were skipped since something was not finite.
+        checkpoint: The folder of the checkpoints.
+        metrics: The file of the JSON lines.
+        ema: The average that was kept.
+
+    Example:
+        >>> FitResult(history=[], steps=3, stopped="steps").best_nll is None
+        True
+    """
+
+    history: Sequence[Record]
+    steps: int
+    stopped: str
+    best_nll: float | None = None
+    best_step: int | None = None
+    best_state: dict[str, Tensor] | None = None
+    skipped: int = 0
+    checkpoint: Path | None = None
+    metrics: Path | None = None
+    ema: EMA | None = None
+
+    def load_best(self, model: EBFlow) -> None:
+        """Gives a model the weights with the lowest validation NLL.
+
+        Raises:
+            InputError: If there was no validation data.
+        """
+        if self.best_state is None:
+            raise InputError("there are no best weights: fit(…, validation=…) finds them")
+        write_weights(model, self.best_state, "the best weights")
+
+    def __repr__(self) -> str:
+        best = "" if self.best_nll is None else f", best NLL {self.best_nll:.4f} at step {self.best_step}"
+        return f"FitResult({self.steps} steps, stopped by {self.stopped}{best})"
+
+
+def fit(
+    objective: Objective,
+    data: Any,
+    *,
+    optimizer: Optimizer | Callable[[list[nn.Parameter]], Optimizer] | None = None,
+    steps: int | None = None,
+    epochs: int | None = None,
+    batch_size: int = 128,
+    validation: Any = None,
+    evaluate_every: int | None = None,
+    patience: int | None = None,
+    ema: bool | EMA | None = None,
+    scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None = None,
+    clip_norm: float | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint_every: int | None = None,
+    resume: bool = True,
+    callbacks: Iterable[Callable[[Event], object]] = (),
+    on_non_finite: str = "stop",
+    conditioning: float = 0.0,
+    accumulate: int = 1,
+    amp: bool = False,
+    compile: bool = False,
+    calibrate: bool | str | None = None,
+    metrics: str | os.PathLike[str] | None = None,
+    tensorboard: str | os.PathLike[str] | None = None,
+    progress: bool = True,
+    seed: int = 0,
+) -> FitResult:
+    r"""Trains the model of an objective, with the exact NLL of validation data beside the loss.
+
+    The optimum of score matching is not that of the likelihood: NLL can rise while the loss falls. So give
+    ``validation``, choose by it (``result.load_best(model)``), and stop by it (``patience``). The model is left with
+    its last weights.
+
+    The same seed gives the same run, and a run that was killed at any moment and started again with the same
+    arguments and ``checkpoint`` folder gives the same numbers as one that never was. All noise comes from generators
+    of the run (or the objective's own); torch's global generators are as before afterwards.
+
+    Under ``torchrun`` each process calls ``fit`` with the same arguments and its model on its own device. Batches are
+    of ``batch_size`` rows in each process, gradients are averaged, and the first process writes the files.
+
+    Arguments:
+        objective: The loss; it holds the model.
+        data: A tensor, a pair ``(tensor, context)``, a Dataset with a length, or a DataLoader. A DataLoader keeps its
+            own batch size and order, which resuming finds again if its randomness comes from torch's generators.
+        optimizer: An optimizer of the model's parameters, or a function that makes one from them; Adam with a
+            learning rate of 0.001 by default.
+        steps: How many steps to take in all. This or ``epochs``.
+        epochs: How often to go through the data. This or ``steps``.
+        batch_size: Rows in a batch. Rows that do not fill one are left to the next epoch, which has another order.
+        validation: Data as in ``data``, whose exact NLL is computed at each evaluation.
+        evaluate_every: Steps between two evaluations, each of which is one record of the metrics. By default 20 in a
+            run, and at least every 1000 steps.
+        patience: Stops after so many evaluations without a better NLL.
+        ema: Evaluates, and keeps as the best, averaged weights: True, or an :class:`~ebflow_plugin.EMA` of the model.
+        scheduler: A learning-rate schedule, or a function that makes one from the optimizer; it moves at each step
+            (``ReduceLROnPlateau`` at each evaluation, by NLL).
+        clip_norm: The largest norm of the gradient of all parameters together.
+        checkpoint: A folder for checkpoints (the last two), the best weights and the metrics.
+        checkpoint_every: Steps between two checkpoints; as ``evaluate_every`` by default.
+        resume: Goes on from the last checkpoint of the folder, if there is one. Otherwise they are removed.
+        callbacks: Functions of an :class:`~ebflow_plugin.training.loop.Event`, called at each evaluation; one that
+            returns True ends the run.
+        on_non_finite: ``"stop"`` raises a :class:`TrainingError` that names the step and the layer; ``"skip"`` leaves
+            the batch out and counts (and stops after 10 in a row). On CUDA, ``"skip"`` waits for the device at each
+            step, ``"stop"`` at every tenth.
+        conditioning: The weight of a penalty on full layers that are nearly singular
+            (:func:`~ebflow_plugin.training.spectrum.conditioning_penalty`).
+        accumulate: Batches for each step; their gradients are averaged.
+        amp: Runs the networks inside of nonlinear steps in bfloat16.
+        compile: Compiles the energy, for objectives that allow it.
+        calibrate: Calibrates the model at each evaluation (``"full"``, which True means too, or ``"diagonal"``; see
+            :meth:`EBFlow.calibrate <ebflow_plugin.EBFlow.calibrate>`), and takes the NLL after it for the NLL: the
+            best weights are the calibrated best. Training goes on without. One pass over the data each time.
+        metrics: A file for the metrics as JSON lines, ``metrics.jsonl`` in the checkpoint folder by default. A run
+            that begins anew begins the file anew.
+        tensorboard: A log folder for TensorBoard.
+        progress: Shows a live display on a terminal (with rich), a line for each evaluation elsewhere.
+        seed: Where all randomness comes from.
+
+    Raises:
+        InputError: If something in the arguments cannot work, before anything is trained.
+        TrainingError: If the loss or a gradient is not finite.
+
+    Example:
+        >>> import ebflow_plugin as ebf
+        >>> from nflows import distributions, flows, transforms
+        >>> flow = flows.Flow(transforms.LULinear(2), distributions.StandardNormal([2]))
+        >>> model = ebf.wrap(flow)
+        >>> x = 3.0 * torch.randn(500, 2, generator=torch.Generator().manual_seed(0))
+        >>> result = fit(ebf.objectives.SSM(model), x[:400], steps=40, batch_size=50, validation=x[400:],
+        ...              optimizer=lambda p: torch.optim.Adam(p, lr=0.03), ema=True, progress=False)
+        >>> result.history[-1]["nll"] < result.history[0]["nll"]
+        True
+        >>> result.load_best(model)
+        >>> result
+        FitResult(40 steps, stopped by steps, best NLL ...)
+    """
+    if not isinstance(objective, Objective):
+        raise InputError(f"fit needs an objective, such as ebf.objectives.SSM(model), got {type(objective).__name__}")
+    if objective.reduction != "mean":
+        raise InputError('fit needs an objective with reduction="mean", whose value is a scalar')
+    model = objective.model
+    device = model._like().device
+    told = listeners(callbacks)
+    with ExitStack() as stack, torch.inference_mode(False), torch.enable_grad():
+        group = processes(device)
+        size = whole("batch_size", batch_size)
+        source = batches(data, size, seed=seed, rank=group.rank, world=group.world)
+        held_out = None
+        if validation is not None:
+            held_out = batches(
+                validation, max(size, VALIDATION_BATCH), name="validation", shuffle=False, rank=group.rank,
+                world=group.world,
+            )  # fmt: skip
+        elif patience is not None or calibrate:
+            raise InputError("patience and calibrate need validation data, whose NLL they go by")
+        settings = numbers(
+            source, steps, epochs, evaluate_every, checkpoint_every, accumulate, clip_norm, conditioning, patience,
+            seed, on_non_finite,
+        )  # fmt: skip
+        kind = _calibration(calibrate)
+        generators = stack.enter_context(seeded(objective, seed, group))
+        for name, part in (("data", source), ("validation", held_out)):
+            if part is not None:
+                _check_first(model, part, name, device)
+        chosen = optimizer_of(objective, optimizer)
+        schedule = scheduler_of(chosen, scheduler)
+        check_saveable(
+            optimizer=chosen.state_dict(), **({} if schedule is None else {"scheduler": schedule.state_dict()})
+        )
+        folder = None if checkpoint is None else group.on_first(lambda: CheckpointFolder(checkpoint))
+        _initialise(model, source, group, device, seed)
+        run = Run(
+            objective,
+            source,
+            held_out,
+            chosen,
+            schedule,
+            average(model, ema),
+            settings,
+            group,
+            generators,
+            {
+                "data": str(source),
+                "seed": str(seed),
+                "processes": str(group.world),
+                "training": f"accumulate={accumulate}, clip_norm={clip_norm}, conditioning={conditioning}, amp={amp}",
+                "evaluation": f"calibrate={kind}, on_non_finite={on_non_finite}",
+            },
+        )
+        run.callbacks, run.folder, run.calibrate = told, folder, kind
+        if folder is not None:
+            _resume(run, folder, group, resume)
+        path = None if folder is None else folder.path / "metrics.jsonl"
+        path = path if metrics is None else Path(metrics)
+        if path is not None:
+            lines = group.on_first(lambda: JsonLines(path, run.progress.history))
+            run.metrics = lines if group.first else None
+        if tensorboard is not None and group.first:
+            run.tensorboard = TensorBoard(Path(tensorboard), run.progress.step)
+            stack.callback(run.tensorboard.close)
+        if amp:
+            stack.enter_context(bf16_conditioners(model))
+        if compile:
+            stack.enter_context(compiled_energy(objective))
+        run.display = display(progress, group.first)
+        run.train()
+        return FitResult(
+            history=run.progress.history,
+            steps=run.progress.step,
+            stopped=run.progress.stopped or "steps",
+            best_nll=run.progress.best_nll,
+            best_step=run.progress.best_step,
+            best_state=run.best_state,
+            skipped=run.progress.skipped,
+            checkpoint=None if folder is None else folder.path,
+            metrics=path,
+            ema=run.ema,
+        )
+
+
+def _check_first(model: EBFlow, source: Batches | LoaderBatches, name: str, device: torch.device) -> None:
+    """Looks at a batch before any work is done: shapes, types, NaN, labels that nobody uses."""
+    x, context = source.first()
+    try:
+        x, context = x.to(device), None if context is None else context.to(device)
+        refuse_useless_labels(model, x, context)
+        model._check(x, context)
+        if x.is_floating_point():
+            refuse_non_finite("its first batch", x)
+    except InputError as error:
+        raise InputError(f"{name}: {error}") from error
+
+
+def _calibration(calibrate: bool | str | None) -> str | None:
+    if calibrate is None or calibrate is False:
+        return None
+    return "full" if calibrate is True else one_of("calibrate", calibrate, ("full", "diagonal"))
+
+
+def _initialise(
+    model: EBFlow, source: Batches | LoaderBatches, group: Processes, device: torch.device, seed: int
+) -> None:
+    """Runs the data-dependent start of ActNorm layers once, in the first process, and gives its result to all."""
+    core = model.core
+
+    def start() -> None:
+        x, context = source.first()
+        generator = Generator(device).manual_seed(mix(seed, "start"))
+        u, _ = model.preprocess(x.to(device), generator)
+        core.plan.initialize(u, None if context is None else context.to(device))
+
+    if any(not getattr(step, "initialised", True) for step in core.plan.steps):
+        group.on_first(start)
+    group.spread([*model.parameters(), *model.buffers()])
+
+
+def _resume(run: Run, folder: CheckpointFolder, group: Processes, resume: bool) -> None:
+    if not resume:
+        group.on_first(folder.clear)
+        return
+    state = group.on_first(folder.load)
+    if state is None:
+        return
+    run.load(folder.path, state)
+    if state["best_nll"] is not None:
+        best = group.on_first(folder.load_best)
+        run.best_state = None if best is None else best[0]

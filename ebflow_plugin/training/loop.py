@@ -1,0 +1,386 @@
+"""The loop of :func:`~ebflow_plugin.fit`: one :class:`Run`, its steps, evaluations and checkpoints."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from ebflow_plugin.discovery import find_flow
+from ebflow_plugin.ema import EMA
+from ebflow_plugin.errors import EBFlowError, TrainingError
+from ebflow_plugin.objectives import Objective
+from ebflow_plugin.training.batches import Batches, LoaderBatches
+from ebflow_plugin.training.checkpoints import CheckpointFolder, atomic_write, compare, identity, write_weights
+from ebflow_plugin.training.distributed import Processes, parallel
+from ebflow_plugin.training.evaluation import evaluate
+from ebflow_plugin.training.guards import ConditionWatch, Finding, FiniteWatch, diagnose, failure
+from ebflow_plugin.training.progress import Display, JsonLines, NoDisplay, Record, TensorBoard
+from ebflow_plugin.training.randomness import mix, random_state, set_random_state
+from ebflow_plugin.training.spectrum import FullLayer, PenalisedLoss, full_layers
+from ebflow_plugin.wrapper import EBFlow
+
+__all__ = ["Event", "Run", "Settings"]
+
+FATAL = ("model", "objective", "optimizer", "scheduler", "ema")
+LOOK_EVERY = {"cpu": 1}  # steps between two looks at what is not finite; elsewhere a look waits for the device:
+LOOK_EVERY_ELSEWHERE = 10
+SKIPPED_IN_A_ROW = 10
+
+Source = Batches | LoaderBatches
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The numbers of a run; see :func:`~ebflow_plugin.fit`."""
+
+    steps: int
+    evaluate_every: int
+    checkpoint_every: int
+    accumulate: int = 1
+    clip_norm: float | None = None
+    conditioning: float = 0.0
+    skip: bool = False
+    patience: int | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a callback is told at each evaluation.
+
+    Attributes:
+        step: The number of the step.
+        record: The metrics of the evaluation.
+        model: The model, with its present weights.
+        ema: Their average, if there is one.
+    """
+
+    step: int
+    record: Mapping[str, Any]
+    model: EBFlow
+    ema: EMA | None
+
+
+@dataclass
+class Progress:
+    """What a run has come to: everything of it that is neither weights nor generators."""
+
+    step: int = 0
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+    stale: int = 0  # evaluations since the best one
+    best_nll: float | None = None
+    best_step: int | None = None
+    seconds: float = 0.0
+    counted: int = 0  # steps whose loss was summed since the last evaluation
+    stopped: str = ""
+    history: list[Record] = field(default_factory=list)
+
+
+class Run:
+    """A training run: everything that a checkpoint holds, and the loop."""
+
+    def __init__(
+        self,
+        objective: Objective,
+        data: Source,
+        validation: Source | None,
+        optimizer: Optimizer,
+        scheduler: LRScheduler | None,
+        ema: EMA | None,
+        settings: Settings,
+        processes: Processes,
+        generators: Sequence[Generator],
+        facts: Mapping[str, str],
+    ) -> None:
+        self.objective, self.data, self.validation = objective, data, validation
+        self.optimizer, self.scheduler, self.ema = optimizer, scheduler, ema
+        self.settings, self.processes = settings, processes
+        self.model = objective.model
+        self.device = self.model._like().device
+        self.progress = Progress()
+        self.best_state: dict[str, Tensor] | None = None
+        self.calibrate: str | None = None
+        self.folder: CheckpointFolder | None = None
+        self.metrics: JsonLines | None = None
+        self.tensorboard: TensorBoard | None = None
+        self.display: Display = NoDisplay()
+        self.callbacks: Sequence[Callable[[Event], object]] = ()
+        self._probes = Generator(self.device).manual_seed(mix(settings.seed, "probes", processes.rank))
+        self._generators = [*generators, *data.generators, self._probes]
+        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self._parameters = list(trained.values())
+        self._facts = {**identity(objective, optimizer, scheduler, ema), **facts}
+        self._watch = FiniteWatch(list(trained), processes)
+        layers = self._full_layers()
+        self._conditions = ConditionWatch(layers)
+        loss = PenalisedLoss(objective, layers, settings.conditioning, self._probes)
+        self._loss: Any = loss
+        if processes.world > 1:
+            self._loss = parallel(loss, self.device, unused=self._has_unused(loss))
+        wide = torch.float32 if self.device.type == "mps" else torch.float64
+        self._sum = torch.zeros((), dtype=wide, device=self.device)
+        self._grad_norm = torch.zeros((), device=self.device)
+        self._batches: list[tuple[Tensor, Tensor | None]] = []
+        self._look_every = 1 if settings.skip else LOOK_EVERY.get(self.device.type, LOOK_EVERY_ELSEWHERE)
+
+    def train(self) -> None:
+        """Runs to the end, from wherever it is."""
+        progress, settings = self.progress, self.settings
+        self.display.start(progress.step, settings.steps)
+        mark = time.monotonic(), progress.step
+        try:
+            while progress.step < settings.steps and not self._should_stop():
+                progress.step += 1
+                last = progress.step == settings.steps
+                due = progress.step % settings.evaluate_every == 0 or last
+                saving = self.folder is not None and (progress.step % settings.checkpoint_every == 0 or last)
+                self._take_step(look=due or saving)
+                if due:
+                    mark = self._record(mark)
+                if saving or (self._should_stop() and self.folder is not None):
+                    self.save(mark[0])
+                shown = self._mean_loss() if progress.step % 50 == 0 and not due and self.processes.world == 1 else None
+                self.display.advance(progress.step, shown)
+        finally:
+            self.display.stop()
+            for parameter in self._parameters:
+                parameter.grad = None
+
+    def _take_step(self, look: bool) -> None:
+        progress, settings = self.progress, self.settings
+        parameters = self._parameters
+        for parameter in parameters:
+            parameter.grad = None
+        value = torch.zeros((), device=self.device)
+        self._batches = []
+        for part in range(1, settings.accumulate + 1):
+            x, context = self._to_device(*self.data.next())
+            self._batches.append((x, context))
+            alone = self.processes.world > 1 and part < settings.accumulate
+            with self._loss.no_sync() if alone else nullcontext():
+                loss, own = self._loss(x, context)
+                if loss.requires_grad:
+                    torch.autograd.backward(loss / settings.accumulate, inputs=parameters)
+            value = value + own / settings.accumulate
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        norms = self._norms(parameters, gradients)
+        self._watch.see(progress.step, value, norms)
+        if look or progress.step % self._look_every == 0:
+            finding = self._watch.look()
+            if finding is not None:
+                self._not_finite(finding)
+                return
+        progress.skipped_in_a_row = 0
+        self._grad_norm = torch.linalg.vector_norm(norms)
+        if settings.clip_norm is not None and gradients:
+            torch._foreach_mul_(gradients, (settings.clip_norm / (self._grad_norm + 1e-6)).clamp(max=1.0))
+        self.optimizer.step()
+        if self.scheduler is not None and not isinstance(self.scheduler, ReduceLROnPlateau):
+            self.scheduler.step()
+        if self.ema is not None:
+            self.ema.update()
+        self._sum += value
+        progress.counted += 1
+
+    def _norms(self, parameters: list[nn.Parameter], gradients: list[Tensor]) -> Tensor:
+        found = iter(torch._foreach_norm(gradients) if gradients else ())
+        zero = torch.zeros_like(self._sum)
+        return torch.stack([zero if p.grad is None else next(found).to(zero) for p in parameters])
+
+    def _not_finite(self, finding: Finding) -> None:
+        """Leaves out the batch, or stops and says why."""
+        progress = self.progress
+        if self.settings.skip:
+            progress.skipped += 1
+            progress.skipped_in_a_row += 1
+            if progress.skipped_in_a_row < SKIPPED_IN_A_ROW:
+                return
+        lines: list[str] = []
+        for x, context in self._batches if finding.step == progress.step else ():
+            lines += diagnose(self.model, x, context)
+        if self.settings.skip:
+            lines.append(f"{progress.skipped_in_a_row} batches in a row were skipped")
+        raise failure(self.model, finding, list(dict.fromkeys(lines)), self._save_failure(finding.step))
+
+    def _save_failure(self, step: int) -> str:
+        if self.folder is None:
+            return ""
+        state, path = self._state(0.0), self.folder.path / f"failed-{step:08d}.pt"
+        if self.processes.first:
+            atomic_write(path, lambda file: torch.save(state, file))
+        return f"The state is in {path}; fit(…, resume=True) goes on from the last checkpoint before it. "
+
+    def _record(self, mark: tuple[float, int]) -> tuple[float, int]:
+        """Evaluates, and tells everyone."""
+        progress = self.progress
+        now = time.monotonic()
+        record: Record = {
+            "step": progress.step,
+            "epoch": self.data.epoch,
+            "loss": self._mean_loss(),
+            "grad_norm": float(self._grad_norm),
+            "lr": float(self.optimizer.param_groups[0]["lr"]),
+        }
+        self._sum.zero_()
+        progress.counted = 0
+        spectra = self._conditions.look(progress.step)
+        if self.validation is not None:
+            try:
+                record.update(self._evaluate(self.validation))
+            except EBFlowError as error:
+                raise TrainingError(f"step {progress.step}: {error}\n{self._save_failure(progress.step)}") from error
+            if isinstance(self.scheduler, ReduceLROnPlateau):
+                self.scheduler.step(record["nll"])
+            record["best_nll"] = progress.best_nll
+        if spectra:
+            record["condition"] = {
+                path: {"smallest": found.smallest, "condition": found.condition} for path, found in spectra.items()
+            }
+        if progress.skipped:
+            record["skipped"] = progress.skipped
+        passed = now - mark[0]
+        progress.seconds += passed
+        record["seconds"] = progress.seconds
+        record["steps_per_second"] = (progress.step - mark[1]) / passed if passed > 0 else 0.0
+        progress.history.append(record)
+        for sink in (self.metrics, self.tensorboard, self.display):
+            if sink is not None:
+                sink.record(record)
+        for callback in self.callbacks:
+            if callback(Event(progress.step, record, self.model, self.ema)) is True:
+                progress.stopped = "callback"
+        return time.monotonic(), progress.step
+
+    def _evaluate(self, validation: Source) -> Record:
+        """NLL on the validation data with the averaged weights, calibrated if asked for; keeps the best ones."""
+        progress, seed = self.progress, self.settings.seed
+        with self.ema.applied() if self.ema is not None else nullcontext():
+            nll, bits = evaluate(self.model, validation, seed, self.processes)
+            found: Record = {"nll": nll, "bits_per_dim": bits}
+            with self._calibrated():
+                if self.calibrate is not None:
+                    nll, bits = evaluate(self.model, validation, seed, self.processes)
+                    found = {"nll": nll, "bits_per_dim": bits, "nll_uncalibrated": found["nll"]}
+                if math.isnan(nll):
+                    raise TrainingError("the NLL on the validation data is not a number")
+                progress.stale += 1
+                if progress.best_nll is None or nll < progress.best_nll:
+                    progress.best_nll, progress.best_step, progress.stale = nll, progress.step, 0
+                    self.best_state = {
+                        name: tensor.detach().cpu().clone() for name, tensor in self.model.state_dict().items()
+                    }
+                    if self.folder is not None and self.processes.first:
+                        self.folder.save_best(self.best_state, {"step": progress.step, **found})
+        return found
+
+    @contextmanager
+    def _calibrated(self) -> Iterator[None]:
+        """Calibrates the model for the duration of a ``with`` block. Nothing that follows changes by it."""
+        if self.calibrate is None:
+            yield
+            return
+        kept = {name: getattr(self.model.calibration, name) for name in self.model.calibration.names}
+        drawn = random_state(self.device, self._generators)
+        try:
+            rows = (self._to_device(*batch) for batch in self.data.once())
+            self.model.calibrate([x if c is None else (x, c) for x, c in rows], self.calibrate)
+            yield
+        finally:
+            self.model.calibration.set(**kept)
+            self.model._settle(find_flow(self.model.flow))
+            set_random_state(drawn, self.device, self._generators)
+
+    def _should_stop(self) -> bool:
+        progress = self.progress
+        if self.settings.patience is not None and progress.stale >= self.settings.patience:
+            progress.stopped = "patience"
+        return bool(progress.stopped)
+
+    def _mean_loss(self) -> float:
+        """The mean loss since the last evaluation, over all processes."""
+        total = self.processes.total(torch.stack([self._sum, torch.full_like(self._sum, self.progress.counted)]))
+        value, count = total.tolist()
+        return value / count if count else float("nan")
+
+    def _to_device(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        there = None if context is None else context.to(self.device, non_blocking=True)
+        return x.to(self.device, non_blocking=True), there
+
+    def _full_layers(self) -> list[FullLayer]:
+        x, _ = self._to_device(*self.data.first())
+        u, _ = self.model.preprocess(x[:1], Generator(self.device).manual_seed(0))
+        try:
+            return full_layers(self.model.core.plan, tuple(u.shape[1:]))
+        except (EBFlowError, ValueError):  # a step of unknown class changes the shape
+            return []
+
+    def _has_unused(self, loss: PenalisedLoss) -> bool:
+        """Whether the loss of the first batch leaves out parameters. Nothing that follows changes by asking."""
+        kept = random_state(self.device, self._generators)
+        x, context = self._to_device(*self.data.first())
+        value, _ = loss(x, context)
+        found = torch.autograd.grad(value, self._parameters, allow_unused=True)
+        set_random_state(kept, self.device, self._generators)
+        flag = torch.tensor(int(any(gradient is None for gradient in found)), device=self.device)
+        return bool(self.processes.maximum(flag))
+
+    def _state(self, since: float) -> dict[str, Any]:
+        """Everything that the run is. All processes must ask for it together."""
+        progress = self.progress
+        mine = {"random": random_state(self.device, self._generators), "data": self.data.state()}
+        ranks = self.processes.gather({**mine, "loss": float(self._sum)})
+        seconds = progress.seconds + (time.monotonic() - since if since else 0.0)
+        return {
+            **{name: value for name, value in vars(progress).items() if name not in ("seconds", "stopped")},
+            "seconds": seconds,
+            "ranks": ranks,
+            "model": self.model.state_dict(),
+            "ema": None if self.ema is None else self.ema.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+            "facts": self._facts,
+        }
+
+    def save(self, since: float) -> None:
+        """Writes a checkpoint, from the first process."""
+        state = self._state(since)
+        if self.folder is not None and self.processes.first:
+            self.folder.save(state)
+
+    def load(self, path: Path, state: dict[str, Any]) -> None:
+        """Goes on from a checkpoint.
+
+        Raises:
+            InputError: If it is of another model, objective, optimiser or scheduler.
+        """
+        same = self.processes.on_first(lambda: compare(path, self._facts, state["facts"], FATAL))
+        write_weights(self.model, state["model"], f"the weights in {path}")
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+        if self.ema is not None:
+            self.ema.load_state_dict(state["ema"])
+        for name in vars(self.progress):
+            if name in state:
+                setattr(self.progress, name, state[name])
+        ranks = state["ranks"]
+        if same:
+            mine = ranks[self.processes.rank]
+            self.data.load(mine["data"], self.device)
+            set_random_state(mine["random"], self.device, self._generators)
+            self._sum.fill_(mine["loss"])
+        else:  # another batch size or number of processes: from the start of the epoch, with new noise
+            self.data.load({"epoch": ranks[0]["data"]["epoch"], "position": 0}, self.device)
+            for place, generator in enumerate(self._generators):
+                generator.manual_seed(mix(self.settings.seed, "again", place, state["step"], self.processes.rank))

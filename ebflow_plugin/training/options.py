@@ -1,0 +1,136 @@
+"""The arguments of :func:`~ebflow_plugin.fit`, checked and completed before any work is done."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from numbers import Real
+
+from torch import nn
+from torch.optim import Adam, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ebflow_plugin.ema import EMA
+from ebflow_plugin.errors import InputError
+from ebflow_plugin.objectives import Objective
+from ebflow_plugin.objectives.base import one_of, positive, whole
+from ebflow_plugin.training.batches import Batches, LoaderBatches
+from ebflow_plugin.training.loop import Event, Settings
+from ebflow_plugin.wrapper import EBFlow
+
+__all__ = ["average", "listeners", "numbers", "optimizer_of", "scheduler_of"]
+
+EVALUATIONS = 20  # in a run, unless evaluate_every says otherwise
+AT_LEAST_EVERY = 1000
+
+
+def numbers(
+    source: Batches | LoaderBatches,
+    steps: int | None,
+    epochs: int | None,
+    evaluate_every: int | None,
+    checkpoint_every: int | None,
+    accumulate: int,
+    clip_norm: float | None,
+    conditioning: float,
+    patience: int | None,
+    seed: int,
+    on_non_finite: str,
+) -> Settings:
+    """Checks the numbers, and completes those that depend on how long the run is."""
+    if (steps is None) == (epochs is None):
+        raise InputError(f"fit needs either steps or epochs, got steps={steps!r} and epochs={epochs!r}")
+    given = {"steps": steps, "epochs": epochs, "evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every}
+    for name, value in {**given, "accumulate": accumulate, "patience": patience}.items():
+        if value is not None:
+            whole(name, value)
+    if clip_norm is not None:
+        positive("clip_norm", clip_norm)
+    number = isinstance(conditioning, Real) and not isinstance(conditioning, bool)
+    if not number or not math.isfinite(conditioning) or conditioning < 0:
+        raise InputError(f"conditioning must be a number, at least 0, got {conditioning!r}")
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise InputError(f"seed must be a whole number, got {seed!r}")
+    skip = one_of("on_non_finite", on_non_finite, ("stop", "skip")) == "skip"
+    total = steps if steps is not None else (epochs or 0) * len(source) // accumulate
+    if total < 1:
+        raise InputError(
+            f"{epochs} epochs of {len(source)} batches are less than one step of accumulate={accumulate} batches"
+        )
+    often = evaluate_every or min(AT_LEAST_EVERY, max(1, total // EVALUATIONS))
+    return Settings(
+        steps=total,
+        evaluate_every=often,
+        checkpoint_every=checkpoint_every or often,
+        accumulate=accumulate,
+        clip_norm=clip_norm,
+        conditioning=float(conditioning),
+        skip=skip,
+        patience=patience,
+        seed=seed,
+    )
+
+
+def listeners(callbacks: Iterable[Callable[[Event], object]]) -> tuple[Callable[[Event], object], ...]:
+    """Checks the callbacks."""
+    if callable(callbacks):
+        raise InputError("callbacks must be a list of functions: callbacks=[function]")
+    found = tuple(callbacks)
+    for place, callback in enumerate(found):
+        if not callable(callback):
+            raise InputError(f"callbacks[{place}] is no function of an event, but {callback!r}")
+    return found
+
+
+def optimizer_of(
+    objective: Objective, optimizer: Optimizer | Callable[[list[nn.Parameter]], Optimizer] | None
+) -> Optimizer:
+    """The optimizer that was given, or made by the function that was given, or Adam."""
+    parameters = [parameter for parameter in objective.parameters() if parameter.requires_grad]
+    if not parameters:
+        raise InputError("the model has no parameters that require a gradient: there is nothing to train")
+    if optimizer is None:
+        return Adam(parameters, lr=1e-3)
+    made = optimizer if isinstance(optimizer, Optimizer) else None
+    if made is None:
+        if not callable(optimizer):
+            raise InputError(f"optimizer must be an Optimizer, or a function that makes one, got {optimizer!r}")
+        made = optimizer(parameters)
+        if not isinstance(made, Optimizer):
+            raise InputError(f"the function given as optimizer must return a torch.optim.Optimizer, got {made!r}")
+    held = {id(parameter) for group in made.param_groups for parameter in group["params"]}
+    if not any(id(parameter) in held for parameter in parameters):
+        raise InputError("the optimizer holds none of the model's parameters; make it from objective.parameters()")
+    return made
+
+
+def scheduler_of(
+    optimizer: Optimizer, scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None
+) -> LRScheduler | None:
+    """The scheduler that was given, or made by the function that was given."""
+    if scheduler is None:
+        return None
+    made = scheduler if isinstance(scheduler, LRScheduler) else scheduler(optimizer) if callable(scheduler) else None
+    if not isinstance(made, LRScheduler):
+        raise InputError(
+            f"scheduler must be a torch learning-rate scheduler, or a function that makes one, got {scheduler!r}"
+        )
+    if made.optimizer is not optimizer:
+        raise InputError("the scheduler is of another optimizer; pass a function: scheduler=lambda optimizer: …")
+    return made
+
+
+def average(model: EBFlow, ema: bool | EMA | None) -> EMA | None:
+    """The average that was given, or a new one. It begins here, behind the data-dependent start."""
+    if ema is None or ema is False:
+        return None
+    if ema is True:
+        return EMA(model)
+    if not isinstance(ema, EMA):
+        raise InputError(f"ema must be True, an ebflow_plugin.EMA or None, got {ema!r}")
+    if ema.model is not model:
+        raise InputError("the EMA is of another model; make it of the objective's: EMA(objective.model)")
+    if ema.updates == 0:
+        ema._averages, ema._copies = {}, {}
+        ema._follow()
+    return ema

@@ -1,0 +1,232 @@
+r"""The singular values of full linear layers: estimated cheaply, and kept away from zero on request.
+
+Score matching, unlike likelihood, has no term that pushes determinants away from zero, so that a full layer can drift
+to a singular one while the loss falls. Here the layers are seen through products with vectors alone: :math:`O(D^2)`
+each for a dense layer, and a convolution each for a convolution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Generator, Tensor, nn
+
+from ebflow_plugin.objectives import Objective
+from ebflow_plugin.plan import Plan, Shape, Step
+from ebflow_plugin.steps import FullStep, MatrixStep
+
+__all__ = ["FullLayer", "PenalisedLoss", "Spectrum", "conditioning_penalty", "estimate_spectrum", "full_layers"]
+
+LANCZOS_STEPS = 32
+CG_STEPS = 12
+SMALL = 0.01  # the penalty acts on singular values below this share of their root mean square
+
+
+@dataclass(frozen=True)
+class FullLayer:
+    """The linear part of a full layer, in its module's own direction.
+
+    Attributes:
+        step: The step of the plan.
+        shape: The event shape that it takes.
+        product: W v for a batch of one, differentiable in the layer's parameters.
+    """
+
+    step: Step
+    shape: Shape
+    product: Callable[[Tensor], Tensor]
+
+    def transposed(self, u: Tensor) -> Tensor:
+        """Wᵀ u, without a graph."""
+        with torch.enable_grad():
+            v = u.new_zeros((1, *self.shape), requires_grad=True)
+            (result,) = torch.autograd.grad(self.product(v), v, u)
+        return result
+
+    def like(self) -> Tensor:
+        """A tensor of the layer's dtype, on its device."""
+        return next(self.step.module.parameters()).detach()
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """Estimates of the extreme singular values of a layer: from below for the largest, from above for the smallest."""
+
+    largest: float
+    smallest: float
+
+    @property
+    def condition(self) -> float:
+        """The condition number, estimated from below."""
+        return self.largest / self.smallest if self.smallest > 0 else float("inf")
+
+
+def full_layers(plan: Plan, event_shape: Shape) -> list[FullLayer]:
+    """The steps of a plan that are full, unconstrained matrices or convolutions.
+
+    Arguments:
+        plan: The plan.
+        event_shape: The shape of one data point.
+
+    Example:
+        >>> import ebflow_plugin as ebf
+        >>> from ebflow_nflows import FullLinear
+        >>> from nflows import distributions, flows
+        >>> model = ebf.wrap(flows.Flow(FullLinear(3), distributions.StandardNormal([3])))
+        >>> [layer.step.path for layer in full_layers(model.plan, (3,))]
+        ['_transform']
+    """
+    found = []
+    for step, shapes in plan.shapes(event_shape):
+        if isinstance(step, MatrixStep):
+            found.append(FullLayer(step, (step.kept().shape[0],), _matrix_product(step)))
+        elif isinstance(step, FullStep):
+            shape = step.inverse_shapes(shapes)[0] if step.inverted else shapes[0]
+            features: int | None = getattr(step.module, "features", None)
+            found.append(FullLayer(step, shape if features is None else (features,), _full_product(step)))
+    return [layer for layer in found if any(True for _ in layer.step.module.parameters())]
+
+
+def estimate_spectrum(layer: FullLayer, steps: int = LANCZOS_STEPS) -> Spectrum:
+    r"""Estimates the largest and the smallest singular value by Golub-Kahan bidiagonalisation.
+
+    With k products with W and k with its transpose, :math:`O(k D^2)`: exact for D ≤ k, and good where the extreme ones
+    stand apart from the others, which is how a layer becomes singular. A crowd of small singular values is seen, but
+    the smallest of them is overestimated. No factorisation; one wait for the device.
+
+    Example:
+        >>> import ebflow_plugin as ebf
+        >>> from ebflow_nflows import FullLinear
+        >>> from nflows import distributions, flows
+        >>> flow = flows.Flow(FullLinear(3), distributions.StandardNormal([3]))
+        >>> with torch.no_grad():
+        ...     _ = flow._transform.weight.copy_(torch.tensor([4.0, 1.0, 0.5]).diag())
+        >>> (layer,) = full_layers(ebf.wrap(flow).plan, (3,))
+        >>> round(estimate_spectrum(layer).condition, 3)
+        8.0
+    """
+    like = layer.like()
+    size = prod(layer.shape)
+    steps = min(steps, size)
+    drawn = torch.randn(size, generator=Generator().manual_seed(0)).to(like)
+    rights = [drawn / torch.linalg.vector_norm(drawn)]
+    lefts: list[Tensor] = []
+    alphas: list[Tensor] = []
+    betas: list[Tensor] = []
+    with torch.no_grad():
+        for place in range(steps):
+            left = layer.product(rights[-1].reshape(1, *layer.shape))
+            out_shape, left = left.shape, left.flatten()
+            left = _orthogonal(left, lefts)
+            alphas.append(torch.linalg.vector_norm(left))
+            lefts.append(left / alphas[-1].clamp_min(torch.finfo(like.dtype).tiny))
+            if place + 1 == steps:
+                break
+            right = _orthogonal(layer.transposed(lefts[-1].reshape(out_shape)).flatten(), rights)
+            betas.append(torch.linalg.vector_norm(right))
+            rights.append(right / betas[-1].clamp_min(torch.finfo(like.dtype).tiny))
+        diagonal, above = torch.stack(alphas).double().cpu(), torch.stack([*betas, alphas[0] * 0])[:-1].double().cpu()
+    if not (diagonal.isfinite().all() and above.isfinite().all()):
+        return Spectrum(float("nan"), float("nan"))
+    # Where the off-diagonal vanishes, the space explored so far is all that there is to see from this start.
+    limit = 10 * torch.finfo(like.dtype).eps * float(diagonal.max())
+    ended = (above <= limit).nonzero().flatten()
+    count = int(ended[0]) + 1 if len(ended) else steps
+    values = torch.linalg.svdvals(diagonal[:count].diag() + above[: count - 1].diag(1))
+    return Spectrum(float(values[0]), float(values[-1]))
+
+
+def conditioning_penalty(layers: list[FullLayer], generator: Generator | None = None) -> Tensor:
+    r"""How many singular values are near zero: a smooth penalty, estimated with one probe for each layer.
+
+    .. math:: \sum_{\text{layers}} \operatorname{tr}\left[\delta\,(W^T W + \delta I)^{-1}\right]
+              = \sum_{\text{layers}} \sum_i \frac{\delta}{\sigma_i^2 + \delta}, \qquad
+              \delta = 10^{-4} \cdot \frac1D \sum_i \sigma_i^2
+
+    A singular value at zero counts 1, one at a hundredth of the root mean square ½, a healthy one nothing: layers in
+    good condition are left alone. The trace is estimated without bias by :math:`\delta\, v^T y` with a random sign
+    vector v and :math:`y = (W^T W + \delta I)^{-1} v` from a few steps of conjugate gradients, and its gradient by
+    that of :math:`-\delta \|W y\|^2`. :math:`O(D^2)` for each dense layer, and no wait for the device. With few steps
+    of conjugate gradients small singular values in a crowd count for less than they should.
+
+    Arguments:
+        layers: The layers.
+        generator: Draws the probes.
+
+    Returns:
+        A scalar, differentiable in the parameters of the layers.
+    """
+    total: Tensor | None = None
+    for layer in layers:
+        like = layer.like()
+        device = like.device if generator is None else generator.device
+        signs = torch.randint(2, (1, *layer.shape), generator=generator, device=device).to(like) * 2 - 1
+        with torch.no_grad():
+            image = layer.product(signs)
+            delta = SMALL**2 * image.square().mean()  # E ‖W v‖² is the sum of the squared singular values
+            solution = _conjugate_gradients(layer, signs, delta)
+            value = delta * (signs * solution).sum()
+        surrogate = -delta * layer.product(solution).square().sum()
+        term = surrogate - surrogate.detach() + value
+        total = term if total is None else total + term
+    if total is None:
+        raise ValueError("no layers")
+    return total
+
+
+class PenalisedLoss(nn.Module):
+    """An objective and the conditioning penalty: what DistributedDataParallel is put around."""
+
+    def __init__(self, objective: Objective, layers: list[FullLayer], weight: float, generator: Generator) -> None:
+        super().__init__()
+        self.objective = objective
+        self._layers, self._weight, self._generator = layers, weight, generator
+
+    def forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Computes the loss to minimise, and the value of the objective alone."""
+        value: Tensor = self.objective(x, context)
+        if not (self._weight and self._layers):
+            return value, value.detach()
+        return value + self._weight * conditioning_penalty(self._layers, self._generator), value.detach()
+
+
+def _conjugate_gradients(layer: FullLayer, right: Tensor, delta: Tensor) -> Tensor:
+    """Solves (WᵀW + δI) y = right, approximately."""
+    tiny = torch.finfo(right.dtype).tiny
+    solution, residual, direction = torch.zeros_like(right), right, right
+    square = residual.square().sum()
+    for _ in range(min(CG_STEPS, right.numel())):
+        image = layer.transposed(layer.product(direction)) + delta * direction
+        length = square / (direction * image).sum().clamp_min(tiny)
+        solution = solution + length * direction
+        residual = residual - length * image
+        before, square = square, residual.square().sum()
+        direction = residual + (square / before.clamp_min(tiny)) * direction
+    return solution
+
+
+def _orthogonal(vector: Tensor, basis: list[Tensor]) -> Tensor:
+    """Removes the components along an orthonormal basis, twice, as rounding asks for."""
+    if basis:
+        matrix = torch.stack(basis)
+        for _ in range(2):
+            vector = vector - matrix.mT @ (matrix @ vector)
+    return vector
+
+
+def _matrix_product(step: MatrixStep) -> Callable[[Tensor], Tensor]:
+    return lambda v: v @ (step.kept() if step.transposed else step.kept().mT)
+
+
+def _full_product(step: FullStep) -> Callable[[Tensor], Tensor]:
+    if hasattr(step.module, "features"):
+        return lambda v: v @ step.module.weight.mT
+
+    def product(v: Tensor) -> Tensor:
+        image, constant = step.apply(torch.cat([v, torch.zeros_like(v)])).split(1)
+        return image - constant
+
+    return product

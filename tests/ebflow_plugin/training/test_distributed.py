@@ -1,0 +1,94 @@
+"""Two real processes that train together."""
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from training_models import same, without_timing
+
+TESTS = Path(__file__).parents[2]
+SCRIPT = TESTS / "scripts" / "parallel_runs.py"
+
+
+def load_script():
+    spec = importlib.util.spec_from_file_location("parallel_runs", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_together(folder):
+    """What each of two processes under torchrun found."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", SCRIPT, folder]
+    log = folder / "log"
+    with log.open("w") as file:
+        running = subprocess.Popen(command, env=environment, stdout=file, stderr=file, start_new_session=True)
+        try:
+            code = running.wait(timeout=90)
+        except subprocess.TimeoutExpired:  # torchrun and its workers, which are a session of their own
+            os.killpg(running.pid, signal.SIGKILL)
+            raise
+    assert code == 0, log.read_text()[-3000:]
+    return [torch.load(folder / f"found-{rank}.pt") for rank in range(2)]
+
+
+def test_two_processes_train_together(tmp_path):
+    """One launch, which takes seconds, for all that follows."""
+    together = tmp_path / "together"
+    together.mkdir()
+    found = run_together(together)
+    script = load_script()
+    check_that_gradients_are_those_of_the_joined_batch(found, script)
+    check_that_two_processes_train_as_one_with_the_joined_batch(found, script, tmp_path / "alone")
+    check_that_second_order_losses_train_together(found, together)
+    check_that_parameters_that_the_loss_does_not_see_do_no_harm(found)
+    check_that_a_resumed_run_equals_an_uninterrupted_one(found)
+
+
+def check_that_gradients_are_those_of_the_joined_batch(processes, script):
+    for name, expected in script.gradients().items():
+        assert sum(gradient is not None and bool(gradient.any()) for gradient in expected) >= 4
+        for process in processes:
+            found = process["gradients"][name]
+            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10, msg=lambda text, name=name: name + text)
+
+
+def check_that_two_processes_train_as_one_with_the_joined_batch(found, script, folder):
+    """Maximum likelihood has no noise: the weights are the same, however many processes there are."""
+    first, second = found
+    alone = script.train(folder, "ml", 12)
+    assert same(first["ml"]["weights"], second["ml"]["weights"])
+    torch.testing.assert_close(first["ml"]["weights"], alone["weights"], rtol=1e-6, atol=1e-8)
+    for together, expected in zip(first["ml"]["history"], alone["history"], strict=True):
+        assert together["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+        assert together["nll"] == pytest.approx(expected["nll"], rel=1e-6)
+
+
+def check_that_second_order_losses_train_together(found, folder):
+    first, second = found
+    assert same(first["whole"]["weights"], second["whole"]["weights"])
+    assert without_timing(first["whole"]["history"]) == without_timing(second["whole"]["history"])
+    assert first["whole"]["noise"][0] != second["whole"]["noise"][0], "each process draws noise of its own"
+    names = ["best.safetensors", "metrics.jsonl", "step-00000008.pt", "step-00000012.pt"]
+    assert sorted(path.name for path in (folder / "whole").iterdir()) == names
+
+
+def check_that_parameters_that_the_loss_does_not_see_do_no_harm(found):
+    first, second = found
+    assert same(first["blind"]["weights"], second["blind"]["weights"])
+    assert not first["blind"]["weights"]["flow.idle"].any()
+    assert len(first["blind"]["history"]) == 1
+
+
+def check_that_a_resumed_run_equals_an_uninterrupted_one(found):
+    for process in found:
+        assert without_timing(process["parts"]["history"]) == without_timing(process["whole"]["history"])
+        assert same(process["parts"]["weights"], process["whole"]["weights"])
+        assert same(process["parts"]["best"], process["whole"]["best"])

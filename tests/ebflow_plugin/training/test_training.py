@@ -1,0 +1,440 @@
+"""fit(): what it computes, what it shows, and what it refuses."""
+
+import io
+import json
+import sys
+import warnings
+
+import pytest
+import torch
+from nflows import distributions, flows, transforms
+from nflows.nn import nets
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import ebflow_plugin as ebf
+from ebflow_nflows import FullLinear
+from ebflow_plugin.errors import InputError
+from ebflow_plugin.objectives import DSM, FDSSM, ML, SSM
+from ebflow_plugin.training import fit
+from ebflow_plugin.training import progress as shown
+from ebflow_plugin.training.acceleration import bf16_conditioners, compiled_energy
+from ebflow_plugin.training.batches import batches
+from ebflow_plugin.training.checkpoints import load_best
+from ebflow_plugin.training.evaluation import evaluate
+from training_models import make_data, make_model, same, weights, without_timing
+
+QUIET = {"progress": False}
+
+
+def adam(rate):
+    return lambda parameters: torch.optim.Adam(parameters, lr=rate)
+
+
+def coupling_model(context=None, hidden=8):
+    torch.manual_seed(0)
+
+    def net(inputs, outputs):
+        return nets.ResidualNet(
+            inputs, outputs, hidden_features=hidden, context_features=context, num_blocks=1, activation=torch.tanh
+        )
+
+    coupling = transforms.AffineCouplingTransform(torch.tensor([1, 0, 1, 0]), net)
+    return ebf.wrap(flows.Flow(coupling, distributions.StandardNormal([4])))
+
+
+def test_maximum_likelihood_of_a_linear_flow_reaches_the_closed_form():
+    x = make_data(400, dtype=torch.float64)
+    model = ebf.wrap(flows.Flow(FullLinear(4).double(), distributions.StandardNormal([4]).double()))
+    result = fit(
+        ML(model), x, steps=400, batch_size=400, validation=x, optimizer=adam(0.05), patience=None, **QUIET,
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 400),
+    )  # fmt: skip
+    covariance = torch.cov(x.mT, correction=0)
+    best = 0.5 * (torch.logdet(2 * torch.pi * torch.e * covariance)).item()
+    assert result.history[-1]["nll"] == pytest.approx(best, abs=1e-3)
+    assert result.history[-1]["bits_per_dim"] == pytest.approx(best / 4 / torch.log(torch.tensor(2.0)).item(), abs=1e-3)
+
+
+def test_a_run_is_the_plain_loop():
+    """Without extras, fit() takes the same steps as ten lines of torch."""
+    model, twin = make_model(actnorm=False), make_model(actnorm=False)
+    x = make_data(40)
+    fit(ML(model), x, steps=5, batch_size=40, optimizer=adam(0.01), **QUIET)
+    optimizer = torch.optim.Adam(twin.parameters(), lr=0.01)
+    for _ in range(5):
+        optimizer.zero_grad()
+        ML(twin)(x).backward()
+        optimizer.step()
+    torch.testing.assert_close(weights(model), weights(twin), rtol=1e-4, atol=1e-6)
+
+
+def test_accumulated_batches_are_one_large_batch():
+    x = make_data(60, dtype=torch.float64)
+    found = []
+    for size, accumulate in ((60, 1), (15, 4)):
+        model = make_model(actnorm=False, dtype=torch.float64)
+        fit(ML(model), x, steps=3, batch_size=size, accumulate=accumulate, **QUIET)
+        found.append(weights(model))
+    torch.testing.assert_close(*found, rtol=1e-8, atol=1e-9)
+
+
+def test_gradients_are_clipped():
+    model, x = make_model(actnorm=False), make_data(40)
+    before = weights(model)
+    result = fit(
+        ML(model), 100 * x, steps=1, batch_size=40, clip_norm=0.5, optimizer=lambda p: torch.optim.SGD(p, lr=1.0),
+        **QUIET,
+    )  # fmt: skip
+    moved = sum((weights(model)[name] - before[name]).square().sum() for name in before)
+    assert moved.sqrt() == pytest.approx(0.5, rel=1e-4)
+    assert result.history[0]["grad_norm"] > 10
+
+
+def test_the_same_seed_gives_the_same_run_and_leaves_the_global_generator_alone():
+    x, found = make_data(), []
+    for seed in (0, 0, 1):
+        torch.manual_seed(5)
+        model = make_model()
+        objective = DSM(model)
+        result = fit(objective, x, steps=5, batch_size=32, seed=seed, validation=x, **QUIET)
+        assert objective.generator is None
+        assert torch.rand(1) == torch.rand(1, generator=torch.Generator().manual_seed(5))
+        found.append((without_timing(result.history), weights(model)))
+    assert found[0][0] == found[1][0]
+    assert same(found[0][1], found[1][1])
+    assert not same(found[0][1], found[2][1])
+
+
+def test_an_objective_keeps_its_own_generator():
+    generator = torch.Generator().manual_seed(3)
+    objective = DSM(make_model(), generator=generator)
+    fit(objective, make_data(), steps=2, **QUIET)
+    assert objective.generator is generator
+    assert not torch.equal(generator.get_state(), torch.Generator().manual_seed(3).get_state())
+
+
+def test_an_epoch_sees_every_row_once_and_in_another_order_each_time():
+    x = torch.arange(12.0).reshape(12, 1)
+    source = batches(x, 4, seed=0)
+    epochs = [torch.cat([source.next()[0] for _ in range(3)]).flatten().tolist() for _ in range(2)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(12))
+    assert epochs[0] != epochs[1]
+    shards = [batches(x, 2, seed=0, rank=rank, world=2) for rank in range(2)]
+    joined = [torch.cat([shard.next()[0] for shard in shards]) for _ in range(3)]
+    assert torch.cat(joined).flatten().tolist() == epochs[0]
+    parts = [torch.cat([b for b, _ in batches(x, 5, shuffle=False, rank=r, world=2).once()]) for r in range(2)]
+    assert sorted(torch.cat(parts).flatten().tolist()) == list(range(12))
+
+
+def test_epochs_are_counted():
+    assert fit(ML(make_model()), make_data(50), epochs=3, batch_size=16, **QUIET).steps == 9
+    loader = DataLoader(TensorDataset(make_data(50)), batch_size=10)
+    assert fit(ML(make_model()), loader, epochs=2, **QUIET).steps == 10
+
+
+def test_actnorm_starts_from_clean_data_before_the_first_step():
+    model, x = make_model(), make_data(64)
+    fit(DSM(model, sigma=100.0), x, steps=1, batch_size=64, optimizer=adam(1e-9), **QUIET)
+    layer = model.flow._transform._transforms[0]
+    torch.testing.assert_close(layer.log_scale, -x.std(0).log(), rtol=1e-4, atol=1e-4)
+
+
+def test_the_average_begins_behind_the_data_dependent_start():
+    model = make_model()
+    ema = ebf.EMA(model)
+    fit(ML(model), make_data(64), steps=1, optimizer=adam(1e-9), ema=ema, **QUIET)
+    with ema.applied():
+        averaged = weights(model)
+    torch.testing.assert_close(averaged, weights(model), rtol=1e-4, atol=1e-6)
+
+
+def test_validation_is_of_the_averaged_weights():
+    model, x = make_model(), make_data(100)
+    result = fit(ML(model), x, steps=10, validation=x, ema=ebf.EMA(model, 0.9), optimizer=adam(0.05), **QUIET)
+    with result.ema.applied(), torch.no_grad():
+        averaged = -model.log_prob(x).mean().item()
+    assert result.history[-1]["nll"] == pytest.approx(averaged, rel=1e-5)
+    with torch.no_grad():
+        assert result.history[-1]["nll"] != pytest.approx(-model.log_prob(x).mean().item(), rel=1e-5)
+
+
+def test_log_z_is_computed_once_for_an_evaluation(monkeypatch):
+    model, x = make_model(), make_data(100)
+    model.initialize(x)
+    calls = []
+    plan = type(model.core.plan)
+    original = plan.log_z
+    monkeypatch.setattr(plan, "log_z", lambda self, *args: calls.append(1) or original(self, *args))
+    evaluate(model, batches(x, 10, shuffle=False), seed=0)
+    assert len(calls) == 1
+
+
+def test_integers_are_dequantized_with_the_same_noise_at_each_evaluation():
+    model = ebf.wrap(
+        flows.Flow(FullLinear(4), distributions.StandardNormal([4])),
+        preprocess=[ebf.Dequantize(8), ebf.Rescale(0.05, 0.95), ebf.Logit()],
+    )
+    x = torch.randint(8, (60, 4), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    source = batches(x, 20, shuffle=False)
+    assert evaluate(model, source, 0) == evaluate(model, source, 0)
+    result = fit(SSM(model), x, steps=5, batch_size=20, validation=x, **QUIET)
+    assert result.history[-1]["bits_per_dim"] == pytest.approx(result.history[-1]["nll"] / 4 / 0.6931472, rel=1e-5)
+    assert 0 < result.history[-1]["bits_per_dim"] < 20
+
+
+def test_patience_stops_by_nll_and_the_best_is_kept():
+    x = make_data(200)
+    model = make_model(actnorm=False)
+    result = fit(
+        ML(model), x, steps=200, validation=5 * x.flip(0), evaluate_every=2, patience=3, optimizer=adam(0.05), **QUIET
+    )
+    nlls = [record["nll"] for record in result.history]
+    assert result.stopped == "patience"
+    assert result.steps < 200
+    assert len(nlls) - 1 - nlls.index(min(nlls)) == 3
+    assert result.best_step == result.history[nlls.index(min(nlls))]["step"]
+    result.load_best(model)
+    with torch.no_grad():
+        assert -model.log_prob(5 * x).mean() == pytest.approx(min(nlls), rel=1e-5)
+
+
+@pytest.mark.parametrize("data", ["tensor", "loader"])
+def test_the_calibrated_best_is_kept_and_training_does_not_notice(tmp_path, data):
+    x, held_out = make_data(400), make_data(200, seed=1)
+    found = []
+    for calibrate in (None, "full"):
+        source = x if data == "tensor" else DataLoader(TensorDataset(x), batch_size=50, shuffle=True)
+        model = make_model()
+        result = fit(
+            DSM(model, sigma=0.3), source, steps=12, batch_size=50, evaluate_every=3, validation=held_out, ema=True,
+            calibrate=calibrate, checkpoint=tmp_path / str(calibrate), **QUIET,
+        )  # fmt: skip
+        found.append((result, weights(model)))
+    (plain, before), (calibrated, after) = found
+    assert same(before, after)
+    for one, other in zip(plain.history, calibrated.history, strict=True):
+        assert other["nll_uncalibrated"] == one["nll"]
+        assert other["nll"] < one["nll"]
+    assert calibrated.best_nll == min(record["nll"] for record in calibrated.history)
+    fresh = make_model()
+    facts = load_best(fresh, tmp_path / "full")
+    assert facts["nll"] == calibrated.best_nll
+    with torch.no_grad():
+        assert -fresh.log_prob(held_out).mean() == pytest.approx(calibrated.best_nll, rel=1e-5)
+
+
+def test_callbacks_see_the_metrics_and_can_stop():
+    seen = []
+
+    def stop(event):
+        seen.append((event.step, event.record["loss"]))
+        return event.step >= 4
+
+    result = fit(ML(make_model()), make_data(), steps=20, evaluate_every=2, callbacks=[stop], **QUIET)
+    assert [step for step, _ in seen] == [2, 4]
+    assert (result.steps, result.stopped) == (4, "callback")
+
+
+def test_schedules_move_the_learning_rate():
+    def schedule(optimizer):
+        return torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.1)
+
+    result = fit(ML(make_model()), make_data(), steps=4, evaluate_every=1, scheduler=schedule, **QUIET)
+    assert [record["lr"] for record in result.history] == pytest.approx([1e-3, 1e-4, 1e-4, 1e-5])
+
+    def plateau(optimizer):
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=1e9)
+
+    x = make_data()
+    result = fit(ML(make_model()), x, steps=3, evaluate_every=1, scheduler=plateau, validation=x, **QUIET)
+    assert [record["lr"] for record in result.history] == pytest.approx([1e-3, 1e-4, 1e-5])
+
+
+def test_a_context_is_given_to_the_model():
+    model = coupling_model(context=2)
+    x, context = make_data(100), torch.randn(100, 2, generator=torch.Generator().manual_seed(0))
+    result = fit(ML(model), (x, context), steps=30, validation=(x, context), optimizer=adam(0.02), **QUIET)
+    assert result.best_nll < result.history[0]["nll"]
+    assert any(parameter.abs().sum() > 0 for name, parameter in model.named_parameters() if "context" in name)
+    loader = DataLoader(TensorDataset(x, context), batch_size=20)
+    assert fit(ML(coupling_model(context=2)), loader, epochs=1, **QUIET).steps == 5
+
+
+def test_labels_that_an_embedding_takes_are_a_context():
+    torch.manual_seed(0)
+    model = coupling_model(context=3)
+    flow = flows.Flow(model.flow._transform, model.flow._distribution, embedding_net=nn.Embedding(5, 3))
+    model = ebf.wrap(flow)
+    x, labels = make_data(60), torch.arange(60) % 5
+    before = flow._embedding_net.weight.detach().clone()
+    fit(ML(model), (x, labels), steps=20, optimizer=adam(0.05), **QUIET)
+    assert not torch.equal(flow._embedding_net.weight, before)
+
+
+# What is shown.
+
+
+def test_metrics_are_json_lines(tmp_path):
+    x = make_data()
+    result = fit(DSM(make_model()), x, steps=6, evaluate_every=2, validation=x, metrics=tmp_path / "m.jsonl", **QUIET)
+    lines = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
+    assert lines == list(result.history)
+    assert [line["step"] for line in lines] == [2, 4, 6]
+    assert {"step", "epoch", "loss", "nll", "bits_per_dim", "best_nll", "grad_norm", "lr", "seconds"} <= set(lines[0])
+    assert set(lines[0]["condition"]) == {"_transform._transforms.1", "_transform._transforms.3"}
+
+
+def test_the_recorded_loss_is_the_mean_since_the_last_record():
+    x, losses = make_data(64), []
+
+    class Spy(ML):
+        def forward(self, x, context=None):
+            losses.append(super().forward(x, context))
+            return losses[-1]
+
+    result = fit(Spy(make_model()), x, steps=6, batch_size=16, evaluate_every=3, **QUIET)
+    means = [torch.stack(losses[:3]).mean().item(), torch.stack(losses[3:6]).mean().item()]
+    assert [record["loss"] for record in result.history] == pytest.approx(means, rel=1e-5)
+
+
+def test_tensorboard_gets_the_metrics(tmp_path):
+    x = make_data()
+    fit(ML(make_model()), x, steps=4, evaluate_every=2, validation=x, tensorboard=tmp_path, **QUIET)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert {"loss", "nll", "bits_per_dim"} <= set(events.Tags()["scalars"])
+    assert [event.step for event in events.Scalars("nll")] == [2, 4]
+
+
+def test_tensorboard_that_is_not_installed(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(InputError, match="pip install tensorboard"):
+        fit(ML(make_model()), make_data(), steps=4, tensorboard=tmp_path, **QUIET)
+
+
+def test_without_a_terminal_there_are_lines(capsys):
+    x = make_data()
+    fit(ML(make_model()), x, steps=4, evaluate_every=2, validation=x)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    for word in ("step 4/4", "loss", "NLL", "bits/dim", "condition", "steps/s", "left"):
+        assert word in lines[1]
+    fit(ML(make_model()), x, steps=4, **QUIET)
+    assert capsys.readouterr().err == ""
+
+
+def test_the_live_display_shows_everything(monkeypatch):
+    rich = pytest.importorskip("rich.console")
+    screen = io.StringIO()
+    console = rich.Console(file=screen, force_terminal=True, width=120, height=40)
+    monkeypatch.setattr("ebflow_plugin.training.fitting.display", lambda *args: shown.RichDisplay(console))
+    x = make_data()
+    fit(SSM(make_model()), x, steps=4, evaluate_every=2, validation=x)
+    text = screen.getvalue()
+    for word in ("4/4", "loss", "NLL", "bits/dim", "steps/s", "left", "_transform._transforms.1", "condition"):
+        assert word in text
+
+
+def test_without_rich_there_are_lines(monkeypatch):
+    monkeypatch.setattr(shown, "find_spec", lambda name: None)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert isinstance(shown.display(True), shown.PlainDisplay)
+
+
+# Faster.
+
+
+def test_conditioners_run_in_bfloat16_and_nothing_else():
+    model = coupling_model(hidden=64)
+    x = make_data(50)
+    exact = model.energy(x)
+    seen = []
+    nets_inside = [part for part in model.modules() if isinstance(part, nn.Linear)]
+    with bf16_conditioners(model) as count:
+        handles = [
+            part.register_forward_hook(lambda m, i, o: seen.append(torch.is_autocast_enabled("cpu")))
+            for part in nets_inside
+        ]
+        rounded = model.energy(x)
+        assert not torch.is_autocast_enabled("cpu")
+        for handle in handles:
+            handle.remove()
+    assert count == len(nets_inside) > 2
+    assert rounded.dtype == torch.float32
+    assert not torch.equal(rounded, exact)
+    torch.testing.assert_close(rounded, exact, rtol=0.02, atol=0.05)
+    assert torch.equal(model.energy(x), exact), "nothing is left of it"
+    result = fit(DSM(model), x, steps=5, amp=True, validation=x, **QUIET)
+    assert result.steps == 5
+    with pytest.raises(InputError, match="float32"):
+        fit(DSM(make_model(dtype=torch.float64)), make_data(dtype=torch.float64), steps=2, amp=True, **QUIET)
+    with pytest.warns(UserWarning, match="changes nothing"):
+        fit(DSM(make_model()), make_data(), steps=2, amp=True, **QUIET)
+
+
+def test_an_error_inside_of_a_conditioner_leaves_no_autocast_behind():
+    model = coupling_model()
+    with bf16_conditioners(model), pytest.raises(Exception, match=r"(?i)shape|size|index"):
+        model.plan.energy(torch.zeros(3, 7))
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_what_cannot_be_compiled_runs_as_it_is_with_one_message():
+    x = make_data()
+    with pytest.warns(UserWarning, match="compile=True has no effect on SSM.*second derivative") as caught:
+        fit(SSM(make_model()), x, steps=3, compile=True, **QUIET)
+    assert len(caught) == 1
+
+
+def test_a_failing_compiler_falls_back(monkeypatch):
+    def fail(function):
+        def compiled(*args):
+            raise RuntimeError("no compiler\nlong trace")
+
+        return compiled
+
+    monkeypatch.setattr(torch, "compile", fail)
+    found = []
+    for wanted in (False, True):
+        model = make_model()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fit(FDSSM(model), make_data(), steps=3, compile=wanted, **QUIET)
+        found.append(weights(model))
+    assert [str(w.message) for w in caught] == ["the energy cannot be compiled, and runs as it is: no compiler"]
+    assert same(*found)
+
+
+def test_the_compiled_energy_is_used(monkeypatch):
+    calls = []
+
+    def spy(function):
+        return lambda *args: calls.append(1) or function(*args)
+
+    monkeypatch.setattr(torch, "compile", spy)
+    model = make_model()
+    plain = model.core.energy
+    fit(0.5 * FDSSM(model) + 0.5 * ML(model), make_data(), steps=3, compile=True, **QUIET)
+    assert len(calls) == 6
+    assert model.core.energy == plain
+
+
+@pytest.mark.slow
+def test_fdssm_really_compiles():
+    found = []
+    for wanted in (False, True):
+        model = make_model(actnorm=False)
+        torch._dynamo.utils.counters.clear()
+        fit(FDSSM(model, eps=0.5), make_data(), steps=5, compile=wanted, **QUIET)  # a fallback warns, which is an error
+        found.append(weights(model))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)
+
+
+def test_compiled_energy_is_taken_back_after_an_error():
+    model = make_model()
+    with pytest.raises(ZeroDivisionError), compiled_energy(FDSSM(model)):
+        raise ZeroDivisionError
+    assert "energy" not in model.core.__dict__

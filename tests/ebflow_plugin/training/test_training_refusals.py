@@ -1,0 +1,115 @@
+"""What fit() refuses, before any work is lost."""
+
+import pytest
+import torch
+from nflows import distributions, flows
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+import ebflow_plugin as ebf
+from ebflow_nflows import SmoothLeakyReLU
+from ebflow_plugin.errors import EBFlowError, InputError
+from ebflow_plugin.objectives import ML
+from ebflow_plugin.training import fit
+from training_models import make_data, make_model, same, weights
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(make_data(20))
+
+
+class Dicts(Dataset):
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        return {"x": torch.zeros(4)}
+
+
+def nan_data():
+    x = make_data(50)
+    x[7, 2] = float("nan")
+    x[9] = float("inf")
+    return x
+
+
+LABELS = torch.arange(200) % 10
+REFUSED = {
+    "no objective": (lambda m: fit(m, make_data(), steps=1), r"needs an objective, such as ebf.objectives.SSM"),
+    "reduction": (lambda m: fit(ML(m, reduction="none"), make_data(), steps=1), "scalar"),
+    "neither": (lambda m: fit(ML(m), make_data()), "either steps or epochs"),
+    "both": (lambda m: fit(ML(m), make_data(), steps=1, epochs=1), "either steps or epochs"),
+    "zero steps": (lambda m: fit(ML(m), make_data(), steps=0), "steps must be a whole number, at least 1, got 0"),
+    "half epochs": (lambda m: fit(ML(m), make_data(), epochs=0.5), "epochs must be a whole number"),
+    "batch size": (lambda m: fit(ML(m), make_data(), steps=1, batch_size=0), "batch_size must be"),
+    "accumulate": (lambda m: fit(ML(m), make_data(), steps=1, accumulate=0), "accumulate must be"),
+    "few": (lambda m: fit(ML(m), make_data(8), epochs=1, accumulate=2), "less than one step"),
+    "empty tensor": (lambda m: fit(ML(m), torch.zeros(0, 4), steps=1), "data is empty: 0 rows"),
+    "empty validation": (
+        lambda m: fit(ML(m), make_data(), steps=1, validation=torch.zeros(0, 4)),
+        "validation is empty",
+    ),
+    "empty loader": (
+        lambda m: fit(ML(m), DataLoader(TensorDataset(make_data(3)), batch_size=4, drop_last=True), steps=1),
+        "the DataLoader is empty",
+    ),
+    "stream": (lambda m: fit(ML(m), DataLoader(Stream()), steps=1), "does not know its length"),
+    "a list": (lambda m: fit(ML(m), [1, 2], steps=1), "a Dataset with a length or a DataLoader, got builtins.list"),
+    "dicts": (lambda m: fit(ML(m), Dicts(), steps=1), "(?s)got a dict of 1.*collate_fn"),
+    "triple": (lambda m: fit(ML(m), (make_data(), LABELS, LABELS), steps=1), "a pair .x, context., got a tuple of 3"),
+    "rows": (lambda m: fit(ML(m), (make_data(), make_data(7)), steps=1), "200 and 7 rows"),
+    "NaN": (lambda m: fit(ML(m), nan_data(), steps=1), r"5 NaN or inf in 2 of 50 rows, the first at \[7, 2\]"),
+    "NaN to validate": (lambda m: fit(ML(m), make_data(), steps=1, validation=nan_data()), "validation holds 5 NaN"),
+    "NaN in a loader": (
+        lambda m: fit(ML(m), DataLoader(TensorDataset(nan_data()), batch_size=25), steps=1),
+        "data: its first batch holds 5 NaN",
+    ),
+    "labels": (lambda m: fit(ML(m), (make_data(), LABELS), steps=1), "(?s)makes no use of a context.*Drop the labels"),
+    "loader of labels": (
+        lambda m: fit(ML(m), DataLoader(TensorDataset(make_data(), LABELS)), steps=1),
+        "(?s)Drop the labels.*collate_fn",
+    ),
+    "dtype": (lambda m: fit(ML(m), make_data().double(), steps=1), "float64, the flow is torch.float32; cast"),
+    "integers": (lambda m: fit(ML(m), torch.zeros(9, 4, dtype=torch.int64), steps=1), "floating point.*Dequantize"),
+    "shape": (lambda m: fit(ML(m), torch.zeros(9, 3), steps=1), r"x must have shape \(B, 4\), got \(9, 3\)"),
+    "callbacks": (lambda m: fit(ML(m), make_data(), steps=1, callbacks=["print"]), r"callbacks\[0\] is no function"),
+    "a callback": (lambda m: fit(ML(m), make_data(), steps=1, callbacks=print), r"callbacks=\[function\]"),
+    "non-finite": (lambda m: fit(ML(m), make_data(), steps=1, on_non_finite="skp"), "Did you mean 'skip'"),
+    "optimizer": (lambda m: fit(ML(m), make_data(), steps=1, optimizer="adam"), "optimizer must be an Optimizer"),
+    "optimizer class": (lambda m: fit(ML(m), make_data(), steps=1, optimizer=lambda p: p), "must return a torch.optim"),
+    "other optimizer": (
+        lambda m: fit(ML(m), make_data(), steps=1, optimizer=torch.optim.SGD(make_model().parameters(), lr=0.1)),
+        "holds none of the model's parameters",
+    ),
+    "scheduler": (lambda m: fit(ML(m), make_data(), steps=1, scheduler="cosine"), "scheduler must be"),
+    "ema": (lambda m: fit(ML(m), make_data(), steps=1, ema=0.99), "ema must be True"),
+    "other ema": (lambda m: fit(ML(m), make_data(), steps=1, ema=ebf.EMA(make_model())), "of another model"),
+    "patience": (lambda m: fit(ML(m), make_data(), steps=1, patience=3), "patience and calibrate need validation"),
+    "calibrate": (lambda m: fit(ML(m), make_data(), steps=1, calibrate=True), "patience and calibrate need validation"),
+    "kind": (
+        lambda m: fit(ML(m), make_data(), steps=1, validation=make_data(), calibrate="ful"),
+        "unknown calibrate 'ful'. Did you mean 'full'",
+    ),
+    "clip": (lambda m: fit(ML(m), make_data(), steps=1, clip_norm=0.0), "clip_norm must be a positive number"),
+    "conditioning": (lambda m: fit(ML(m), make_data(), steps=1, conditioning=-1.0), "conditioning must be"),
+    "seed": (lambda m: fit(ML(m), make_data(), steps=1, seed=0.5), "seed must be"),
+    "frozen": (lambda m: fit(ML(m.requires_grad_(False)), make_data(), steps=1), "nothing to train"),
+    "metrics": (lambda m: fit(ML(m), make_data(), steps=1, metrics="/proc/no/m.jsonl"), "metrics file .* cannot"),
+    "checkpoint": (lambda m: fit(ML(m), make_data(), steps=1, checkpoint="/proc/no"), "checkpoint folder .* cannot be"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_input_is_refused_with_the_fix(case):
+    call, words = REFUSED[case]
+    model = make_model(actnorm=False)
+    before = weights(model)
+    with pytest.raises(EBFlowError, match=words):
+        call(model)
+    assert same(weights(model), before)
+
+
+def test_the_smooth_activation_is_no_full_layer():
+    flow = flows.Flow(SmoothLeakyReLU(0.3), distributions.StandardNormal([4]))
+    with pytest.raises(InputError, match="nothing to train"):
+        fit(ML(ebf.wrap(flow)), make_data(), steps=1)
