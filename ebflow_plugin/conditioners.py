@@ -114,6 +114,7 @@ def opaque_parts(module: nn.Module) -> Iterator[str]:
         >>> class Mine(nn.Module):
         ...     def forward(self, x):
         ...         return torch.relu(x)
+        >>> Mine.__module__ = "a_users_package"
         >>> list(opaque_parts(nn.Sequential(nn.Linear(2, 2), Mine())))
         ['1']
     """
