@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Generator, Tensor
 
-from ebflow_plugin.draws import at_least, gaussian_like, positive, rows_in_chunks, shown, uniform_like
+from ebflow_plugin.draws import at_least, gaussian_like, rows_in_chunks, shown, uniform_like
 from ebflow_plugin.errors import EBFlowError, InputError
-from ebflow_plugin.inputs import refuse_non_finite
+from ebflow_plugin.inputs import positive, refuse_non_finite
 from ebflow_plugin.wrapper import EBFlow
 
 __all__ = ["Chains", "Moves", "run_chains"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
@@ -11,7 +10,7 @@ from torch import Generator, Tensor
 
 from ebflow_plugin.errors import InputError
 
-__all__ = ["at_least", "gaussian_like", "over_rows", "positive", "rows_in_chunks", "shown", "signs", "uniform_like"]
+__all__ = ["at_least", "gaussian_like", "over_rows", "rows_in_chunks", "shown", "signs", "uniform_like"]
 
 T = TypeVar("T")
 
@@ -27,19 +26,6 @@ def at_least(low: int, name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise InputError(f"{name} must be a whole number, at least {low}, got {value!r}")
     return value
-
-
-def positive(name: str, value: object) -> float:
-    """Returns a positive number as a float, or raises an error that names the option.
-
-    Example:
-        >>> positive("step_size", 0)
-        Traceback (most recent call last):
-        ebflow_plugin.errors.InputError: step_size must be a positive number, got 0
-    """
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise InputError(f"{name} must be a positive number, got {value!r}")
-    return float(value)
 
 
 def gaussian_like(x: Tensor, generator: Generator | None) -> Tensor:

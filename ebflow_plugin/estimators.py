@@ -12,9 +12,10 @@ from collections.abc import Callable
 import torch
 from torch import Generator, Tensor
 
-from ebflow_plugin.draws import at_least, gaussian_like, positive, rows_in_chunks, shown, uniform_like
+from ebflow_plugin.draws import at_least, gaussian_like, rows_in_chunks, shown, uniform_like
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.estimate import Estimate, log_mean_exp
+from ebflow_plugin.inputs import positive
 from ebflow_plugin.proposals import Gaussian, Proposal, draw_from, standard_log_prob
 
 __all__ = ["annealed", "importance"]

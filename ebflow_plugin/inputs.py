@@ -1,14 +1,18 @@
-"""Input that a flow cannot take is refused here, in our words, before torch sees it."""
+"""Input and options that cannot be are refused here, in our words, before torch sees them."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from numbers import Real
 
 import torch
 from torch import Tensor
 
-from ebflow_plugin.errors import InputError
+from ebflow_plugin.errors import InputError, suggest
 from ebflow_plugin.plan import Shape
 
-__all__ = ["check_input", "refuse_non_finite"]
+__all__ = ["check_input", "is_number", "one_of", "positive", "refuse_non_finite", "whole"]
 
 
 def check_input(
@@ -81,3 +85,47 @@ def refuse_non_finite(name: str, tensor: Tensor) -> None:
         rows = int(bad.flatten(1).any(1).sum()) if bad.dim() > 1 else count
         first = bad.nonzero()[0].tolist()
         raise InputError(f"{name} holds {count} NaN or inf in {rows} of {tensor.shape[0]} rows, the first at {first}")
+
+
+def positive(name: str, value: object) -> float:
+    """Returns a positive number as a float, or raises an error that names the option.
+
+    Example:
+        >>> positive("eps", -1)
+        Traceback (most recent call last):
+        ebflow_plugin.errors.InputError: eps must be a positive number, got -1
+    """
+    if not is_number(value) or value <= 0:  # type: ignore[operator]
+        raise InputError(f"{name} must be a positive number, got {value!r}")
+    return float(value)  # type: ignore[arg-type]
+
+
+def whole(name: str, value: object) -> int:
+    """Returns a whole number of at least 1, or raises an error that names the option.
+
+    Example:
+        >>> whole("projections", 0)
+        Traceback (most recent call last):
+        ebflow_plugin.errors.InputError: projections must be a whole number, at least 1, got 0
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InputError(f"{name} must be a whole number, at least 1, got {value!r}")
+    return value
+
+
+def one_of(name: str, value: object, allowed: Iterable[str]) -> str:
+    """Returns one of the allowed words, or raises an error that names the option and what is allowed.
+
+    Example:
+        >>> one_of("reduction", "sum", ("mean", "none"))
+        Traceback (most recent call last):
+        ebflow_plugin.errors.InputError: unknown reduction 'sum'. Valid names: mean, none.
+    """
+    if not isinstance(value, str) or value not in tuple(allowed):
+        raise InputError(f"unknown {name} {value!r}. {suggest(str(value), allowed)}")
+    return value
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a finite real number (and no truth value)."""
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)

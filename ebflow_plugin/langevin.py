@@ -6,9 +6,9 @@ import torch
 from torch import Generator, Tensor
 
 from ebflow_plugin.chains import Chains, Moves, run_chains
-from ebflow_plugin.draws import at_least, over_rows, positive
+from ebflow_plugin.draws import at_least, over_rows
 from ebflow_plugin.errors import InputError, suggest
-from ebflow_plugin.inputs import refuse_non_finite
+from ebflow_plugin.inputs import positive, refuse_non_finite
 from ebflow_plugin.preprocess import DequantizeStep
 from ebflow_plugin.wrapper import EBFlow
 

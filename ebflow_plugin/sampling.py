@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ebflow_plugin.draws import at_least, positive, rows_in_chunks
+from ebflow_plugin.draws import at_least, rows_in_chunks
 from ebflow_plugin.errors import InputError, NoInverseError
+from ebflow_plugin.inputs import positive
 from ebflow_plugin.plan import Base, Plan
 
 __all__ = ["draw", "seeded_by"]

@@ -3,7 +3,6 @@ r"""What all objectives share: options, the way from the data to the matched var
 from __future__ import annotations
 
 import inspect
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -14,9 +13,10 @@ import torch
 from torch import Generator, Tensor, nn
 
 from ebflow_plugin.errors import InputError, UnknownNameError, suggest
+from ebflow_plugin.inputs import is_number, one_of
 from ebflow_plugin.wrapper import EBFlow
 
-__all__ = ["Common", "FunctionObjective", "Objective", "WeightedSum", "one_of", "positive", "whole"]
+__all__ = ["Common", "FunctionObjective", "Objective", "WeightedSum"]
 
 REDUCTIONS = ("mean", "none")
 
@@ -83,7 +83,7 @@ class Objective(nn.Module):
             raise InputError(f"{name} needs an EBFlow, got {kind}; wrap it first: {name}(ebflow_plugin.wrap(flow))")
         if generator is not None and not isinstance(generator, Generator):
             raise InputError(f"generator must be a torch.Generator or None, got {generator!r}")
-        if not _is_number(energy_weight) or energy_weight < 0:
+        if not is_number(energy_weight) or energy_weight < 0:
             raise InputError(f"energy_weight must be a finite number, at least 0, got {energy_weight!r}")
         self.model = model
         self.training = model.training
@@ -277,56 +277,13 @@ def start(core: EBFlow, x: Tensor, context: Tensor | None) -> None:
             return
 
 
-def positive(name: str, value: object) -> float:
-    """Returns a positive number as a float, or raises an error that names the option.
-
-    Example:
-        >>> positive("eps", -1)
-        Traceback (most recent call last):
-        ebflow_plugin.errors.InputError: eps must be a positive number, got -1
-    """
-    if not _is_number(value) or value <= 0:  # type: ignore[operator]
-        raise InputError(f"{name} must be a positive number, got {value!r}")
-    return float(value)  # type: ignore[arg-type]
-
-
-def whole(name: str, value: object) -> int:
-    """Returns a whole number of at least 1, or raises an error that names the option.
-
-    Example:
-        >>> whole("projections", 0)
-        Traceback (most recent call last):
-        ebflow_plugin.errors.InputError: projections must be a whole number, at least 1, got 0
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InputError(f"{name} must be a whole number, at least 1, got {value!r}")
-    return value
-
-
-def one_of(name: str, value: object, allowed: Iterable[str]) -> str:
-    """Returns one of the allowed words, or raises an error that names the option and what is allowed.
-
-    Example:
-        >>> one_of("reduction", "sum", ("mean", "none"))
-        Traceback (most recent call last):
-        ebflow_plugin.errors.InputError: unknown reduction 'sum'. Valid names: mean, none.
-    """
-    if not isinstance(value, str) or value not in tuple(allowed):
-        raise InputError(f"unknown {name} {value!r}. {suggest(str(value), allowed)}")
-    return value
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _own(tensor: Tensor) -> Tensor:
     """The user's values outside of the user's graph."""
     return tensor.clone() if tensor.is_inference() else tensor.detach()
 
 
 def _flatten(weight: float, term: Objective) -> list[tuple[float, Objective]]:
-    if not _is_number(weight):
+    if not is_number(weight):
         raise InputError(f"the weight of {type(term).__name__} must be a finite number, got {weight!r}")
     if isinstance(term, WeightedSum):
         return [(weight * inner, part) for inner, part in zip(term.weights, term.terms, strict=True)]  # type: ignore[misc]

@@ -15,8 +15,9 @@ from torch import Generator, Tensor
 
 from ebflow_plugin.conditioners import Smoothness
 from ebflow_plugin.errors import InputError
+from ebflow_plugin.inputs import one_of, positive, whole
 from ebflow_plugin.objectives import checks
-from ebflow_plugin.objectives.base import Common, Objective, one_of, positive, whole
+from ebflow_plugin.objectives.base import Common, Objective
 from ebflow_plugin.wrapper import EBFlow
 
 __all__ = ["DSM", "FDSSM", "SM", "SSM", "ScoreObjective"]

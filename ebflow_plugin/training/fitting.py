@@ -16,9 +16,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ebflow_plugin.ema import EMA
 from ebflow_plugin.errors import InputError
-from ebflow_plugin.inputs import refuse_non_finite
+from ebflow_plugin.inputs import one_of, refuse_non_finite, whole
 from ebflow_plugin.objectives import Objective
-from ebflow_plugin.objectives.base import one_of, whole
 from ebflow_plugin.training.acceleration import bf16_conditioners, compiled_energy
 from ebflow_plugin.training.batches import Batches, LoaderBatches, batches, refuse_useless_labels
 from ebflow_plugin.training.checkpoints import CheckpointFolder, check_saveable, write_weights

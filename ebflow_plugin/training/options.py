@@ -12,8 +12,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ebflow_plugin.ema import EMA
 from ebflow_plugin.errors import InputError
+from ebflow_plugin.inputs import one_of, positive, whole
 from ebflow_plugin.objectives import Objective
-from ebflow_plugin.objectives.base import one_of, positive, whole
 from ebflow_plugin.training.batches import Batches, LoaderBatches
 from ebflow_plugin.training.loop import Event, Settings
 from ebflow_plugin.wrapper import EBFlow
