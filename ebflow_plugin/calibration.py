@@ -10,7 +10,7 @@ it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from math import log, pi
@@ -80,18 +80,15 @@ class CalibrationStep(LinearStep):
 
     def apply(self, x: Any) -> Any:
         c = self.module
-        return self._parts(_times(c.to_base, self._flat(x) - c.mean) + c.center)
+        return self._parts(_times(c.to_base, flatten(x) - c.mean) + c.center)
 
     def invert(self, y: Any) -> Any:
         c = self.module
-        return self._parts(_times(c.from_base, self._flat(y) - c.center) + c.mean)
+        return self._parts(_times(c.from_base, flatten(y) - c.center) + c.mean)
 
     def log_abs_det(self, shape: Shape) -> Tensor:
         to_base: Tensor = self.module.to_base
         return (to_base if to_base.dim() == 1 else to_base.diagonal()).abs().log().sum()
-
-    def _flat(self, value: Any) -> Tensor:
-        return flatten(value)
 
     def _parts(self, flat: Tensor) -> Any:
         sizes = [torch.Size(shape).numel() for shape in self._shapes]
@@ -222,8 +219,8 @@ def calibrate_plan(
     Returns:
         The tensors of a :class:`Calibration` (none if it would make held-out data less likely), and the report.
     """
-    moments, held_out = Moments(), Moments()
-    energies, base_nll, index = 0.0, 0.0, 0
+    moments, held_out, losses = Moments(), Moments(), Moments()
+    index = 0
     event_shape: Shape = ()
     shapes: tuple[Shape, ...] = ()
     for x, context in stream:
@@ -237,18 +234,16 @@ def calibrate_plan(
             moments.add(rows[~held])
         if bool(held.any()):
             held_out.add(rows[held])
-            nll = -plan.base.log_prob(latents, embedded).double()
-            base_nll += nll[held].sum().item()
-            energies += (nll if log_det is None else nll - log_det.double())[held].sum().item()
+            nll = -plan.base.log_prob(latents, embedded)
+            losses.add(torch.stack([nll, nll if log_det is None else nll - log_det], dim=1)[held])
     if held_out.count < 2 or moments.count < 2:
         raise InputError(f"calibrate needs at least 20 data points, got {index}")
     base = gaussian_of(plan.base, shapes, like)
-    counts = held_out.count
-    moments.reduce()
-    held_out.reduce()
+    for collected in (moments, held_out, losses):  # every process comes to the same decision
+        collected.reduce()
     tensors, rho, after = fit_affine(moments, held_out, base, kind, shrinkage)
-    constant = plan.log_z(event_shape, like.double()).item()
-    before, gain = energies / counts + constant, base_nll / counts - after
+    base_nll, energy = losses.mean.tolist()
+    before, gain = energy + plan.log_z(event_shape, like.double()).item(), base_nll - after
     if gain < 0:
         return {}, CalibrationReport(before, before, 1.0, "none")
     moments._merge(held_out.count, held_out.mean, held_out.scatter)  # the choice is made: now all data count
@@ -257,25 +252,22 @@ def calibrate_plan(
 
 
 @torch.no_grad()
-def fold(calibration: Calibration, plan: Plan) -> None:
+def fold(tensors: Mapping[str, Tensor], plan: Plan) -> None:
     """Puts the map of a calibration into the last layer of a flow, which must be a FullLinear.
 
     Raises:
-        InputError: If the flow ends otherwise, or its base is not a standard Gaussian's shape of one vector.
+        InputError: If the flow ends otherwise.
     """
     last = plan.steps[-1] if plan.steps else None
     if not (isinstance(last, FullStep) and isinstance(last.module, FullLinear) and not last.inverted):
         where = "nothing" if last is None else last.where
         raise InputError(f"only a FullLinear at the end of the flow can take a calibration in; it ends with {where}")
-    layer, matrix = last.module, calibration.to_base
+    layer, matrix = last.module, tensors["to_base"]
     if layer.bias is None:
         raise InputError(f"{last.where} has no bias, and cannot take a calibration in")
-    assert matrix is not None
-    assert calibration.mean is not None
-    assert calibration.center is not None
     matrix = torch.diag(matrix) if matrix.dim() == 1 else matrix
     layer.weight.copy_(matrix @ layer.weight)
-    layer.bias.copy_(matrix @ (layer.bias - calibration.mean) + calibration.center)
+    layer.bias.copy_(matrix @ (layer.bias - tensors["mean"]) + tensors["center"])
 
 
 def first_full_layer(plan: Plan) -> int:

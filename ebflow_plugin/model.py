@@ -274,10 +274,10 @@ class EBFlow(nn.Module):
         tensors, report = calibration.calibrate_plan(
             self._bare, batches(data, self._check), self._like(), kind, shrinkage
         )
-        self.calibration.set(**tensors)
         if fold and tensors:
-            calibration.fold(self.calibration, self._bare)
-            self.calibration.set()
+            calibration.fold(tensors, self._bare)
+            tensors = {}
+        self.calibration.set(**tensors)
         self._settle(find_flow(self.flow))
         return report
 
@@ -381,6 +381,8 @@ def _arrangement(plan: Plan, flow: nn.Module) -> list[nn.Module]:
 
 
 def _settle_again(model: nn.Module, keys: Any) -> None:
-    """After a checkpoint was loaded: it may bring a calibration, or none."""
+    """After a checkpoint was loaded: it may bring a calibration, from another device or in another dtype, or none."""
     assert isinstance(model, EBFlow)
+    like = model._like()
+    model.calibration.to(device=like.device, dtype=like.dtype)
     model._settle(find_flow(model.flow))

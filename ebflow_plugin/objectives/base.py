@@ -116,8 +116,8 @@ class Objective(nn.Module):
         if torch.is_inference_mode_enabled():  # its tensors cannot be part of the graph that a score needs
             with torch.inference_mode(False), torch.no_grad():
                 return self.forward(x, context)
-        core = self.model.core
         u, log_det = self.model.preprocess(x, self.generator)
+        core = self.model.core  # behind preprocess(), which walks a flow again that was rebuilt
         core._check(u, context)
         u, context = _own(u), None if context is None else _own(context)
         if u.shape[0] == 0:

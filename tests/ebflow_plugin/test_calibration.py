@@ -150,6 +150,46 @@ def test_checkpoints_and_copies_carry_it():
     assert torch.allclose(model.float().log_prob(x.float()).double(), exact, atol=1e-3)
 
 
+def test_a_checkpoint_of_another_dtype_fits_the_model_that_loads_it():
+    model = ebf.wrap(nonlinear_flow())
+    model.calibrate(data())
+    single = ebf.wrap(nonlinear_flow().float())
+    single.load_state_dict(model.state_dict())
+    assert torch.allclose(single.log_prob(data(10).float()).double(), model.log_prob(data(10)), atol=1e-3)
+
+
+def test_a_fold_that_fails_leaves_the_model_as_it_was():
+    model = ebf.wrap(flows.Flow(transforms.LULinear(D), distributions.StandardNormal([D])).double())
+    before = model.log_prob(data(10))
+    with pytest.raises(ebf.InputError, match="only a FullLinear at the end"):
+        model.calibrate(data(), fold=True)
+    assert not model.calibration.ready
+    assert list(model.state_dict()) == [f"flow.{name}" for name in model.flow.state_dict()]
+    assert torch.equal(model.log_prob(data(10)), before)
+
+
+def test_all_processes_decide_alike(monkeypatch):
+    """Two processes with different data: each must judge by the losses of both."""
+    shards = [data(200, seed=1), 0.1 * data(200, seed=2) - 5.0]
+    alone = ebf.wrap(nonlinear_flow())
+    state = alone.flow.state_dict()
+    # Rows 9, 19, … are held out in each shard: 200 is a multiple of 10, so the joined data hold out the same rows.
+    expected = alone.calibrate(torch.cat(shards), shrinkage=0.1)
+    gathered = []  # what each Moments of the other process would send, in order
+    monkeypatch.setattr(Moments, "reduce", lambda self: gathered.append((self.count, self.mean, self.scatter)))
+    other = ebf.wrap(nonlinear_flow())
+    other.flow.load_state_dict(state)
+    other.calibrate(shards[1], shrinkage=0.1)
+    sent = iter(list(gathered))
+    monkeypatch.setattr(Moments, "reduce", lambda self: self._merge(*next(sent)))
+    model = ebf.wrap(nonlinear_flow())
+    model.flow.load_state_dict(state)
+    report = model.calibrate(shards[0], shrinkage=0.1)
+    assert report.before == pytest.approx(expected.before)
+    assert report.after == pytest.approx(expected.after)
+    assert torch.allclose(model.log_prob(data(10)), alone.log_prob(data(10)))
+
+
 def test_a_loader_of_batches_and_contexts():
     flow = flows.Flow(
         transforms.MaskedAffineAutoregressiveTransform(D, 8, context_features=2, activation=torch.tanh),

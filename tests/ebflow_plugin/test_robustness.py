@@ -66,6 +66,17 @@ def test_a_flow_that_is_rebuilt_is_walked_again(edit, x):
     assert any(parameter.grad is not None for parameter in flow._transform.parameters())
 
 
+def test_objectives_follow_a_flow_that_is_rebuilt(x):
+    flow = flow_of(transforms.Sigmoid(), transforms.Logit(), transforms.LULinear(D))
+    model = ebf.wrap(flow)
+    objective = ebf.objectives.ML(model)
+    objective(x)
+    flow._transform = transforms.CompositeTransform([transforms.LULinear(D, identity_init=False).double()])
+    assert model.core is not model  # nobody looked yet
+    assert torch.allclose(objective(x), -flow.log_prob(x).mean())
+    assert model.core is model
+
+
 def test_a_prefix_that_is_unfrozen_later_is_refused(x):
     first = transforms.LULinear(D).requires_grad_(False)
     model = ebf.wrap(flow_of(first, transforms.Sigmoid(), transforms.Logit(), transforms.LULinear(D)))

@@ -65,7 +65,9 @@ def test_what_is_replaced_is_said():
     case = next(case for case in CONSTRAINED if "Perm+LU" in case.name)
     flow = case.build()
     full, replaced = ebf.unconstrain(flow)
-    assert [(r.old, r.new) for r in replaced] == [("LULinear after RandomPermutation", "FullLinear")] or replaced
+    assert len(replaced) == 1
+    assert replaced[0].new == "FullLinear"
+    assert replaced[0].old.startswith("LULinear after ")
     assert "Permutation" in replaced[0].old
     assert len(full._transform._transforms) == len(flow._transform._transforms) - 1
 
