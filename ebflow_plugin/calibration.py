@@ -1,32 +1,28 @@
-r"""Starting and finishing well: the whitening start, and the closed-form fit of the base.
+r"""Finishing well: the closed-form fit of the base.
 
-*Calibration*. Score matching gets the features of a flow right before the scale of its latents. With :math:`z = g(x)`
+Score matching gets the features of a flow right before the scale of its latents. With :math:`z = g(x)`
 on training data, of mean :math:`m` and covariance :math:`C = L L^\top`, the map :math:`L^{-1}(z - m)` behind the flow
 is the maximum-likelihood choice among all affine ones. The model holds it as one more linear step; the flow stays as
 it is.
-
-*Whitening start*. The first full linear layer begins as the whitening map of what reaches it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from itertools import product
+from dataclasses import dataclass
 from math import log, pi
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ebflow_plugin.errors import InputError, SingularError
 from ebflow_plugin.layers import FullLinear
 from ebflow_plugin.moments import Moments
 from ebflow_plugin.plan import Base, LinearStep, Plan, Shape
-from ebflow_plugin.steps import FullStep, InitialisedAffineStep, IsometryStep
+from ebflow_plugin.steps import FullStep
 
-__all__ = ["Calibration", "CalibrationReport", "CalibrationStep", "calibrate_plan", "fold", "whiten"]
+__all__ = ["Calibration", "CalibrationReport", "CalibrationStep", "calibrate_plan", "fold"]
 
 
 class Calibration(nn.Module):
@@ -179,35 +175,38 @@ def fit_affine(
         tensors = {"mean": moments.mean, "to_base": std / spread, "from_base": spread / std, "center": center}
         return tensors, 1.0, total
     # In units of the spread, shrinking towards the diagonal moves every eigenvalue towards 1.
-    values, vectors = torch.linalg.eigh(covariance / torch.outer(spread, spread))
-    projected = ((vectors.T / spread) @ seen @ (vectors / spread[:, None])).diagonal()
+    correlation, observed = (matrix / torch.outer(spread, spread) for matrix in (covariance, seen))
+    rho = choose_shrinkage(correlation, observed) if shrinkage is None else shrinkage
+    shrunk = (1 - rho) * correlation + rho * torch.eye(len(spread)).to(correlation)
+    lower, failed = torch.linalg.cholesky_ex(shrunk)
+    if bool(failed) or lower.diagonal().min() <= 1e-6 * lower.diagonal().max():
+        raise SingularError(
+            f"the covariance of the latents is singular ({moments.count} data points for {len(spread)} dimensions); "
+            "give more data, or a shrinkage above 0, or kind='diagonal'"
+        )
+    inverse = torch.linalg.solve_triangular(lower, torch.eye(len(spread)).to(lower), upper=False)
+    total = lower.diagonal().log().sum() + 0.5 * ((inverse @ observed) * inverse).sum() + spread.log().sum()
+    tensors = {
+        "mean": moments.mean,
+        "to_base": std[:, None] * inverse / spread,
+        "from_base": spread[:, None] * lower / std,
+        "center": center,
+    }
+    return tensors, rho, total.item() + 0.5 * len(spread) * log(2 * pi)
+
+
+def choose_shrinkage(correlation: Tensor, observed: Tensor) -> float:
+    """The ρ for which (1 - ρ) C + ρ I makes data with second moments ``observed`` most likely. One eigh: O(D³)."""
+    values, vectors = torch.linalg.eigh(correlation)
+    projected = ((vectors.T @ observed) * vectors.T).sum(1)
 
     def nll(rho: float) -> float:
         shrunk = (1 - rho) * values + rho
         if shrunk.min() <= 1e-12 * shrunk.max():
             return float("inf")
-        total = 0.5 * (shrunk.log() + projected / shrunk).sum() + spread.log().sum()
-        return float(total) + 0.5 * len(spread) * log(2 * pi)
+        return float((shrunk.log() + projected / shrunk).sum())
 
-    grid: list[float] = (
-        [0.0, *(10.0 ** (power / 4) for power in range(-16, 0)), 1.0] if shrinkage is None else [shrinkage]
-    )
-    rho = min(grid, key=nll)
-    if nll(rho) == float("inf"):
-        raise SingularError(
-            f"the covariance of the latents is singular ({moments.count} data points for {len(spread)} dimensions); "
-            "give more data, or a shrinkage above 0, or kind='diagonal'"
-        )
-    shrunk = (1 - rho) * values + rho
-    lower = torch.linalg.cholesky((vectors * shrunk) @ vectors.T) * spread[:, None]
-    inverse = torch.linalg.solve_triangular(lower, torch.eye(len(spread)).to(lower), upper=False)
-    tensors = {
-        "mean": moments.mean,
-        "to_base": std[:, None] * inverse,
-        "from_base": lower / std,
-        "center": center,
-    }
-    return tensors, rho, nll(rho)
+    return min([0.0, *(10.0 ** (power / 4) for power in range(-16, 0)), 1.0], key=nll)
 
 
 @torch.no_grad()
@@ -268,91 +267,3 @@ def fold(tensors: Mapping[str, Tensor], plan: Plan) -> None:
     matrix = torch.diag(matrix) if matrix.dim() == 1 else matrix
     layer.weight.copy_(matrix @ layer.weight)
     layer.bias.copy_(matrix @ (layer.bias - tensors["mean"]) + tensors["center"])
-
-
-def first_full_layer(plan: Plan) -> int:
-    """The place of the first full layer, behind nothing but ActNorms, permutations and other fixed steps.
-
-    Raises:
-        InputError: If there is none.
-    """
-    for place, step in enumerate(plan.steps):
-        if isinstance(step, FullStep) and not step.inverted:
-            return place
-        trainable = isinstance(step.module, nn.Module) and any(p.requires_grad for p in step.module.parameters())
-        if trainable and not isinstance(step, (InitialisedAffineStep, IsometryStep)):
-            raise InputError(
-                f"whiten=True needs a FullLinear or FullConv2d before any other trainable step; {step.where} comes "
-                "first. ebflow_plugin.unconstrain(flow) turns LU and similar layers into full ones."
-            )
-    raise InputError("whiten=True needs a FullLinear or FullConv2d in the flow; see ebflow_plugin.unconstrain")
-
-
-def rows_of(step: FullStep, value: Tensor) -> Tensor:
-    """What the rows of a full layer's matrix act on: vectors, or the cells of stride × stride pixels of images.
-
-    A convolution is whitened in each cell on its own: the best map of its form that needs no more than one tap a pixel.
-    """
-    layer = step.module
-    if isinstance(layer, FullLinear):
-        return value
-    setting = layer.setting
-    high, wide = setting.stride
-    if high != wide or setting.groups != 1 or setting.cell_taps() is None:
-        raise InputError(
-            f"{step.where} cannot start as a whitening map: that needs a square stride, one group, and an output "
-            "channel and a tap of the kernel for each element of a cell"
-        )
-    cells = F.pixel_unshuffle(value, high) if high > 1 else value
-    return cells.movedim(1, -1).flatten(0, -2)
-
-
-@torch.no_grad()
-def whiten(plan: Plan, stream: Iterable[tuple[Tensor, Tensor | None]]) -> None:
-    """Runs the whitening start on a plan: its ActNorms from the first batch, its first full layer from all data."""
-    place = first_full_layer(plan)
-    layer = plan.steps[place]
-    assert isinstance(layer, FullStep)
-    before = replace(plan, steps=plan.steps[:place])
-    moments = Moments()
-    first: tuple[Tensor, Tensor | None] | None = None
-    for x, context in stream:
-        if first is None:
-            first = x, context
-            before.initialize(x, context)
-        (value,), _ = before.encode(x, plan.embed(context))
-        moments.add(rows_of(layer, value))
-    assert first is not None
-    moments.reduce()
-    whiten_first_layer(layer, moments)
-    plan.initialize(*first)
-
-
-@torch.no_grad()
-def whiten_first_layer(step: FullStep, moments: Moments) -> None:
-    """Makes a full layer the (symmetric) whitening map of what reaches it: C^(-1/2) (x - m)."""
-    layer = step.module
-    if not bool(torch.isfinite(moments.scatter).all()):
-        raise InputError(f"what reaches {step.where} holds NaN or inf; ebflow_plugin.verify(flow, x) finds where")
-    values, vectors = torch.linalg.eigh(moments.covariance())
-    floor = 1e-12 * values.max()
-    if values.min() <= floor:
-        raise SingularError(
-            f"{int((values <= floor).sum())} of {len(values)} directions of the data have no variance, so that "
-            f"{step.where} cannot whiten them; dequantize the data, or give more of it ({moments.count} points)"
-        )
-    weight = (vectors * values.rsqrt()) @ vectors.T
-    bias = -weight @ moments.mean
-    if isinstance(layer, FullLinear):
-        layer.weight.copy_(weight)
-    else:
-        (rows, columns), setting = layer.setting.cell_taps(), layer.setting
-        cell = weight.to(layer.weight).reshape(len(weight), -1, *setting.stride)
-        layer.weight.zero_()
-        for row, column in product(range(setting.stride[0]), range(setting.stride[1])):
-            layer.weight[..., rows[row], columns[column]] = cell[..., row, column]
-    if layer.bias is None:
-        if bool((moments.mean.abs() > 1e-6 * values.max().sqrt()).any()):
-            raise InputError(f"{step.where} needs a bias to take off the mean of the data")
-    else:
-        layer.bias.copy_(bias)

@@ -77,7 +77,10 @@ class EMA:
         averages, parameters, copies, buffers = self._follow()
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates)) if self.warmup else self.decay
         if averages:
-            current = [parameter.to(average.dtype) for average, parameter in zip(averages, parameters, strict=True)]
+            current = [
+                parameter if parameter.dtype == average.dtype else parameter.to(average.dtype)
+                for average, parameter in zip(averages, parameters, strict=True)
+            ]
             torch._foreach_lerp_(averages, current, 1.0 - decay)
         if copies:
             torch._foreach_copy_(copies, buffers)
@@ -182,8 +185,10 @@ class EMA:
 
 def _tensors(model: EBFlow) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """What is averaged and what is copied: floating-point parameters; everything else."""
-    averaged = {name: p.detach() for name, p in model.named_parameters() if p.is_floating_point() or p.is_complex()}
-    copied = {name: p.detach() for name, p in model.named_parameters() if name not in averaged}
+    averaged: dict[str, Tensor] = {}
+    copied: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():  # one walk: it is what an update of many small tensors costs
+        (averaged if parameter.is_floating_point() or parameter.is_complex() else copied)[name] = parameter
     return averaged, {**copied, **dict(model.named_buffers())}
 
 
@@ -194,8 +199,8 @@ def _dtype(parameter: Tensor) -> torch.dtype:
 
 def _keep(kept: Tensor | None, current: Tensor, dtype: torch.dtype) -> Tensor:
     if kept is None or kept.shape != current.shape:
-        return current.clone().to(dtype)
-    return kept.to(current.device, dtype)
+        return current.detach().clone().to(dtype)
+    return kept if kept.device == current.device and kept.dtype == dtype else kept.to(current.device, dtype)
 
 
 def _compare(what: str, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:

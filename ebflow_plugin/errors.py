@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any, NoReturn
 
 __all__ = [
     "AdapterError",
@@ -19,6 +20,7 @@ __all__ = [
     "UnknownNameError",
     "UnsupportedStepError",
     "VerificationError",
+    "blame",
     "suggest",
 ]
 
@@ -61,6 +63,15 @@ class TrainingError(EBFlowError, RuntimeError):
 
 class VerificationError(EBFlowError, AssertionError):
     """:func:`~ebflow_plugin.verify` found that the model does not do what it should."""
+
+
+def blame(error: Exception, step: Any, value: Any, context: Any) -> NoReturn:
+    """Lets an error from inside a step say where it happened. Its type stays, so that callers can catch it."""
+    if not isinstance(error, EBFlowError) or step.path not in str(error):
+        shape = [tuple(part.shape) for part in value] if isinstance(value, tuple) else tuple(value.shape)
+        given = "without a context" if context is None else f"with a context of shape {tuple(context.shape)}"
+        error.add_note(f"in step {step.where}, on an input of shape {shape}, {given}")
+    raise error
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ebflow_plugin.errors import InputError, suggest
 
-__all__ = ["Axis", "Geometry", "Setting", "convolve"]
+__all__ = ["Axis", "Geometry", "Setting", "convolve", "convolve_transposed"]
 
 PADDING_MODES = ("circular", "reflect", "replicate", "zeros")
 
@@ -280,14 +281,47 @@ def convolve(x: Tensor, weight: Tensor, geometry: Geometry, bias: Tensor | None 
                   [2., 4., 4.]]]])
     """
     rows, columns = geometry.rows, geometry.columns
-    padding = (0, 0)
-    if rows.mode == "zeros" and rows.before == rows.after and columns.before == columns.after:
-        padding = (rows.before, columns.before)  # the convolution pads by itself, without a copy
-    elif any((rows.before, rows.after, columns.before, columns.after)):
-        mode = "constant" if rows.mode == "zeros" else rows.mode
-        x = F.pad(x, (columns.before, columns.after, rows.before, rows.after), mode=mode)
+    padding = _own_padding(geometry)
+    if padding is None:
+        x = _pad(x, geometry)
     stride, dilation = (rows.stride, columns.stride), (rows.dilation, columns.dilation)
-    return F.conv2d(x, weight, bias, stride, padding, dilation, geometry.groups)
+    return F.conv2d(x, weight, bias, stride, padding or 0, dilation, geometry.groups)
+
+
+def convolve_transposed(y: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
+    """Applies the transpose of :func:`convolve`: images with the shape of its output become images of its input's.
+
+    Example:
+        >>> import torch
+        >>> axis = Axis(size=3, kernel=2, before=1)
+        >>> convolve_transposed(torch.ones(1, 1, 3, 3), torch.ones(1, 1, 2, 2), Geometry(1, 1, axis, axis))
+        tensor([[[[4., 4., 2.],
+                  [4., 4., 2.],
+                  [2., 2., 1.]]]])
+    """
+    padding, axes = _own_padding(geometry), (geometry.rows, geometry.columns)
+    stride, dilation = [axis.stride for axis in axes], [axis.dilation for axis in axes]
+    unread = [axis.size + axis.before + axis.after - axis.extent - (axis.out - 1) * axis.stride for axis in axes]
+    full = F.conv_transpose2d(y, weight, None, stride, padding or 0, unread, geometry.groups, dilation)
+    if padding is not None:
+        return full
+    like = full.new_zeros(y.shape[0], *geometry.shape)
+    x: Tensor = torch.func.vjp(lambda image: _pad(image, geometry), like)[1](full)[0]
+    return x
+
+
+def _own_padding(geometry: Geometry) -> Pair | None:
+    """The padding that a convolution does by itself, without a copy; None if it must be done before."""
+    rows, columns = geometry.rows, geometry.columns
+    if rows.mode == "zeros" and rows.before == rows.after and columns.before == columns.after:
+        return rows.before, columns.before
+    return None if any((rows.before, rows.after, columns.before, columns.after)) else (0, 0)
+
+
+def _pad(x: Tensor, geometry: Geometry) -> Tensor:
+    rows, columns = geometry.rows, geometry.columns
+    mode = "constant" if rows.mode == "zeros" else rows.mode
+    return F.pad(x, (columns.before, columns.after, rows.before, rows.after), mode=mode)
 
 
 def _automatic_padding(kernel_size: Pair, stride: Pair, dilation: Pair) -> Sides:

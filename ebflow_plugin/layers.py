@@ -15,7 +15,7 @@ from torch import Generator, Tensor, nn
 
 from ebflow_plugin.conv import conv_matrix
 from ebflow_plugin.errors import InputError, suggest
-from ebflow_plugin.geometry import Setting, convolve
+from ebflow_plugin.geometry import Setting, convolve, convolve_transposed
 from ebflow_plugin.linalg import KeptLU
 
 __all__ = ["FullConv2d", "FullLinear", "SmoothLeakyReLU"]
@@ -85,6 +85,14 @@ class FullLinear(nn.Module):
         r"""Returns :math:`W x + b` for ``x`` with shape :math:`(*, D)`."""
         self._check(x.shape)
         return F.linear(x, self.weight, self.bias)
+
+    def multiply(self, x: Tensor) -> Tensor:
+        r"""Returns :math:`W x`, without the bias."""
+        return F.linear(x, self.weight)
+
+    def multiply_transposed(self, y: Tensor, shape: tuple[int, ...]) -> Tensor:
+        r"""Returns :math:`W^\top y` with the given shape, which is that of ``y``."""
+        return y @ self.weight
 
     def invert(self, y: Tensor) -> Tensor:
         r"""Returns the ``x``, with shape :math:`(*, D)`, that ``transform`` takes to ``y``.
@@ -233,6 +241,14 @@ class FullConv2d(nn.Module):
         _check_batch(x)
         return convolve(x, self.weight, self.setting.geometry(x.shape[1:]), self.bias)
 
+    def multiply(self, x: Tensor) -> Tensor:
+        """Convolves without the bias."""
+        return convolve(x, self.weight, self.setting.geometry(x.shape[1:]))
+
+    def multiply_transposed(self, y: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Applies the transpose of ``multiply``, for images with the given shape."""
+        return convolve_transposed(y, self.weight, self.setting.geometry(shape[1:]))
+
     def invert(self, y: Tensor) -> Tensor:
         r"""Returns the images that ``transform`` takes to ``y``, with shape :math:`(B, C', H', W')`.
 
@@ -312,8 +328,19 @@ class SmoothLeakyReLU(nn.Module):
 
     def log_det(self, x: Tensor) -> Tensor:
         """Returns the log-determinant at ``x``, with shape (B, ...), for each sample: shape (B,)."""
-        each = self._derivative(x).log()
+        each = self.slope(x).log()
         return each.flatten(1).sum(1) if each.dim() > 1 else each
+
+    def slope(self, x: Tensor) -> Tensor:
+        """Returns the derivative at every element of ``x``."""
+        return self._slope + (1 - self.alpha) * torch.sigmoid(x)
+
+    def slopes(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the derivative, and the first and second derivative of its logarithm, at every element of ``x``."""
+        share = torch.sigmoid(x)
+        slope = self._slope + (1 - self.alpha) * share
+        first = (1 - self.alpha) * share * (1 - share) / slope
+        return slope, first, first * (1 - 2 * share - first)
 
     def invert(self, y: Tensor) -> Tensor:
         """Returns the ``x`` that ``transform`` takes to ``y``.
@@ -344,11 +371,8 @@ class SmoothLeakyReLU(nn.Module):
     def _slope(self) -> float:
         return 1 + self.alpha if self.residual else self.alpha
 
-    def _derivative(self, x: Tensor) -> Tensor:
-        return self._slope + (1 - self.alpha) * torch.sigmoid(x)
-
     def _newton(self, x: Tensor, goal: Tensor) -> Tensor:
-        return x - (self.transform(x) - goal) / self._derivative(x)
+        return x - (self.transform(x) - goal) / self.slope(x)
 
     def _straight(self, y: Tensor) -> Tensor:
         """Inverts the activation with relu in the place of softplus."""

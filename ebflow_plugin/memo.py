@@ -70,8 +70,11 @@ class Memo(Generic[T]):
             return ()
         small = [tensor.detach() for tensor in tensors if tensor.numel() <= SMALL]
         parts = [tensor.detach() for tensor in tensors if tensor.numel() > SMALL]
-        if small:  # one tensor of many small ones: a hundred layers are not a hundred reductions
-            parts.append(torch.cat([part.flatten().to(small[0].device, torch.float64) for part in small]))
+        kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for part in small:
+            kinds.setdefault((part.device, part.dtype), []).append(part.reshape(-1))
+        for same in kinds.values():  # one tensor of many small ones: a hundred layers are not a hundred reductions
+            parts.append(torch.cat(same).to(torch.float64))
         sums = [total for part in parts for total in _weighted_sums(part)]
         return tuple(torch.stack([total.to(sums[0].device) for total in sums]).tolist())
 

@@ -19,13 +19,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ebflow_plugin.conditioners import Smoothness, first_reason, smoothness_of, unsteady_parts
-from ebflow_plugin.errors import EBFlowError, NoInverseError, SingularError, UnsupportedStepError
+from ebflow_plugin.errors import NoInverseError, SingularError, UnsupportedStepError, blame
 
 __all__ = [
     "Base",
@@ -38,6 +38,7 @@ __all__ = [
     "Step",
     "Value",
     "per_sample",
+    "pop",
 ]
 
 Shape = tuple[int, ...]
@@ -81,6 +82,15 @@ class Part:
     def smoothness(self) -> Smoothness:
         """What the part does to the score."""
         return Smoothness.SMOOTH
+
+    @property
+    def closed(self) -> bool:
+        """Whether its first and second derivatives are known in closed form, by :meth:`expand`."""
+        return False
+
+    def expand(self, x: Any, context: Tensor | None) -> Any:
+        """How derivatives pass the part: an ``Expansion`` or, of a base, an ``End`` of :mod:`ebflow_plugin.jets`."""
+        raise NotImplementedError(f"{self.where} has no closed form")
 
     def refusal(self) -> str | None:
         """Says why the part cannot be in an energy in its present mode, or gives None.
@@ -281,31 +291,39 @@ class Plan:
 
     def energy(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         """Computes E(x) (Eq. 9), with shape ``(B,)``. No log-det of a linear step is computed."""
-        context = self.embed(context)
-        latents, log_det = self.encode(x, context)
-        log_prob = per_sample(self.base.log_prob(latents, context), x)
+        return self.energy_behind(0, (x,), self.embed(context))
+
+    def energy_behind(self, start: int, stack: tuple[Tensor, ...], context: Tensor | None) -> Tensor:
+        """What the base and the steps from ``start`` on add to E, given all that reaches them."""
+        latents, log_det = self.encode(stack, context, start=start)
+        log_prob = per_sample(self.base.log_prob(latents, context), stack[0])
         return -log_prob if log_det is None else -(log_prob + log_det)
 
     def encode(
-        self, x: Tensor, context: Tensor | None = None, visit: Callable[[Step, Value], None] | None = None
+        self,
+        x: Value,
+        context: Tensor | None = None,
+        visit: Callable[[Step, Value], None] | None = None,
+        start: int = 0,
     ) -> tuple[tuple[Tensor, ...], Tensor | None]:
         """Moves data to noise: the latents, and the log-det of the nonlinear steps (None if there are none).
 
         Arguments:
-            x: The data, with shape ``(B, *)``.
+            x: The data, with shape ``(B, *)``; or all that reaches the step with the index ``start``.
             context: The embedded context.
             visit: Called with each step and the value that reaches it.
+            start: The first step to take.
         """
-        stack: list[Tensor] = [x]
+        stack = [x] if isinstance(x, Tensor) else list(x)
         total: Tensor | None = None
-        for step in self.steps:
-            value: Value = stack.pop() if step.takes == 1 else _pop(stack, step.takes)
+        for step in self.steps[start:]:
+            value = pop(stack, step.takes)
             try:
                 if visit is not None:
                     visit(step, value)
                 value, log_det = step.encode(value, context)
             except Exception as error:
-                _blame(error, step, value, context)
+                blame(error, step, value, context)
             stack.extend((value,) if isinstance(value, Tensor) else value)
             if log_det is not None:
                 total = log_det if total is None else total + log_det
@@ -315,7 +333,7 @@ class Plan:
         """Moves noise to data, through the inverse of each step. The context is the embedded one."""
         stack = list(latents)
         for step in reversed(self.steps):
-            value: Value = stack.pop() if step.gives == 1 else _pop(stack, step.gives)
+            value = pop(stack, step.gives)
             try:
                 value = step.decode(value, context)
             except NotImplementedError as error:
@@ -323,7 +341,7 @@ class Plan:
                     f"the model cannot be sampled: one of its steps has no inverse\n  {step.where}"
                 ) from error
             except Exception as error:
-                _blame(error, step, value, context)
+                blame(error, step, value, context)
             stack.extend((value,) if isinstance(value, Tensor) else value)
         return stack[0]
 
@@ -421,16 +439,10 @@ def per_sample(log_det: Any, x: Tensor) -> Tensor:
     )
 
 
-def _pop(stack: list[Tensor], count: int) -> tuple[Tensor, ...]:
+def pop(stack: list[Tensor], count: int) -> Value:
+    """Takes one tensor, or a tuple of several, from the top of a stack."""
+    if count == 1:
+        return stack.pop()
     taken = tuple(stack[-count:])
     del stack[-count:]
     return taken
-
-
-def _blame(error: Exception, step: Step, value: Value, context: Tensor | None) -> NoReturn:
-    """Lets an error from inside a step say where it happened. Its type stays, so that callers can catch it."""
-    if not isinstance(error, EBFlowError) or step.path not in str(error):
-        shape = tuple(value.shape) if isinstance(value, Tensor) else [tuple(part.shape) for part in value]
-        given = "without a context" if context is None else f"with a context of shape {tuple(context.shape)}"
-        error.add_note(f"in step {step.where}, on an input of shape {shape}, {given}")
-    raise error

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from ebflow_plugin.elementwise import Curve, ElementwiseStep, logit_curve, sigmoid_curve
 from ebflow_plugin.errors import InputError, UnknownNameError, suggest
-from ebflow_plugin.plan import LinearStep, NonlinearStep, Plan, Shape, Step
-from ebflow_plugin.steps import summed
+from ebflow_plugin.jets import Expansion
+from ebflow_plugin.plan import LinearStep, Plan, Shape, Step
 
 __all__ = ["Dequantize", "DequantizeStep", "Logit", "Rescale", "boundary", "preprocessing_steps"]
 
@@ -121,21 +121,27 @@ class RescaleStep(LinearStep):
     def log_abs_det(self, shape: Shape) -> float:
         return prod(shape) * log(self.module.scale)
 
+    @property
+    def closed(self) -> bool:
+        return True
 
-class LogitStep(NonlinearStep):
+    def expand(self, x: Tensor, context: Tensor | None) -> Expansion:
+        scale = 1.0 / self.module.scale if self.inverted else self.module.scale
+        return Expansion(self.encode(x, context)[0], lambda tangent: tangent * scale, lambda adjoint: adjoint * scale)
+
+
+class LogitStep(ElementwiseStep):
     """A :class:`Logit` in front of a flow."""
-
-    reason = "elementwise"
 
     @property
     def sensitive(self) -> bool:
         return True
 
-    def call_forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
-        return torch.log(x) - torch.log1p(-x), -summed(torch.log(x) + torch.log1p(-x))
+    def forward_curve(self, x: Tensor, context: Tensor | None) -> Curve:
+        return logit_curve(x)
 
-    def call_inverse(self, y: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
-        return torch.sigmoid(y), summed(F.logsigmoid(y) + F.logsigmoid(-y))
+    def inverse_curve(self, y: Tensor, context: Tensor | None) -> Curve:
+        return sigmoid_curve(y)
 
 
 _STEPS: dict[type, type[Step]] = {Dequantize: DequantizeStep, Rescale: RescaleStep, Logit: LogitStep}

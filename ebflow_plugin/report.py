@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
+from ebflow_plugin.jets import closed_steps
 from ebflow_plugin.plan import Linearity, LinearStep, Plan, Step
 
 __all__ = ["FlowReport", "Row"]
@@ -23,6 +24,8 @@ class Row:
         log_det_cost: What its log-det costs; for a linear step, what ``energy()`` skips.
         smoothness: What it does to the score; score matching needs a continuous one.
         known: Whether its class is registered.
+        second_derivatives: How score matching takes second derivatives of the energy through it: ``closed form``,
+            ``product`` (linear: three products and no more), ``double backward``, or ``-`` where it needs none.
     """
 
     path: str
@@ -32,6 +35,7 @@ class Row:
     log_det_cost: str
     smoothness: str
     known: bool
+    second_derivatives: str
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,10 @@ class FlowReport:
         """Reads a plan."""
         reached = dict(plan.shapes(plan.event_shape)) if plan.event_shape is not None else {}
         sizes = [step.determinant(reached.get(step)) if isinstance(step, LinearStep) else None for step in plan.steps]
-        rows = tuple(_row(step, size) for step, size in zip(plan.steps, sizes, strict=True))
+        matched = replace(plan, steps=plan.steps[preprocessing:])
+        closed = preprocessing + closed_steps(matched)
+        ways = [_way(step, place, preprocessing, closed) for place, step in enumerate(plan.steps)]
+        rows = tuple(_row(step, size, way) for step, size, way in zip(plan.steps, sizes, ways, strict=True))
         counts = Counter(size for size in sizes if size)
         shapes = plan.base.shapes
         base = plan.base.class_name + (f" {' + '.join(map(str, shapes))}" if shapes else "")
@@ -94,7 +101,14 @@ class FlowReport:
             parts.append("energy() skips no dense determinant")
         if self.preprocessing:
             parts.append(f"score matching begins behind {self.rows[self.preprocessing - 1].path} (MaP)")
+        parts.append(self._second_derivatives())
         return "; ".join(parts)
+
+    def _second_derivatives(self) -> str:
+        twice = [row.path for row in self.rows if row.second_derivatives == "double backward"]
+        if twice:
+            return f"second derivatives by double backward from {twice[0]} on"
+        return "second derivatives in closed form"
 
     def __str__(self) -> str:
         head = ("step", "class", "linearity", "log-det cost", "score", "why")
@@ -109,7 +123,15 @@ class FlowReport:
         return "\n".join((*table, f"base: {self.base}; adapter: {self.adapter}{found}", self.summary))
 
 
-def _row(step: Step, size: int | None) -> Row:
+def _way(step: Step, place: int, preprocessing: int, closed: int) -> str:
+    if place < preprocessing:
+        return "-"
+    if place >= closed:
+        return "double backward"
+    return "product" if step.linearity == Linearity.LINEAR else "closed form"
+
+
+def _row(step: Step, size: int | None, way: str) -> Row:
     why = step.refusal()
     return Row(
         path=step.path,
@@ -119,4 +141,5 @@ def _row(step: Step, size: int | None) -> Row:
         log_det_cost=step.cost if size is None else f"{size} × {size} determinant",
         smoothness=str(step.smoothness),
         known=step.known,
+        second_derivatives=way,
     )

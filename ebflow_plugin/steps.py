@@ -7,6 +7,7 @@ the module's own forward direction.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from math import prod
 from typing import Any, NoReturn
 
@@ -16,12 +17,12 @@ from torch.nn import functional as F
 
 from ebflow_plugin.conditioners import Smoothness
 from ebflow_plugin.errors import InputError, UnsupportedStepError
+from ebflow_plugin.jets import Expansion
 from ebflow_plugin.linalg import Dense, KeptLU
 from ebflow_plugin.memo import Memo
-from ebflow_plugin.plan import Linearity, LinearStep, NonlinearStep, Shape, Shapes, Step
+from ebflow_plugin.plan import Linearity, LinearStep, Shape, Shapes, Step
 
 __all__ = [
-    "ActivationStep",
     "ElementwiseAffineStep",
     "FullStep",
     "IdentityStep",
@@ -29,23 +30,13 @@ __all__ = [
     "InitialisedAffineStep",
     "IsometryStep",
     "MatrixStep",
+    "OrthogonalStep",
     "PackedLUStep",
     "PermutationStep",
     "RefusedStep",
     "SqueezeStep",
     "TriangularStep",
-    "summed",
 ]
-
-
-def summed(log_derivative: Tensor) -> Tensor:
-    """Sums an elementwise log-derivative over all but the batch dimension: ``(B, *)`` to ``(B,)``.
-
-    Example:
-        >>> summed(torch.ones(2, 3, 4))
-        tensor([12., 12.])
-    """
-    return log_derivative.flatten(1).sum(1)
 
 
 class RefusedStep(Step):
@@ -76,7 +67,22 @@ class IsometryStep(LinearStep):
         return 0.0
 
 
-class IdentityStep(IsometryStep):
+class OrthogonalStep(IsometryStep):
+    """A linear isometry that keeps the origin (a reordering, a split, reflections): its transpose is its inverse."""
+
+    @property
+    def closed(self) -> bool:
+        return True
+
+    def expand(self, x: Any, context: Tensor | None) -> Expansion:
+        return Expansion(
+            value=self.encode(x, context)[0],
+            push=lambda tangent: self.encode(tangent, context)[0],
+            pull=lambda adjoint: self.decode(adjoint, context),
+        )
+
+
+class IdentityStep(OrthogonalStep):
     """y = x."""
 
     reason = "identity"
@@ -112,6 +118,19 @@ class ElementwiseAffineStep(LinearStep):
     def log_abs_det(self, shape: Shape) -> Tensor:
         log_scale = self.log_scale(len(shape) + 1)
         return log_scale.sum() * (prod(shape) // log_scale.numel())
+
+    @property
+    def closed(self) -> bool:
+        return True
+
+    def expand(self, x: Tensor, context: Tensor | None) -> Expansion:
+        value = self.encode(x, context)[0]  # which may initialise the scale
+        scale, _ = self.scale_shift(x.dim())
+
+        def scaled(tangent: Tensor) -> Tensor:
+            return tangent / scale if self.inverted else tangent * scale
+
+        return Expansion(value, scaled, scaled)
 
 
 class InitialisedAffineStep(ElementwiseAffineStep):
@@ -161,7 +180,7 @@ class InitialisedAffineStep(ElementwiseAffineStep):
         self._ready.clear()
 
 
-class PermutationStep(IsometryStep):
+class PermutationStep(OrthogonalStep):
     """y is x with the entries of one dimension in another order. O(D), log-det 0."""
 
     reason = "permutation"
@@ -191,7 +210,7 @@ class IndexedPermutationStep(PermutationStep):
         return self.module._permutation, self.module._dim
 
 
-class SqueezeStep(IsometryStep):
+class SqueezeStep(OrthogonalStep):
     """Trades a square of ``factor²`` pixels for ``factor²`` times the channels. Log-det 0."""
 
     reason = "reordering"
@@ -245,6 +264,18 @@ class MatrixStep(LinearStep):
     def log_abs_det(self, shape: Shape) -> Tensor:
         return self._lu.log_abs_det(self.kept()) * prod(shape[1:])
 
+    @property
+    def closed(self) -> bool:
+        return not self.inverted
+
+    def expand(self, x: Tensor, context: Tensor | None) -> Expansion:
+        weight = self.kept().mT if self.transposed else self.kept()
+        return Expansion(
+            value=self.apply(x),
+            push=lambda tangent: multiply(tangent, weight, None),
+            pull=lambda adjoint: multiply(adjoint, weight.mT, None),
+        )
+
 
 class TriangularStep(LinearStep):
     """y = P L U x[order] + b: O(D²) to apply and to invert, O(D) for the log-det."""
@@ -272,15 +303,39 @@ class TriangularStep(LinearStep):
         return None
 
     def apply(self, x: Tensor) -> Tensor:
+        return self._affine(x)[0]
+
+    @property
+    def closed(self) -> bool:
+        return not self.inverted
+
+    def expand(self, x: Tensor, context: Tensor | None) -> Expansion:
+        return Expansion(*self._affine(x))
+
+    def _affine(self, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+        """The map of x, its linear part, and the transpose of that, all with the same factors."""
         lower, upper = self.factors()
         order, rows = self.order(), self.row_order()
-        if x.dim() == 2:  # two products with O(B·D²), where the product of the factors would take O(D³)
-            x = x if order is None else x[:, order]
-            y = F.linear(F.linear(x, upper), lower)
-            return add(y if rows is None else y[:, rows], self.bias())
-        weight = lower @ upper  # O(C³), next to O(B·H·W·C²) for the pixels
-        weight = weight if order is None else weight[:, torch.argsort(order)]
-        return multiply(x, weight if rows is None else weight[rows], self.bias())
+        if x.dim() != 2:
+            weight = lower @ upper  # O(C³), next to O(B·H·W·C²) for the pixels
+            weight = weight if order is None else weight[:, torch.argsort(order)]
+            weight = weight if rows is None else weight[rows]
+            return (
+                multiply(x, weight, self.bias()),
+                lambda tangent: multiply(tangent, weight, None),
+                lambda adjoint: multiply(adjoint, weight.mT, None),
+            )
+
+        def push(tangent: Tensor) -> Tensor:  # two products with O(B·D²), where that of the factors would take O(D³)
+            y = F.linear(F.linear(tangent if order is None else tangent[:, order], upper), lower)
+            return y if rows is None else y[:, rows]
+
+        def pull(adjoint: Tensor) -> Tensor:
+            adjoint = adjoint if rows is None else adjoint[:, torch.argsort(rows)]
+            x = adjoint @ lower @ upper
+            return x if order is None else x[:, torch.argsort(order)]
+
+        return add(push(x), self.bias()), push, pull
 
     def invert(self, y: Tensor) -> Tensor:
         return pixelwise(self._solve, subtract(y, self.bias()))
@@ -302,9 +357,18 @@ class TriangularStep(LinearStep):
 class PackedLUStep(TriangularStep):
     """An LULinear of nflows, and its twin in normflows, which unpack their factors from vectors of entries."""
 
+    def __init__(self, module: Any, path: str, inverted: bool = False) -> None:
+        super().__init__(module, path, inverted)
+        self._places = _packed_places(module.features, module.lower_entries.device)
+
     def factors(self) -> tuple[Tensor, Tensor]:
-        factors: tuple[Tensor, Tensor] = self.module._create_lower_upper()
-        return factors
+        """The libraries copy the places of all entries from numpy on every call; here they are kept."""
+        module, size, entries = self.module, self.module.features, self.module.lower_entries
+        if self._places[0].device != entries.device:  # the model was moved
+            self._places = _packed_places(size, entries.device)
+        packed = torch.cat([entries, entries.new_ones(size)]), torch.cat([module.upper_entries, module.upper_diag])
+        flat = [entries.new_zeros(size * size).scatter(0, *pair) for pair in zip(self._places, packed, strict=True)]
+        return flat[0].view(size, size), flat[1].view(size, size)
 
     def log_diagonal(self) -> Tensor:
         return torch.log(self.module.upper_diag)
@@ -342,22 +406,21 @@ class FullStep(LinearStep):
     def inverse_shapes(self, shapes: Shapes) -> Shapes:
         return (self.module.input_shape(shapes[0]),)
 
-
-class ActivationStep(NonlinearStep):
-    """A SmoothLeakyReLU of ours, in its density direction."""
-
-    reason = "elementwise, log-det depends on x"
-
     @property
-    def smoothness(self) -> Smoothness:
-        return Smoothness.SMOOTH
+    def closed(self) -> bool:
+        return not self.inverted
 
-    def call_forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
-        return self.module.transform(x), self.module.log_det(x)
+    def expand(self, x: Tensor, context: Tensor | None) -> Expansion:
+        value = self.module.transform(x)
+        return Expansion(value, self.module.multiply, lambda adjoint: self.module.multiply_transposed(adjoint, x.shape))
 
-    def call_inverse(self, y: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
-        x = self.module.invert(y)
-        return x, -self.module.log_det(x)
+
+def _packed_places(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Where the packed entries of L and of U stand in a flat matrix, each with the diagonal behind them."""
+    rows, columns = torch.tril_indices(size, size, -1, device=device)
+    up_rows, up_columns = torch.triu_indices(size, size, 1, device=device)
+    diagonal = torch.arange(size, device=device) * (size + 1)
+    return torch.cat([rows * size + columns, diagonal]), torch.cat([up_rows * size + up_columns, diagonal])
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from ebflow_nflows import linear, steps
 from ebflow_nflows.base import ForeignBase, MixtureBase, NflowsBase, NormalBase
 from ebflow_plugin.discovery import Adapter
+from ebflow_plugin.elementwise import ActivationStep
 from ebflow_plugin.errors import UnsupportedStepError
 from ebflow_plugin.plan import Plan
 from ebflow_plugin.rules import Child, Container, Rule
 from ebflow_plugin.steps import (
-    ActivationStep,
     FullStep,
     IdentityStep,
     IndexedPermutationStep,

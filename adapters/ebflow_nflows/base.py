@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ebflow_plugin.conditioners import Smoothness
 from ebflow_plugin.discovery import takes_context
+from ebflow_plugin.jets import End, gaussian_end
 from ebflow_plugin.plan import Base, Shapes, per_sample
 from ebflow_plugin.rules import TAUGHT, Taught
 
@@ -47,6 +48,13 @@ class ForeignBase(NflowsBase):
 
 class NormalBase(NflowsBase):
     """A Gaussian of nflows. Its samples are drawn here: nflows has them in float32, and DiagonalNormal has none."""
+
+    @property
+    def closed(self) -> bool:
+        return True
+
+    def expand(self, latents: tuple[Tensor, ...], context: Tensor | None) -> End:
+        return gaussian_end(latents[0], *self.mean_std(context), lambda: -self.log_prob(latents, context))
 
     def sample(self, n: int, context: Tensor | None, like: Tensor) -> tuple[Tensor, ...]:
         mean, std = self.mean_std(context)

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ebflow_plugin.jets import Expansion
 from ebflow_plugin.plan import LinearStep, Shape, Shapes
 from ebflow_plugin.steps import (
     ElementwiseAffineStep,
     InitialisedAffineStep,
-    IsometryStep,
     MatrixStep,
+    OrthogonalStep,
     PackedLUStep,
     SqueezeStep,
 )
@@ -106,7 +107,7 @@ class OneByOneConvolutionStep(PackedLUStep):
         return order
 
 
-class HouseholderStep(IsometryStep):
+class HouseholderStep(OrthogonalStep):
     """HouseholderSequence: a product of reflections, with log-det 0. O(K·D)."""
 
     reason = "orthogonal"
@@ -132,6 +133,18 @@ class QRLinearStep(LinearStep):
         rows = reflect(y - t.bias, t.orthogonal.q_vectors.flip(0))
         return torch.linalg.solve_triangular(t._create_upper().mT, rows, upper=False, left=False)
 
+    @property
+    def closed(self) -> bool:
+        return not self.inverted
+
+    def expand(self, x: Tensor, context: Tensor | None) -> Expansion:
+        upper, vectors = self.module._create_upper(), self.module.orthogonal.q_vectors
+        return Expansion(
+            value=reflect(F.linear(x, upper), vectors) + self.module.bias,
+            push=lambda tangent: reflect(F.linear(tangent, upper), vectors),
+            pull=lambda adjoint: reflect(adjoint, vectors.flip(0)) @ upper,
+        )
+
     def log_abs_det(self, shape: Shape) -> Tensor:
         log_diagonal: Tensor = self.module.log_upper_diag
         return log_diagonal.sum()
@@ -151,11 +164,27 @@ class SVDLinearStep(LinearStep):
         x = reflect(y - t.bias, t.orthogonal_1.q_vectors.flip(0)) / t.diagonal
         return reflect(x, t.orthogonal_2.q_vectors.flip(0))
 
+    @property
+    def closed(self) -> bool:
+        return not self.inverted
+
+    def expand(self, x: Tensor, context: Tensor | None) -> Expansion:
+        diagonal, left, right = (
+            self.module.diagonal,
+            self.module.orthogonal_1.q_vectors,
+            self.module.orthogonal_2.q_vectors,
+        )
+        return Expansion(
+            value=self.apply(x),
+            push=lambda tangent: reflect(reflect(tangent, right) * diagonal, left),
+            pull=lambda adjoint: reflect(reflect(adjoint, left.flip(0)) * diagonal, right.flip(0)),
+        )
+
     def log_abs_det(self, shape: Shape) -> Tensor:
         return torch.log(self.module.diagonal).sum()
 
 
-class SplitStep(IsometryStep):
+class SplitStep(OrthogonalStep):
     """One split of a MultiscaleCompositeTransform: the first half is finished, the second goes on."""
 
     gives = 2
@@ -179,7 +208,7 @@ class SplitStep(IsometryStep):
         return ((*first[:axis], first[axis] + second[axis], *first[axis + 1 :]),)
 
 
-class CollectStep(IsometryStep):
+class CollectStep(OrthogonalStep):
     """The end of a MultiscaleCompositeTransform: the latents of all levels as one flat vector."""
 
     reason = "joins the latents"

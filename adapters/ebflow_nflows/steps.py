@@ -13,11 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ebflow_plugin.conditioners import Smoothness, smoothness_of
+from ebflow_plugin.elementwise import Curve, ElementwiseStep, logit_slopes, sigmoid_curve
 from ebflow_plugin.plan import NonlinearStep
 from ebflow_plugin.rules import OpaqueStep
-from ebflow_plugin.steps import (
-    summed,
-)
 
 
 class NflowsStep(NonlinearStep):
@@ -104,24 +102,23 @@ class IntegratedStep(NflowsStep):
         return Smoothness.FALSE
 
 
-class TanhStep(NonlinearStep):
+class TanhStep(ElementwiseStep):
     """y = tanh(x)."""
-
-    reason = "elementwise"
 
     @property
     def sensitive(self) -> bool:
         return self.inverted
 
-    def call_forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward_curve(self, x: Tensor, context: Tensor | None) -> Curve:
+        y = torch.tanh(x)
         # log(1 - tanh²) in a form that does not run into log(0) for large x, where nflows gives -inf
-        return torch.tanh(x), summed(2.0 * (log(2.0) - x + F.logsigmoid(2.0 * x)))
+        return Curve(y, lambda: 2.0 * (log(2.0) - x + F.logsigmoid(2.0 * x)), lambda: tanh_slopes(y))
 
-    def call_inverse(self, y: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
-        return torch.atanh(y), summed(-torch.log1p(-(y**2)))
+    def inverse_curve(self, y: Tensor, context: Tensor | None) -> Curve:
+        return Curve(torch.atanh(y), lambda: -torch.log1p(-(y**2)), lambda: atanh_slopes(y))
 
 
-class LogTanhStep(NonlinearStep):
+class LogTanhStep(ElementwiseStep):
     """tanh with logarithmic tails beyond a cut point, where its derivative (and so the log-det) jumps."""
 
     reason = "elementwise, in three pieces"
@@ -130,27 +127,42 @@ class LogTanhStep(NonlinearStep):
     def smoothness(self) -> Smoothness:
         return Smoothness.JUMPS
 
-    def call_forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward_curve(self, x: Tensor, context: Tensor | None) -> Curve:
         t = self.module
         middle = x.abs() <= t.cut_point
         # Where a piece is not taken its argument is moved into its domain: torch.where passes NaN gradients on.
-        inner = torch.where(middle, x, torch.zeros_like(x))
+        inner = torch.tanh(torch.where(middle, x, torch.zeros_like(x)))
         outer = torch.where(middle, torch.full_like(x, float(t.cut_point)), x.abs())
-        tail = torch.sign(x) * t.alpha * torch.log(t.beta * outer)
-        log_derivative = torch.where(middle, torch.log1p(-(torch.tanh(inner) ** 2)), log(t.alpha) - torch.log(outer))
-        return torch.where(middle, torch.tanh(inner), tail), summed(log_derivative)
+        sign = torch.sign(x)
 
-    def call_inverse(self, y: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
+        def slopes() -> tuple[Tensor, Tensor, Tensor]:
+            return pieces(middle, tanh_slopes(inner), (t.alpha / outer, -sign / outer, outer**-2))
+
+        return Curve(
+            torch.where(middle, inner, sign * t.alpha * torch.log(t.beta * outer)),
+            lambda: torch.where(middle, torch.log1p(-(inner**2)), log(t.alpha) - torch.log(outer)),
+            slopes,
+        )
+
+    def inverse_curve(self, y: Tensor, context: Tensor | None) -> Curve:
         t = self.module
         middle = y.abs() <= float(t.inv_cut_point)
         inner = torch.where(middle, y, torch.zeros_like(y))
         outer = torch.where(middle, torch.full_like(y, float(t.inv_cut_point)), y.abs())
-        tail = torch.sign(y) * torch.exp(outer / t.alpha) / t.beta
-        log_derivative = torch.where(middle, -torch.log1p(-(inner**2)), outer / t.alpha - log(t.alpha * t.beta))
-        return torch.where(middle, torch.atanh(inner), tail), summed(log_derivative)
+        sign, grown = torch.sign(y), torch.exp(outer / t.alpha) / t.beta
+
+        def slopes() -> tuple[Tensor, Tensor, Tensor]:
+            tail = grown / t.alpha, sign / t.alpha, torch.zeros_like(y)
+            return pieces(middle, atanh_slopes(inner), tail)
+
+        return Curve(
+            torch.where(middle, torch.atanh(inner), sign * grown),
+            lambda: torch.where(middle, -torch.log1p(-(inner**2)), outer / t.alpha - log(t.alpha * t.beta)),
+            slopes,
+        )
 
 
-class LeakyReLUStep(NonlinearStep):
+class LeakyReLUStep(ElementwiseStep):
     """x for x > 0, slope · x below. nflows puts its log-det on the CPU, in float32."""
 
     reason = "elementwise, in two pieces"
@@ -159,24 +171,26 @@ class LeakyReLUStep(NonlinearStep):
     def smoothness(self) -> Smoothness:
         return Smoothness.JUMPS
 
-    def call_forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
-        return self._slope(x, self.module.negative_slope)
+    def forward_curve(self, x: Tensor, context: Tensor | None) -> Curve:
+        return self._curve(x, self.module.negative_slope)
 
-    def call_inverse(self, y: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
-        return self._slope(y, 1.0 / self.module.negative_slope)
+    def inverse_curve(self, y: Tensor, context: Tensor | None) -> Curve:
+        return self._curve(y, 1.0 / self.module.negative_slope)
 
     @staticmethod
-    def _slope(x: Tensor, slope: float) -> tuple[Tensor, Tensor]:
-        return F.leaky_relu(x, slope), summed((x < 0).to(x) * log(slope))
+    def _curve(x: Tensor, slope: float) -> Curve:
+        return Curve(
+            F.leaky_relu(x, slope),
+            lambda: (x < 0).to(x) * log(slope),
+            lambda: (torch.where(x > 0, torch.ones_like(x), slope), 0.0, 0.0),
+        )
 
 
-class SigmoidStep(NonlinearStep):
+class SigmoidStep(ElementwiseStep):
     """y = sigmoid(T x); the inverse is a logit that clamps its input to [eps, 1 - eps], as nflows does.
 
     nflows looks for input outside of [0, 1] by waiting for the device; here such input gives NaN.
     """
-
-    reason = "elementwise"
 
     @property
     def class_name(self) -> str:
@@ -191,35 +205,53 @@ class SigmoidStep(NonlinearStep):
         result: Tensor = self.module.temperature.to(x)
         return result
 
-    def call_forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward_curve(self, x: Tensor, context: Tensor | None) -> Curve:
         temperature = self.temperature(x)
-        x = temperature * x
-        return torch.sigmoid(x), summed(torch.log(temperature) + F.logsigmoid(x) + F.logsigmoid(-x))
+        return sigmoid_curve(temperature * x).of_scaled(temperature, torch.log(temperature))
 
-    def call_inverse(self, y: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
+    def inverse_curve(self, y: Tensor, context: Tensor | None) -> Curve:
         temperature, eps = self.temperature(y), self.module.eps
         inside = (y >= 0) & (y <= 1)
-        y = torch.where(inside, torch.clamp(y, eps, 1 - eps), torch.full_like(y, float("nan")))
-        logit = torch.log(y) - torch.log1p(-y)
-        return logit / temperature, -summed(torch.log(temperature) + F.logsigmoid(logit) + F.logsigmoid(-logit))
+        clamped = torch.where(inside, torch.clamp(y, eps, 1 - eps), torch.full_like(y, float("nan")))
+        logit = torch.log(clamped) - torch.log1p(-clamped)
+
+        def slopes() -> tuple[Tensor, Tensor, Tensor]:
+            free = ((y >= eps) & (y <= 1 - eps)).to(y)  # where it is clamped nothing depends on y
+            slope, first, second = logit_slopes(clamped)
+            return free * slope / temperature, free * first, free * second
+
+        return Curve(
+            logit / temperature,
+            lambda: -(torch.log(temperature) + F.logsigmoid(logit) + F.logsigmoid(-logit)),
+            slopes,
+        )
 
 
-class CauchyCDFStep(NonlinearStep):
+class CauchyCDFStep(ElementwiseStep):
     """y = atan(x)/π + 1/2."""
-
-    reason = "elementwise"
 
     @property
     def sensitive(self) -> bool:
         return self.inverted
 
-    def call_forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
-        return torch.atan(x) / pi + 0.5, summed(-log(pi) - torch.log1p(x**2))
+    def forward_curve(self, x: Tensor, context: Tensor | None) -> Curve:
+        square = x**2
 
-    def call_inverse(self, y: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
+        def slopes() -> tuple[Tensor, Tensor, Tensor]:
+            fraction = 1.0 / (1.0 + square)
+            return fraction / pi, -2.0 * x * fraction, 2.0 * (square - 1.0) * fraction**2
+
+        return Curve(torch.atan(x) / pi + 0.5, lambda: -log(pi) - torch.log1p(square), slopes)
+
+    def inverse_curve(self, y: Tensor, context: Tensor | None) -> Curve:
         inside = (y >= 0) & (y <= 1)
         x = torch.tan(pi * (torch.where(inside, y, torch.full_like(y, float("nan"))) - 0.5))
-        return x, summed(log(pi) + torch.log1p(x**2))
+
+        def slopes() -> tuple[Tensor, Tensor, Tensor]:
+            slope = pi * (1.0 + x**2)
+            return slope, 2.0 * pi * x, 2.0 * pi * slope
+
+        return Curve(x, lambda: log(pi) + torch.log1p(x**2), slopes)
 
 
 class ExpStep(NflowsStep):
@@ -232,21 +264,43 @@ class ExpStep(NflowsStep):
         return True
 
 
-class GatedLinearUnitStep(NonlinearStep):
+class GatedLinearUnitStep(ElementwiseStep):
     """y = x · sigmoid(context). nflows sums its log-det over the context's entries: right for one feature alone."""
 
     reason = "affine in x, but its log-det depends on the context"
 
-    def call_forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
-        gate = self._gate(context)
-        return x * torch.sigmoid(gate), summed(F.logsigmoid(gate).expand_as(x))
+    def forward_curve(self, x: Tensor, context: Tensor | None) -> Curve:
+        gate = self._gate(x, context)
+        return Curve(x * torch.sigmoid(gate), lambda: F.logsigmoid(gate), lambda: (torch.sigmoid(gate), 0.0, 0.0))
 
-    def call_inverse(self, y: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
-        gate = self._gate(context)
-        return y / torch.sigmoid(gate), -summed(F.logsigmoid(gate).expand_as(y))
+    def inverse_curve(self, y: Tensor, context: Tensor | None) -> Curve:
+        gate = self._gate(y, context)
+        share = torch.sigmoid(gate)
+        return Curve(y / share, lambda: -F.logsigmoid(gate), lambda: (1.0 / share, 0.0, 0.0))
 
     @staticmethod
-    def _gate(context: Tensor | None) -> Tensor:
+    def _gate(x: Tensor, context: Tensor | None) -> Tensor:
         if context is None:
             raise ValueError("GatedLinearUnit needs a context")
-        return context
+        return context.expand_as(x)
+
+
+def tanh_slopes(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The slopes of tanh, as :class:`Curve` has them, where its value is y."""
+    slope = 1.0 - y**2
+    return slope, -2.0 * y, -2.0 * slope
+
+
+def atanh_slopes(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The slopes of atanh at y."""
+    slope = 1.0 / (1.0 - y**2)
+    first = 2.0 * y * slope
+    return slope, first, 2.0 * slope + first**2
+
+
+def pieces(
+    inside: Tensor, inner: tuple[Tensor, Tensor, Tensor], outer: tuple[Tensor, Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Takes the slopes of a curve from one of two pieces."""
+    slope, first, second = (torch.where(inside, one, two) for one, two in zip(inner, outer, strict=True))
+    return slope, first, second

@@ -18,12 +18,12 @@ from ebflow_normflows import linear, steps
 from ebflow_normflows.base import LevelsBase, NormflowsBase
 from ebflow_normflows.steps import ours
 from ebflow_plugin.discovery import Adapter
+from ebflow_plugin.elementwise import ActivationStep
 from ebflow_plugin.errors import InputError, NotAFlowError, UnsupportedStepError
 from ebflow_plugin.plan import Plan, Step
 from ebflow_plugin.registry import resolve
 from ebflow_plugin.rules import Child, Container, Rule
 from ebflow_plugin.steps import (
-    ActivationStep,
     FullStep,
     IdentityStep,
     IndexedPermutationStep,

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ebflow_plugin.discovery import comes_from
 from ebflow_plugin.errors import InputError
+from ebflow_plugin.jets import End, gaussian_end
 from ebflow_plugin.plan import Base, Shapes, per_sample
 
 
@@ -39,6 +41,15 @@ class NormflowsBase(Base):
         if context is None and self.needs_context:
             raise InputError(f"{self.where} is conditional: pass the context (class labels, for one) of the samples")
         return per_sample(self.module.log_prob(z, **self._given(self._names[0], context, z)), z)
+
+    @property
+    def closed(self) -> bool:
+        return self.class_name == "DiagGaussian" and comes_from(type(self.module), ("normflows",))
+
+    def expand(self, latents: tuple[Tensor, ...], context: Tensor | None) -> End:
+        temperature = 1.0 if self.module.temperature is None else self.module.temperature
+        std = torch.exp(self.module.log_scale) * temperature
+        return gaussian_end(latents[0], self.module.loc, std, lambda: -self.log_prob(latents, context))
 
     def sample(self, n: int, context: Tensor | None, like: Tensor) -> tuple[Tensor, ...]:
         if context is None and self.needs_context and self.classes is None:
@@ -81,6 +92,21 @@ class LevelsBase(Base):
     def log_prob(self, latents: tuple[Tensor, ...], context: Tensor | None) -> Tensor:
         parts = [part.log_prob((z,), context) for part, z in zip(self.parts, latents, strict=True)]
         return torch.stack(parts).sum(0)
+
+    @property
+    def closed(self) -> bool:
+        return all(part.closed for part in self.parts)
+
+    def expand(self, latents: tuple[Tensor, ...], context: Tensor | None) -> End:
+        ends = [part.expand((z,), context) for part, z in zip(self.parts, latents, strict=True)]
+
+        def curvatures(tangents: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+            return [
+                torch.stack([end.curvatures([[one]])[0] for end, one in zip(ends, tangent, strict=True)]).sum(0)
+                for tangent in tangents
+            ]
+
+        return End(lambda: -self.log_prob(latents, context), [end.slopes[0] for end in ends], curvatures)
 
     def sample(self, n: int, context: Tensor | None, like: Tensor) -> tuple[Tensor, ...]:
         classes = next((part.classes for part in self.parts if part.classes is not None), None)

@@ -6,12 +6,15 @@ convolution holds the matrix of its *inverse*. :func:`ebflow_normflows.adapter.b
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ebflow_plugin.errors import InputError
+from ebflow_plugin.jets import Expansion
 from ebflow_plugin.memo import Memo
 from ebflow_plugin.plan import Shapes
 from ebflow_plugin.steps import (
@@ -19,6 +22,7 @@ from ebflow_plugin.steps import (
     InitialisedAffineStep,
     IsometryStep,
     MatrixStep,
+    OrthogonalStep,
     PermutationStep,
     TriangularStep,
 )
@@ -80,6 +84,13 @@ class ShiftStep(IsometryStep):
     def invert(self, y: Tensor) -> Tensor:
         return y + self._shift(y)
 
+    @property
+    def closed(self) -> bool:
+        return True
+
+    def expand(self, x: Tensor, context: Tensor | None) -> Expansion:
+        return Expansion(self.encode(x, context)[0], lambda tangent: tangent, lambda adjoint: adjoint)
+
 
 class ShuffleStep(PermutationStep):
     """Permute with mode ``shuffle``."""
@@ -91,7 +102,7 @@ class ShuffleStep(PermutationStep):
         return self._select(y, self.module.inv_perm, 1)
 
 
-class SwapStep(IsometryStep):
+class SwapStep(OrthogonalStep):
     """Permute with mode ``swap``: the lower half of the channels goes behind the upper one."""
 
     reason = "permutation"
@@ -164,9 +175,17 @@ class LUVectorStep(LUConvolutionStep):
     def order(self) -> Tensor:
         return self._order.get([self.module.P], lambda: self.module.P.argmax(0), key="columns")
 
-    def apply(self, x: Tensor) -> Tensor:
+    def _affine(self, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
         lower, upper = self.factors()
-        return vectors(self, x)[:, self.order()] @ lower @ upper
+        order = self.order()
+
+        def push(tangent: Tensor) -> Tensor:
+            return tangent[:, order] @ lower @ upper
+
+        def pull(adjoint: Tensor) -> Tensor:
+            return F.linear(F.linear(adjoint, upper), lower)[:, torch.argsort(order)]
+
+        return push(vectors(self, x)), push, pull
 
     def invert(self, y: Tensor) -> Tensor:
         lower, upper = self.factors()
@@ -175,7 +194,7 @@ class LUVectorStep(LUConvolutionStep):
         return x[:, torch.argsort(self.order())]
 
 
-class SplitStep(IsometryStep):
+class SplitStep(OrthogonalStep):
     """Split, and the inverse of Merge: halves of the channels, or the two colours of a checkerboard."""
 
     gives = 2

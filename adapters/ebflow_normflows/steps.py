@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ebflow_normflows.linear import halves, joined
 from ebflow_plugin.conditioners import Smoothness, smoothness_of
 from ebflow_plugin.discovery import comes_from, takes_context
+from ebflow_plugin.elementwise import Curve, ElementwiseStep, logit_curve, sigmoid_curve
 from ebflow_plugin.errors import InputError, UnsupportedStepError
 from ebflow_plugin.plan import NonlinearStep, Value
 from ebflow_plugin.rules import OpaqueStep
-from ebflow_plugin.steps import RefusedStep, summed
+from ebflow_plugin.steps import RefusedStep
 
 PACKAGES = ("normflows", "ebflow_normflows")
 ONE_WAY = (
@@ -186,24 +186,21 @@ class RadialStep(NormflowsStep):
         return Smoothness.KINKED if self.module.z_0.numel() == 1 else Smoothness.SMOOTH
 
 
-class LogitStep(NonlinearStep):
+class LogitStep(ElementwiseStep):
     """transforms.Logit: the inverse is logit(α + (1 - 2α) x), elementwise."""
-
-    reason = "elementwise"
 
     @property
     def sensitive(self) -> bool:
         return self.inverted
 
-    def call_forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward_curve(self, x: Tensor, context: Tensor | None) -> Curve:
         alpha, beta = self.module.alpha, 1 - 2 * self.module.alpha
-        return (torch.sigmoid(x) - alpha) / beta, summed(F.logsigmoid(x) + F.logsigmoid(-x) - log(beta))
+        curve = sigmoid_curve(x)
+        return curve.moved((curve.value - alpha) / beta, 1.0 / beta, -log(beta))
 
-    def call_inverse(self, y: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
+    def inverse_curve(self, y: Tensor, context: Tensor | None) -> Curve:
         alpha, beta = self.module.alpha, 1 - 2 * self.module.alpha
-        inside = alpha + beta * y
-        log_inside, log_rest = torch.log(inside), torch.log1p(-inside)
-        return log_inside - log_rest, summed(log(beta) - log_inside - log_rest)
+        return logit_curve(alpha + beta * y).of_scaled(beta, log(beta))
 
 
 class ClassAffineStep(NormflowsStep):

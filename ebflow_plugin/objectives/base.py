@@ -14,6 +14,7 @@ from torch import Generator, Tensor, nn
 
 from ebflow_plugin.errors import InputError, UnknownNameError, suggest
 from ebflow_plugin.inputs import is_number, one_of
+from ebflow_plugin.plan import Plan
 from ebflow_plugin.wrapper import EBFlow
 
 __all__ = ["Common", "FunctionObjective", "Objective", "WeightedSum"]
@@ -271,10 +272,15 @@ def start(core: EBFlow, x: Tensor, context: Tensor | None) -> None:
 
     Asks flags only, so that it waits for the device at most once.
     """
-    for step in core.plan.steps:
-        if getattr(step.module, "training", False) and not getattr(step, "initialised", True):
-            core.plan.initialize(x, context)
-            return
+    if waits_for_data(core.plan):
+        core.plan.initialize(x, context)
+
+
+def waits_for_data(plan: Plan) -> bool:
+    """Whether a step of a model in training mode still waits for its data-dependent initialisation."""
+    return any(
+        getattr(step.module, "training", False) and not getattr(step, "initialised", True) for step in plan.steps
+    )
 
 
 def _own(tensor: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ All of them see the energy through its dependence on x alone, so that no determi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod, sqrt
 from typing import Unpack
@@ -16,6 +16,7 @@ from torch import Generator, Tensor
 from ebflow_plugin.conditioners import Smoothness
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.inputs import one_of, positive, whole
+from ebflow_plugin.jets import Derivatives, derivatives, dot
 from ebflow_plugin.objectives import checks
 from ebflow_plugin.objectives.base import Common, Objective
 from ebflow_plugin.wrapper import EBFlow
@@ -39,12 +40,12 @@ class ScoreObjective(Objective):
             self._blind.look_again(x, context)
         return value
 
-    def gradient(self, x: Tensor, context: Tensor | None, create_graph: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Gives the point as a leaf of a graph, and the energy and its gradient there."""
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            energy = self.model.core.energy(x, context)
-            return x, energy, derivative(energy, x, create_graph)
+    def derivatives(
+        self, x: Tensor, context: Tensor | None, directions: Sequence[Tensor] = (), gradient: bool = True
+    ) -> Derivatives:
+        """Differentiates the energy at x, and twice along directions; the energy itself comes along if it is seen."""
+        plan, energy = self.model.core.plan, self.energy_weight > 0
+        return derivatives(plan, x, context, directions, gradient=gradient, energy=energy)
 
     @contextmanager
     def leaving_the_data(self, how: str) -> Iterator[None]:
@@ -88,13 +89,10 @@ class SM(ScoreObjective):
         checks.warn_about_jumps(self, checks.EVERY_JUMP)
 
     def per_sample(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        wanted = torch.is_grad_enabled()
-        x, energy, gradient = self.gradient(x, context, create_graph=True)
-        with torch.enable_grad():
-            trace = torch.zeros_like(energy)
-            for place, partial in enumerate(gradient.flatten(1).unbind(1)):
-                trace = trace + derivative(partial, x, wanted).flatten(1)[:, place]
-        return 0.5 * dot(gradient, gradient) - trace, energy
+        size = prod(x.shape[1:])
+        axes = torch.eye(size, dtype=x.dtype, device=x.device).reshape(size, 1, *x.shape[1:])
+        found = self.derivatives(x, context, [axis.expand_as(x) for axis in axes])
+        return 0.5 * dot(found.gradient, found.gradient) - torch.stack(found.curvatures).sum(0), found.energy
 
 
 class SSM(ScoreObjective):
@@ -103,8 +101,10 @@ class SSM(ScoreObjective):
     .. math:: L = \tfrac12 \mathbb{E}\|\nabla E(x)\|^2 - \mathbb{E}\left[v^T \nabla^2 E(x)\, v\right],
               \qquad \mathbb{E}[v v^T] = I
 
-    Cost: one energy, its gradient, and one Hessian-vector product for each projection. Use it where the data have a
-    density of their own (no noise is added), and the flow is smooth. It integrates by parts, so it needs a continuous
+    Cost: one energy, its gradient, and for each projection one tangent through all steps, as long as these are linear
+    or elementwise (three products for a full layer: see :mod:`ebflow_plugin.jets`), and a Hessian-vector product
+    through the rest; ``model.report`` says where that begins. Use it where the data have a density of their own (no
+    noise is added), and the flow is smooth. It integrates by parts, so it needs a continuous
     score: it warns where a step does not give one.
 
     Arguments:
@@ -113,7 +113,8 @@ class SSM(ScoreObjective):
         projection: ``"rademacher"`` (entries ±1; the least variance), ``"gaussian"``, or ``"sphere"`` (uniform, with
             radius :math:`\sqrt D`).
         projected: Takes :math:`\tfrac12 (v^T \nabla E)^2` in the place of :math:`\tfrac12 \|\nabla E\|^2`, as sliced
-            score matching was first proposed: the same in expectation, with more variance.
+            score matching was first proposed: the same in expectation, with more variance. A flow of linear and
+            elementwise steps then needs no gradient in x, and costs what FDSSM does, without an ε.
         common: ``generator``, ``energy_weight`` and ``reduction`` of :class:`Objective`.
 
     Raises:
@@ -143,17 +144,12 @@ class SSM(ScoreObjective):
         checks.warn_about_jumps(self, checks.EVERY_JUMP)
 
     def per_sample(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        wanted = torch.is_grad_enabled()
-        x, energy, gradient = self.gradient(x, context, create_graph=True)
-        values = torch.zeros_like(energy) if self.projected else 0.5 * dot(gradient, gradient)
-        for _ in range(self.projections):
-            v = PROJECTIONS[self.projection](x.detach(), self.generator)
-            with torch.enable_grad():
-                slope = dot(gradient, v)
-                curvature = dot(derivative(slope, x, wanted), v)
-            term = 0.5 * slope.square() - curvature if self.projected else -curvature
-            values = values + term / self.projections
-        return values, energy
+        directions = [PROJECTIONS[self.projection](x, self.generator) for _ in range(self.projections)]
+        found = self.derivatives(x, context, directions, gradient=not self.projected)
+        curvature = torch.stack(found.curvatures).mean(0)
+        if self.projected:
+            return 0.5 * torch.stack(found.slopes).square().mean(0) - curvature, found.energy
+        return 0.5 * dot(found.gradient, found.gradient) - curvature, found.energy
 
     def extra_repr(self) -> str:
         """Describes the options."""
@@ -255,11 +251,10 @@ class DSM(ScoreObjective):
         checks.warn_about_jumps(self, (Smoothness.JUMPS,))
 
     def per_sample(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        wanted = torch.is_grad_enabled()
         noise = gaussian(x, self.generator)
         sigma = self._draw_sigma(x)
         with self.leaving_the_data(f"sigma={self.sigma}"):
-            _, _, gradient = self.gradient(x + sigma * noise, context, create_graph=wanted)
+            gradient = self.derivatives(x + sigma * noise, context).gradient
         error = gradient - noise / sigma  # (x - x̃) / σ² is -noise / σ
         return 0.5 * dot(error, error), None
 
@@ -279,26 +274,6 @@ class DSM(ScoreObjective):
     def extra_repr(self) -> str:
         """Describes the options."""
         return f"sigma={self.sigma}, {super().extra_repr()}"
-
-
-def derivative(values: Tensor, x: Tensor, create_graph: bool) -> Tensor:
-    """The derivative of each sample's value in the sample, with the shape of x; zero if there is no dependence."""
-    if not values.requires_grad:
-        return torch.zeros_like(x)
-    (gradient,) = torch.autograd.grad(
-        values.sum(), x, create_graph=create_graph, retain_graph=True, materialize_grads=True
-    )
-    return gradient
-
-
-def dot(a: Tensor, b: Tensor) -> Tensor:
-    """The inner product of each sample: ``(B, *)`` and ``(B, *)`` to ``(B,)``.
-
-    Example:
-        >>> dot(torch.ones(2, 3, 4), torch.ones(2, 3, 4))
-        tensor([12., 12.])
-    """
-    return (a * b).flatten(1).sum(1)
 
 
 def gaussian(like: Tensor, generator: Generator | None) -> Tensor:

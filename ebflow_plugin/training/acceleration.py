@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ebflow_plugin.errors import InputError
-from ebflow_plugin.objectives import FDSSM, ML, SML, Objective, WeightedSum
+from ebflow_plugin.objectives import DSM, FDSSM, ML, SML, SSM, Objective, WeightedSum
 from ebflow_plugin.plan import NonlinearStep
 from ebflow_plugin.wrapper import EBFlow
 
@@ -19,6 +19,7 @@ __all__ = ["bf16_conditioners", "compiled_energy"]
 
 PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 ONE_BACKWARD = (FDSSM, ML, SML)
+DIFFERENTIATED = (DSM, SSM)
 
 
 @contextmanager
@@ -67,43 +68,56 @@ def bf16_conditioners(model: EBFlow) -> Iterator[int]:
 def compiled_energy(objective: Objective) -> Iterator[bool]:
     """Compiles the energy of an objective's model with ``torch.compile``, for the duration of a ``with`` block.
 
-    For objectives that differentiate the energy once (FDSSM, ML, SML, and sums of these). The others need a second
-    derivative, which ``torch.compile`` cannot take: they run as they are, with one warning. So does a model that
+    For FDSSM, ML and SML the energy itself, for SSM and DSM its derivatives in x: in closed form where the model has
+    one, else by ``torch.func`` inside of the compiled function, since ``torch.compile`` cannot take a double backward.
+    Sums of these too. SM, and objectives of the user's own, run as they are, with one warning. So does a model that
     cannot be compiled. Gives whether it is compiled.
     """
     terms = list(objective.terms) if isinstance(objective, WeightedSum) else [objective]
-    others = sorted({type(term).__name__ for term in terms if type(term) not in ONE_BACKWARD})
+    others = sorted({type(term).__name__ for term in terms if type(term) not in (*ONE_BACKWARD, *DIFFERENTIATED)})
     if others:
-        warnings.warn(
-            f"compile=True has no effect on {', '.join(others)}: torch.compile cannot take its second derivative. "
-            f"It is for {', '.join(cls.__name__ for cls in ONE_BACKWARD)}.",
-            stacklevel=4,
-        )
+        valid = ", ".join(sorted(cls.__name__ for cls in (*ONE_BACKWARD, *DIFFERENTIATED)))
+        warnings.warn(f"compile=True has no effect on {', '.join(others)}. It is for {valid}.", stacklevel=4)
         yield False
         return
     core = objective.model.core
-    plain, compiled = core.energy, torch.compile(core.plan.energy)
+    places: list[tuple[nn.Module, str]] = []
+
+    def put(owner: nn.Module, name: str, function: Callable[..., Any]) -> None:
+        owner.__dict__[name] = function
+        places.append((owner, name))
+
+    if any(type(term) in ONE_BACKWARD for term in terms):
+        guarded = _or_as_it_is(torch.compile(core.plan.energy), core.energy, "energy")
+        put(core, "energy", lambda x, context=None: guarded(core._check(x, context), context))
+    for term in terms:
+        if isinstance(term, DIFFERENTIATED):
+            compiled = torch.compile(term.derivatives, fullgraph=True)
+            put(term, "derivatives", _or_as_it_is(compiled, term.derivatives, f"derivatives of {type(term).__name__}"))
+    try:
+        yield True
+    finally:
+        for owner, name in places:
+            del owner.__dict__[name]
+
+
+def _or_as_it_is(compiled: Callable[..., Any], plain: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Calls a compiled function with a graph; the plain one without, and for good after the first failure."""
     failed, tried = False, False
 
-    def energy(x: Tensor, context: Tensor | None = None) -> Tensor:
+    def call(*args: Any, **options: Any) -> Any:
         nonlocal failed, tried
-        x = core._check(x, context)
         if not failed and torch.is_grad_enabled():
             try:
                 with nullcontext() if tried else warnings.catch_warnings():
                     if not tried:  # the compiler's own warnings are about its inner life
                         warnings.simplefilter("ignore")
                     tried = True
-                    result: Tensor = compiled(x, context)
-                return result
+                    return compiled(*args, **options)
             except Exception as error:
                 failed = True
                 reason = str(error).strip().splitlines() or [type(error).__name__]
-                warnings.warn(f"the energy cannot be compiled, and runs as it is: {reason[0]}", stacklevel=2)
-        return plain(x, context)
+                warnings.warn(f"the {name} cannot be compiled, and runs as it is: {reason[0]}", stacklevel=2)
+        return plain(*args, **options)
 
-    core.__dict__["energy"] = energy
-    try:
-        yield True
-    finally:
-        del core.__dict__["energy"]
+    return call

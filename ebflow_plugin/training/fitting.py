@@ -41,7 +41,8 @@ class FitResult:
         history: The metrics of each evaluation, as in the JSON lines.
         steps: How many steps were taken, those before a resume included.
         stopped: Why it ended: ``"steps"``, ``"patience"`` or ``"callback"``.
-        best_nll: The lowest validation NLL, of the averaged weights if there is an EMA.
+        start_nll: The validation NLL before the first step; None if a step (ActNorm) was still to be initialised.
+        best_nll: The lowest validation NLL, the start's included, of the averaged weights if there is an EMA.
         best_step: Its step.
         best_state: Its weights, a state dict of the model on the CPU.
         skipped: How many batches were skipped since something was not finite.
@@ -57,6 +58,7 @@ class FitResult:
     history: Sequence[Record]
     steps: int
     stopped: str
+    start_nll: float | None = None
     best_nll: float | None = None
     best_step: int | None = None
     best_state: dict[str, Tensor] | None = None
@@ -253,6 +255,7 @@ def fit(
             history=run.progress.history,
             steps=run.progress.step,
             stopped=run.progress.stopped or "steps",
+            start_nll=run.progress.start_nll,
             best_nll=run.progress.best_nll,
             best_step=run.progress.best_step,
             best_state=run.best_state,

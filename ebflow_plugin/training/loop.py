@@ -19,6 +19,7 @@ from ebflow_plugin.discovery import find_flow
 from ebflow_plugin.ema import EMA
 from ebflow_plugin.errors import EBFlowError, TrainingError
 from ebflow_plugin.objectives import Objective
+from ebflow_plugin.objectives.base import waits_for_data
 from ebflow_plugin.training.batches import Batches, LoaderBatches
 from ebflow_plugin.training.checkpoints import CheckpointFolder, atomic_write, compare, identity, write_weights
 from ebflow_plugin.training.distributed import Processes, parallel
@@ -79,6 +80,7 @@ class Progress:
     skipped: int = 0
     skipped_in_a_row: int = 0
     stale: int = 0  # evaluations since the best one
+    start_nll: float | None = None
     best_nll: float | None = None
     best_step: int | None = None
     seconds: float = 0.0
@@ -140,6 +142,9 @@ class Run:
         self.display.start(progress.step, settings.steps)
         mark = time.monotonic(), progress.step
         try:
+            if progress.step == 0 and self.validation is not None and not waits_for_data(self.model.core.plan):
+                self._look_at_the_start()
+                mark = time.monotonic(), 0
             while progress.step < settings.steps and not self._should_stop():
                 progress.step += 1
                 last = progress.step == settings.steps
@@ -236,10 +241,7 @@ class Run:
         progress.counted = 0
         spectra = self._conditions.look(progress.step)
         if self.validation is not None:
-            try:
-                record.update(self._evaluate(self.validation))
-            except EBFlowError as error:
-                raise TrainingError(f"step {progress.step}: {error}\n{self._save_failure(progress.step)}") from error
+            record.update(self._evaluate(self.validation))
             if isinstance(self.scheduler, ReduceLROnPlateau):
                 self.scheduler.step(record["nll"])
             record["best_nll"] = progress.best_nll
@@ -262,8 +264,22 @@ class Run:
                 progress.stopped = "callback"
         return time.monotonic(), progress.step
 
+    def _look_at_the_start(self) -> None:
+        """Evaluates before the first step: a good start can be the best there is."""
+        assert self.validation is not None
+        record = {"step": 0, **self._evaluate(self.validation), "best_nll": self.progress.best_nll}
+        self.progress.start_nll = self.progress.best_nll
+        self.display.record(record)
+
     def _evaluate(self, validation: Source) -> Record:
         """NLL on the validation data with the averaged weights, calibrated if asked for; keeps the best ones."""
+        try:
+            return self._likelihood(validation)
+        except EBFlowError as error:
+            step = self.progress.step
+            raise TrainingError(f"step {step}: {error}\n{self._save_failure(step)}") from error
+
+    def _likelihood(self, validation: Source) -> Record:
         progress, seed = self.progress, self.settings.seed
         with self.ema.applied() if self.ema is not None else nullcontext():
             nll, bits = evaluate(self.model, validation, seed, self.processes)

@@ -124,7 +124,7 @@ class RichDisplay:
     def record(self, record: Record) -> None:
         """Shows an evaluation."""
         self._last = record
-        self._loss = record["loss"]
+        self._loss = record.get("loss")
 
     def stop(self) -> None:
         """Closes the display, leaving its last state on the screen."""

@@ -1,4 +1,4 @@
-"""The whitening start, and the closed-form fit of the base."""
+"""The closed-form fit of the base."""
 
 import copy
 import io
@@ -13,7 +13,7 @@ from torch import nn
 
 import ebflow_plugin as ebf
 from cases import SUPPORTED, Case, perturb
-from ebflow_nflows import FullConv2d, FullLinear, SmoothLeakyReLU
+from ebflow_nflows import FullLinear, SmoothLeakyReLU
 from ebflow_plugin.moments import Moments
 
 D = 5
@@ -286,54 +286,3 @@ def test_bad_input():
         model.calibrate(torch.cat([data()[:, :4], data()[:, :1]], 1), shrinkage=0.0)
     with pytest.raises(ebf.InputError, match="Laplace is none"):
         ebf.wrap(flows.Flow(FullLinear(D), Laplace()).double()).calibrate(data())
-
-
-# The whitening start
-
-
-@pytest.mark.parametrize("before", [[], ["actnorm"], ["permutation"], ["actnorm", "permutation"], ["affine"]])
-def test_the_first_full_layer_whitens(before):
-    make = {
-        "actnorm": lambda: transforms.ActNorm(D),
-        "permutation": lambda: transforms.RandomPermutation(D),
-        "affine": lambda: transforms.PointwiseAffineTransform(1.0, 2.0),
-    }
-    layers = [*(make[name]() for name in before), FullLinear(D), SmoothLeakyReLU(0.3), transforms.ActNorm(D)]
-    flow = flows.Flow(transforms.CompositeTransform(layers), distributions.StandardNormal([D])).double()
-    model = ebf.wrap(flow)
-    x = data()
-    model.initialize([x[:150], x[150:]], whiten=True)
-    seen = {}
-    model.plan.encode(x, visit=lambda step, value: seen.update({step.class_name: value}))
-    white = seen["SmoothLeakyReLU"]
-    assert torch.allclose(white.mean(0), torch.zeros(D, dtype=torch.float64), atol=1e-9)
-    assert torch.allclose(torch.cov(white.T), torch.eye(D, dtype=torch.float64), atol=1e-8)
-    assert layers[-1].initialized  # from the whitened first batch
-    assert nll(model, x) < 1e3
-
-
-@pytest.mark.parametrize("options", [{}, {"padding_mode": "circular"}, {"stride": 2, "kernel_size": 4}])
-def test_a_convolution_whitens_each_cell(options):
-    layer = FullConv2d(2, **{"kernel_size": 3, **options})
-    shape = layer.output_shape((2, 4, 4))
-    flow = flows.Flow(layer, distributions.StandardNormal(shape)).double()
-    images = torch.randn(300, 2, 4, 4, dtype=torch.float64) * torch.tensor([[[3.0]], [[0.5]]]) + 2.0
-    model = ebf.wrap(flow)
-    model.initialize(images, whiten=True)
-    (latents,), _ = model.plan.encode(images)
-    rows = latents.movedim(1, -1).flatten(0, -2)
-    assert torch.allclose(torch.cov(rows.T), torch.eye(shape[0], dtype=torch.float64), atol=1e-6)
-    assert torch.isfinite(model.log_z())
-
-
-def test_flows_that_cannot_whiten():
-    lu = flows.Flow(transforms.LULinear(D), distributions.StandardNormal([D])).double()
-    with pytest.raises(ebf.InputError, match=r"_transform  LULinear.*unconstrain"):
-        ebf.wrap(lu).initialize(data(), whiten=True)
-    with pytest.raises(ebf.InputError, match="needs a FullLinear"):
-        ebf.wrap(flows.Flow(transforms.Tanh(), distributions.StandardNormal([D])).double()).initialize(
-            data(), whiten=True
-        )
-    with pytest.raises(ebf.SingularError, match="1 of 5 directions"):
-        ebf.wrap(linear_flow()).initialize(torch.cat([data()[:, :4], data()[:, :1]], 1), whiten=True)
-    ebf.wrap(ebf.unconstrain(lu).flow).initialize(data(), whiten=True)

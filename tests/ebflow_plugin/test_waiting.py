@@ -1,0 +1,63 @@
+"""Nothing in energy() or an objective waits for the device: no number is read back, no branch asks for values."""
+
+import re
+import warnings
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ebflow_plugin as ebf
+from cases import SUPPORTED
+from ebflow_plugin.conditioners import Smoothness
+from ebflow_plugin.objectives import DSM, FDSSM, SSM
+
+# The libraries' own code asks for values there: splines (masks, a look for input outside of the domain), normflows'
+# Residual (a fixed-point iteration, a random series) and its self-starting network (a flag).
+LIBRARY_CODE = re.compile(r"Piecewise|RationalQuadratic|CDF|NSF|spline|Residual|net_actnorm", re.IGNORECASE)
+READS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique2", "_unique2")
+
+
+class WaitingError(Exception):
+    """An operation of which CUDA waits for the result."""
+
+
+class NoWaiting(TorchDispatchMode):
+    """Fails on operations whose result the host needs."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function._overloadpacket.__name__
+        masks = name in ("index", "index_put", "index_put_") and any(
+            isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+        )
+        if name in READS or masks:
+            raise WaitingError(name)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("case", SUPPORTED, ids=str)
+def test_no_case_waits(case):
+    model, x, context = ebf.wrap(case.build()), case.x(3), case.context(3)
+    false = any(part.smoothness == Smoothness.FALSE for part in model.plan.parts())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about jumps of the score
+        calls = [model.energy, FDSSM(model, eps=1e-3)]  # which stays in the domain of a spline
+        calls += [] if false else [SSM(model), DSM(model, sigma=1e-3)]
+        for call in calls:
+            call(x, context)  # ActNorms start, blind spots are looked for
+    for call in calls:
+        try:
+            with NoWaiting():
+                value = call(x, context).sum()
+                if value.requires_grad:
+                    value.backward()
+        except WaitingError:
+            if not LIBRARY_CODE.search(case.name):
+                raise
+
+
+def test_the_mode_sees_what_waits():
+    x = torch.ones(3)
+    for wait in (lambda: x.sum().item(), lambda: bool(x.any()), lambda: x[x > 0], lambda: torch.equal(x, x + 0)):
+        with pytest.raises(WaitingError), NoWaiting():
+            wait()
