@@ -234,9 +234,9 @@ class EBFlow(nn.Module):
             context: The context of a batch.
             whiten: Whether to whiten. A flow must have a FullLinear or FullConv2d, behind nothing but ActNorms,
                 permutations and fixed steps.
-            gaussianize: Whether to whiten and then scale and shift each feature so that the elementwise nonlinearity
-                behind the layer makes it as Gaussian as it can (:mod:`ebflow_plugin.starts`). O(N·D), no gradient; on
-                the paper's MNIST model it takes NLL from 1045 to 1009 nats before any training.
+            gaussianize: Whether to whiten, by a FullLinear, and then scale and shift each feature so that the
+                elementwise nonlinearity behind the layer makes it as Gaussian as it can: :mod:`ebflow_plugin.starts`.
+                O(N·D), no gradient; it takes the paper's MNIST model from 1045 to 1009 nats before any training.
 
         Raises:
             InputError: If no layer can whiten, or no elementwise nonlinearity is behind it.

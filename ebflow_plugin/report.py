@@ -38,7 +38,7 @@ class Row:
     second_derivatives: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FlowReport:
     """The steps of a flow from data to noise. Iterate it for its rows, print it for a table.
 
@@ -121,6 +121,8 @@ class FlowReport:
         ]
         found = f" (found at .{self.inside})" if self.inside else ""
         return "\n".join((*table, f"base: {self.base}; adapter: {self.adapter}{found}", self.summary))
+
+    __repr__ = __str__  # so that a notebook shows the table
 
 
 def _way(step: Step, place: int, preprocessing: int, closed: int) -> str:

@@ -137,48 +137,49 @@ class Thinned:
 
 
 def bend_behind(plan: Plan, place: int) -> ElementwiseStep:
-    """The elementwise step behind a layer.
+    """The elementwise step behind a dense layer with a bias.
+
+    A convolution is refused: its pixels would share one scale and one shift, which made the NLL of the paper's MNIST
+    model worse (1285 against 1186 nats, calibrated).
 
     Raises:
-        InputError: If another one stands there.
+        InputError: If the layer is another one, or another step is behind it.
     """
+    layer = plan.steps[place]
+    if not isinstance(layer.module, FullLinear) or layer.module.bias is None:
+        raise InputError(
+            f"gaussianize=True needs a FullLinear with a bias, whose features have scales and shifts of their own; "
+            f"{layer.where} is none. Keep whiten=True alone."
+        )
     behind: Step | None = plan.steps[place + 1] if place + 1 < len(plan.steps) else None
     if not isinstance(behind, ElementwiseStep):
         found = "nothing" if behind is None else behind.where
         raise InputError(
             f"gaussianize=True needs an elementwise nonlinearity, such as SmoothLeakyReLU, behind the first full "
-            f"layer; {found} stands there. Leave it out, and keep whiten=True."
+            f"layer; {found} stands there. Keep whiten=True alone."
         )
     return behind
 
 
 @torch.no_grad()
 def gaussianize(plan: Plan, place: int, sample: Tensor) -> None:
-    """Scales and shifts the features of a full layer so that the nonlinearity behind it makes them Gaussian.
+    """Scales and shifts the features of a dense layer so that the nonlinearity behind it makes them Gaussian.
 
     Arguments:
         plan: The plan.
         place: The place of the layer.
-        sample: What reaches it, with shape ``(N, *)``.
+        sample: What reaches it, with shape ``(N, D)``.
     """
     layer, bend = plan.steps[place].module, bend_behind(plan, place)
-    y = _features(layer.transform(sample))
-    scale, shift = _agreed(*best_scales(bend, y))
-    layer.weight.mul_(scale.reshape(-1, *[1] * (layer.weight.dim() - 1)))
-    if layer.bias is None:
-        raise InputError(f"{plan.steps[place].where} needs a bias to be shifted by")
+    scale, shift = _agreed(*best_scales(bend, layer.transform(sample)))
+    layer.weight.mul_(scale[:, None])
     layer.bias.mul_(scale).add_(shift)
-    behind = plan.steps[place + 2] if place + 2 < len(plan.steps) else None
-    if isinstance(behind, FullStep) and not behind.inverted and behind.module.bias is not None:
-        (bent,), _ = replace(plan, steps=(plan.steps[place], bend)).encode(sample, None)
-        bent = _features(bent)
+    following = plan.steps[place + 2].module if place + 2 < len(plan.steps) else None
+    if isinstance(following, FullLinear) and following.bias is not None and not plan.steps[place + 2].inverted:
+        bent, _ = bend.encode(layer.transform(sample), None)
         mean, spread = _agreed(bent.mean(0), bent.std(0))
-        following = behind.module
-        if following.weight.shape[1] != len(spread):  # groups: each sees some of the features
-            return
-        following.weight.div_(spread.reshape(1, -1, *[1] * (following.weight.dim() - 2)))
-        taps = following.weight.flatten(2).sum(2) if following.weight.dim() > 2 else following.weight
-        following.bias.sub_(taps @ mean)
+        following.weight.div_(spread)
+        following.bias.sub_(following.weight @ mean)
 
 
 def best_scales(bend: ElementwiseStep, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -226,14 +227,6 @@ def _better(
         torch.where(lower, new_scale, scale),
         torch.where(lower, new_shift, shift),
     )
-
-
-def _features(value: Tensor) -> Tensor:
-    """Vectors as they are; the channels of pixels as rows, some of them."""
-    if value.dim() == 2:
-        return value
-    rows = value.movedim(1, -1).flatten(0, -2)
-    return rows[:: max(1, len(rows) // (10 * ROWS))]
 
 
 def _agreed(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -1,22 +1,128 @@
-"""Every script under examples/ runs, in its small mode, from any folder."""
+"""Every script under examples/ runs, in its small mode, from any folder; and so does the notebook."""
 
-import os
+import copy
+import re
+import runpy
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
+import nbformat
 import pytest
+from matplotlib import pyplot as plt
+from nbclient import NotebookClient
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+SCRIPTS = sorted(EXAMPLES.glob("*.py"))
+NUMBER = r"-?\d+\.\d+"
+# What the output of each script must hold, beside numbers that only a long run makes good.
+EXPECTED = {
+    "custom_transform": ["same log_prob: True", r"Filter +linear +256 × 256", rf"NLL after +{NUMBER}, .* {NUMBER}\n"],
+    "ddp": ["processes: 1, rows of a batch in each: 256", "the same in every process: True"],
+    "log_z": [r"M = 200, importance \(paper\)", rf"M = 200, lanczos( +{NUMBER}){{3}}\n"],
+    "log_z_large": [r"importance .*\(warned\)", rf"lanczos +{NUMBER} ± {NUMBER}"],
+    "own_objective": [r"paired_dsm loss", rf"KL to the density of the data {NUMBER} -> {NUMBER}"],
+    "sbi_posterior": [r"posterior mean.* known" if find_spec("sbi") else r"^skipped: .*pip install sbi\n$"],
+    "unconstrain": [r"_transform\._transforms\.0: LULinear -> FullLinear", rf"full, .* NLL +{NUMBER}"],
+    "wrap_nflows": [r"LULinear +linear", "65 checks of this model hold", rf"exact test NLL {NUMBER} -> {NUMBER}"],
+    "wrap_normflows": [r"merges\.0 +Merge", r"checks of this model hold", rf"bits/dim calibrated +{NUMBER}"],
+}
+PICTURES = {"wrap_nflows", "wrap_normflows"}
 
 
-@pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.py")), ids=lambda script: script.name)
-def test_an_example_runs(script, tmp_path):
-    environment = {**os.environ, "EBFLOW_SMOKE": "1", "MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
+def same_density(output):
+    assert float(re.search(r"difference of log_prob (\S+)", output).group(1)) < 1e-5
+
+
+def one_expectation(output):
+    """Both denoising losses have the same mean, and the one in pairs hardly any noise."""
+    losses = re.findall(rf"loss +({NUMBER}) ± ({NUMBER})", output)
+    (dsm, error), (paired, smaller) = ((float(value), float(spread)) for value, spread in losses)
+    assert abs(dsm - paired) < 4 * (error + smaller)
+    assert smaller < 0.01 * error
+
+
+def lanczos_beats_importance(output):
+    rates = {name: float(rate) for name, rate in re.findall(rf"M = 200, (importance|lanczos) +({NUMBER})", output)}
+    assert rates["lanczos"] < rates["importance"]
+
+
+CHECKS = {"unconstrain": same_density, "own_objective": one_expectation, "log_z": lanczos_beats_importance}
+
+
+@pytest.fixture(autouse=True)
+def small(tmp_path, monkeypatch):
+    """The small mode, in a folder of its own."""
+    monkeypatch.setenv("EBFLOW_SMOKE", "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_a_script_runs(script, tmp_path, capsys):
+    plt.switch_backend("Agg")
+    try:  # in this process: importing torch takes longer than most of them
+        runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as ended:
+        assert ended.code == 0
+    finally:
+        plt.close("all")
+    output = capsys.readouterr().out
+    for pattern in EXPECTED[script.stem]:
+        assert re.search(pattern, output), f"{pattern} is not in\n{output}"
+    CHECKS.get(script.stem, str)(output)
+    written = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
+    assert written == ({f"runs/{script.stem}.png"} if script.stem in PICTURES else set())
+    for path in written:
+        assert plt.imread(path).std() > 0.05
+
+
+def test_ddp_runs_in_two_processes():
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run([*launcher, EXAMPLES / "ddp.py"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout
-    if script.name == "wrap_nflows.py":
-        assert (tmp_path / "runs" / "wrap_nflows.png").stat().st_size > 10_000
+    assert "processes: 2, rows of a batch in each: 128" in done.stdout
+    assert "the same in every process: True" in done.stdout
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
+def test_a_script_is_short_and_says_how_to_run_it(script):
+    text = script.read_text()
+    assert len(text.splitlines()) <= 60
+    docstring = text.split('"""')[1]
+    assert f"examples/{script.name} " in docstring
+    assert re.search(r"(second|minute)s? on (one core|two cores)", docstring)
+
+
+@pytest.fixture(scope="module")
+def notebook():
+    return nbformat.read(EXAMPLES / "quickstart.ipynb", as_version=4)
+
+
+def code_cells(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def outputs(notebook):
+    return [output for cell in code_cells(notebook) for output in cell.outputs]
+
+
+def test_the_notebook_has_its_outputs(notebook):
+    """All cells were run once, in order, without an error, and there is a picture in it."""
+    cells = code_cells(notebook)
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    assert {output.output_type for output in outputs(notebook)} == {"stream", "display_data"}
+    assert {output.name for output in outputs(notebook) if output.output_type == "stream"} == {"stdout"}
+    assert any("image/png" in output.get("data", {}) for output in outputs(notebook))
+    assert (EXAMPLES / "quickstart.ipynb").stat().st_size < 150_000
+
+
+def test_the_notebook_runs(notebook, tmp_path, monkeypatch):
+    monkeypatch.delenv("MPLBACKEND", raising=False)  # the kernel's own, which puts figures into the notebook
+    fresh = copy.deepcopy(notebook)
+    NotebookClient(fresh, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    text = "".join(output.get("text", "") for output in outputs(fresh))
+    assert "65 checks, 0 failures" in text
+    assert re.search(rf"step +4  NLL {NUMBER}, calibrated {NUMBER}", text)
+    assert any("image/png" in output.get("data", {}) for output in outputs(fresh))

@@ -1,0 +1,112 @@
+"""``ebflow bench``: ours against plain torch and against the libraries, timed in turns.
+
+A command line calls::
+
+    from ebflow_examples import bench
+    bench.GROUPS                                  # group -> one line, for --list and --help
+    bench.main(quick=True, only=["fc"], out=Path("runs/bench"), threads=1, device="cpu", seed=0)   # -> exit code
+
+It prints a table after each group, shows progress on the standard error, and writes ``bench.json``, ``bench.md`` and,
+if the group ``growth`` is among them, ``growth.png`` into ``out``. Importing this package imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from ebflow_examples.console import note, say
+
+__all__ = ["GROUPS", "main"]
+
+GROUPS = {
+    "fc": "a training step of the paper's fc model against plain torch",
+    "cnn": "the same for the paper's cnn, contiguous and channels_last",
+    "wrapper": "energy() and log_prob() against a loop over the same modules",
+    "growth": "step time against D, peak memory against depth",
+    "rivals": "against nflows, normflows, torchebm and torch-ema",
+    "inference": "log_prob and samples of 10,000 points against the libraries' own",
+    "limit": "how far a step is from its matrix products at this machine's rate",
+}
+
+
+def main(
+    *,
+    quick: bool = False,
+    only: Sequence[str] = (),
+    out: Path = Path("runs/bench"),
+    threads: int = 1,
+    device: str = "cpu",
+    seed: int = 0,
+) -> int:
+    """Runs the benchmark.
+
+    Arguments:
+        quick: About a minute for all groups, with smaller sizes; else up to twelve minutes.
+        only: Groups to run; all by default.
+        out: The folder for ``bench.json``, ``bench.md`` and ``growth.png``.
+        threads: How many threads torch uses.
+        device: Where to measure.
+        seed: Decides data, weights, noise, and the order of the contenders.
+
+    Returns:
+        The exit code, 0. A target that is missed is a result, not a failure.
+
+    Raises:
+        UnknownNameError: For a group that does not exist.
+        InputError: For a device that is not there, or less than one thread.
+    """
+    import torch
+
+    from ebflow_examples.bench import report
+    from ebflow_examples.bench.results import Settings, Table
+    from ebflow_plugin.errors import InputError, UnknownNameError, suggest
+
+    for name in only:
+        if name not in GROUPS:
+            raise UnknownNameError(f"unknown group {name!r}. {suggest(name, GROUPS)}")
+    if threads < 1:
+        raise InputError(f"threads must be at least 1, got {threads}")
+    try:
+        where = torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(f"device {device!r} is not there: {str(error).splitlines()[0]}") from None
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    about = report.machine(where, threads)
+    tables: list[Table] = []
+    try:
+        with torch.random.fork_rng(), _progress() as show:
+            torch.manual_seed(seed)
+            settings = Settings(quick=quick, seed=seed, device=where, progress=show)
+            for name in dict.fromkeys(only) or GROUPS:
+                group = getattr(import_module(f"ebflow_examples.bench.{name}"), name)
+                for table in group(settings):
+                    tables.append(table)
+                    say(report.as_text(table) + "\n")
+    finally:
+        torch.set_num_threads(before)
+    say(report.NOTES)
+    out.mkdir(parents=True, exist_ok=True)
+    options = {"quick": quick, "only": list(only), "threads": threads, "device": device, "seed": seed}
+    report.write_json(out / "bench.json", tables, about, options)
+    (out / "bench.md").write_text(report.as_markdown(tables, about))
+    written = ["bench.json", "bench.md"]
+    for table in tables:
+        if "exponent" in table.rows[0]:
+            report.draw(table, out / "growth.png")
+            written.append("growth.png")
+    note(f"written: {', '.join(str(out / name) for name in written)}", "bold green")
+    return 0
+
+
+@contextmanager
+def _progress() -> Iterator[Any]:
+    """A line on the standard error that says what is being measured."""
+    from rich.console import Console
+
+    with Console(stderr=True).status("bench") as status:
+        yield lambda what, rounds: status.update(f"{what}: {f'{rounds} rounds' if rounds else 'warming up'}")

@@ -1,0 +1,60 @@
+"""What takes part: our objectives and plain torch's on the paper's models, as calls without arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from nflows import distributions, flows, transforms
+from torch import Tensor, nn
+
+import ebflow_plugin as ebf
+from ebflow_examples.bench import plain
+from ebflow_nflows import SmoothLeakyReLU
+
+__all__ = ["ALPHA", "BATCH", "DIM", "naive_fc", "objective", "plain_loss", "quiet", "training_step"]
+
+DIM, BATCH, ALPHA = 784, 100, 0.3  # the paper's models for MNIST
+SIGMA = EPS = 1.0
+OPTIONS: dict[str, dict[str, float]] = {"DSM": {"sigma": SIGMA}, "FDSSM": {"eps": EPS}}
+
+
+def objective(name: str, model: ebf.EBFlow) -> Any:
+    """Our objective, with the options of the paper's MNIST runs."""
+    return getattr(ebf.objectives, name)(model, **OPTIONS.get(name, {}))
+
+
+def plain_loss(name: str, model: Any) -> Callable[[Tensor], Tensor]:
+    """The same objective in plain torch, with noise of its own at each call."""
+    losses: dict[str, Callable[[Tensor], Tensor]] = {
+        "SSM": lambda x: plain.ssm(model, x, plain.rademacher(x)),
+        "DSM": lambda x: plain.dsm(model, x, torch.randn_like(x), SIGMA),
+        "FDSSM": lambda x: plain.fdssm(model, x, plain.sphere(x), EPS),
+        "ML": lambda x: plain.ml(model, x),
+    }
+    return losses[name]
+
+
+def naive_fc(dim: int) -> Any:
+    """The paper's fc with nflows' own unconstrained layer; the default start of that needs torch.qr, which is gone."""
+    first, last = (transforms.NaiveLinear(dim, orthogonal_initialization=False) for _ in range(2))
+    steps = transforms.CompositeTransform([first, SmoothLeakyReLU(ALPHA), last])
+    return flows.Flow(steps, distributions.StandardNormal([dim]))
+
+
+def training_step(module: nn.Module, loss: Callable[..., Tensor], *inputs: Tensor) -> Callable[[], None]:
+    """A whole step of training: loss, backward, Adam. The rate is so small that the weights stay where they are."""
+    optimizer = torch.optim.Adam(module.parameters(), lr=1e-7, foreach=True)
+
+    def step() -> None:
+        loss(*inputs).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def quiet(function: Callable[..., Any], *inputs: Any) -> Callable[[], Any]:
+    """A call without gradients."""
+    return torch.no_grad()(lambda: function(*inputs))

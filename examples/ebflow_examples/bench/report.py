@@ -1,0 +1,127 @@
+"""The results as text, Markdown, JSON and a picture."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ebflow_examples.bench.results import Table, Target
+from ebflow_examples.bench.timing import Spread
+from ebflow_examples.console import table as lined_up
+
+__all__ = ["as_markdown", "as_text", "draw", "machine", "write_json"]
+
+NOTES = (
+    "Ratios are of medians, ours over the other; in brackets the 90 % bootstrap interval over the rounds. "
+    "Below 1, ours is faster. A target is open if it lies within the interval."
+)
+
+
+def as_text(table: Table) -> str:
+    """A table for the terminal."""
+    head, rows = cells(table)
+    words = sum(isinstance(value, str) for value in table.rows[0].values())
+    return "\n".join(
+        part for part in (f"{table.group}: {table.title}", lined_up(head, rows, left=words), table.note) if part
+    )
+
+
+def as_markdown(tables: Iterable[Table], about: dict[str, Any]) -> str:
+    """All tables for a Markdown file."""
+    lines = ["# Benchmark", "", ", ".join(f"{key} {value}" for key, value in about.items()) + ".", "", NOTES, ""]
+    for table in tables:
+        head, rows = cells(table)
+        lines += [f"## {table.group}: {table.title}", ""]
+        lines += [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rows)]
+        lines += ["", *([table.note, ""] if table.note else [])]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def cells(table: Table) -> tuple[list[str], list[list[str]]]:
+    """The head and the rows of a table as text; columns without any value are left out."""
+    keys = [key for key in table.rows[0] if any(row[key] is not None for row in table.rows)]
+    return keys, [[cell(row[key]) for key in keys] for row in table.rows]
+
+
+def cell(value: Any) -> str:
+    """A cell as text.
+
+    Example:
+        >>> cell(Spread(0.784, 0.7612, 0.81)), cell(Target(0.8, "met")), cell(12.3456), cell(None)
+        ('0.78 [0.76, 0.81]', '≤ 0.8 met', '12.3', '')
+    """
+    if value is None:
+        return ""
+    if isinstance(value, Spread):
+        return f"{value.value:.2f} [{value.low:.2f}, {value.high:.2f}]"
+    if isinstance(value, Target):
+        return f"≤ {value.limit:g} {value.verdict}"
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return str(value)
+
+
+def machine(device: torch.device, threads: int) -> dict[str, Any]:
+    """Where and when the numbers come from."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
+    return {
+        "device": name,
+        "cores": os.cpu_count(),
+        "threads": threads,
+        "torch": torch.__version__,
+        "Python": platform.python_version(),
+        "load at the start": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        "date": datetime.now(UTC).date().isoformat(),
+    }
+
+
+def processor() -> str:
+    """The name of the processor, as well as the system tells it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def write_json(path: Path, tables: Iterable[Table], about: dict[str, Any], options: dict[str, Any]) -> None:
+    """Writes everything for programs."""
+    content = {"machine": about, "options": options, "tables": [table.as_dict() for table in tables]}
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def draw(table: Table, path: Path) -> None:
+    """Draws step time against D, with the fitted exponents."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    figure = Figure(figsize=(7, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    columns = [key for key in table.rows[0] if key.startswith("D = ")]
+    sizes = [int(key.removeprefix("D = ").removesuffix(", ms")) for key in columns]
+    for row, marker in zip(table.rows, cycle("osD^v"), strict=False):
+        fit: Spread = row["exponent"]
+        last = row["last two"].value
+        label = (
+            f"{row['objective']}: $D^{{{fit.value:.2f}}}$ [{fit.low:.2f}, {fit.high:.2f}], last two $D^{{{last:.2f}}}$"
+        )
+        style = "--" if row["objective"] in ("ML", "SML") else "-"
+        axes.loglog(sizes, [row[key] for key in columns], style, marker=marker, label=label)
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.set(xlabel="D", ylabel="milliseconds a training step", title=table.title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=130)

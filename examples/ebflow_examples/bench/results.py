@@ -1,0 +1,106 @@
+"""What a group of measurements is given, and what it gives back: settings, and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+
+from ebflow_examples.bench.timing import Samples, Spread, interleaved, ratio
+
+__all__ = ["Settings", "Table", "Target", "compare", "goal"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to measure.
+
+    Attributes:
+        quick: Whether all groups together shall take about a minute.
+        seed: Decides data, weights, noise and the order of the contenders.
+        device: Where to measure.
+        progress: Told what is being measured, and how many rounds of it are done.
+    """
+
+    quick: bool = True
+    seed: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    progress: Callable[[str, int], None] = lambda what, rounds: None
+
+    def choose(self, quick: Any, full: Any) -> Any:
+        """The one for a quick run, or the one for a full run."""
+        return quick if self.quick else full
+
+    def data(self, *shape: int) -> Tensor:
+        """Standard normal data, the same for the same seed."""
+        return torch.randn(shape, generator=Generator().manual_seed(self.seed)).to(self.device)
+
+    def time(
+        self, what: str, contenders: Mapping[str, Callable[[], object]], *, seconds: float = 1.5, least: int = 5
+    ) -> dict[str, Samples]:
+        """Times contenders in turns; ``seconds`` is for a quick run, and a full one takes six times as long."""
+        self.progress(what, 0)
+        return interleaved(
+            contenders,
+            seconds=self.choose(seconds, 6 * seconds),
+            least=least,
+            seed=self.seed,
+            device=self.device,
+            tick=lambda done: self.progress(what, done),
+        )
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a number should not exceed, and whether it does: ``met``, ``missed``, or ``open`` within the spread."""
+
+    limit: float
+    verdict: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of results; its rows have the same keys.
+
+    Attributes:
+        group: The group that it belongs to.
+        title: What it shows.
+        rows: Cells by column: text, numbers, :class:`Spread`, :class:`Target`, or None.
+        note: What a reader must know.
+    """
+
+    group: str
+    title: str
+    rows: list[dict[str, Any]]
+    note: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The table for JSON."""
+        return asdict(self)
+
+
+def compare(what: str, ours: Samples, other: Samples, target: float | None = None) -> dict[str, Any]:
+    """A row about two contenders of one run: their milliseconds, and the ratio with its spread.
+
+    Raises:
+        InputError: If they were not timed in turns.
+    """
+    spread = ratio(ours, other)
+    return {
+        "what": what,
+        "against": other.name,
+        "ours, ms": 1e3 * ours.median,
+        "other, ms": 1e3 * other.median,
+        "ratio": spread,
+        "target": goal(spread, target),
+    }
+
+
+def goal(spread: Spread, limit: float | None) -> Target | None:
+    """A target, compared with what was measured."""
+    if limit is None:
+        return None
+    return Target(limit, "met" if spread.high <= limit else "missed" if spread.low > limit else "open")

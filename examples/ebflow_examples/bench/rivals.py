@@ -1,0 +1,135 @@
+"""Against what a user would pick instead: the flow libraries' own maximum likelihood, torchebm, torch-ema."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import normflows as nf
+from torch import Tensor, nn
+
+import ebflow_plugin as ebf
+from ebflow_examples.bench.contenders import ALPHA, BATCH, DIM, naive_fc, objective, training_step
+from ebflow_examples.bench.results import Settings, Table, compare
+from ebflow_examples.bench.wrapper import alternating
+from ebflow_examples.models import build
+from ebflow_normflows import SmoothLeakyReLU
+
+__all__ = ["rivals"]
+
+CHANNELS, SIZE = 48, 8  # what two squeezes make of a 3 x 32 x 32 image
+
+
+def rivals(settings: Settings) -> Iterator[Table]:
+    """Training steps and averages against nflows, normflows, torchebm and torch-ema."""
+    yield against_nflows(settings)
+    yield against_normflows(settings)
+    yield against_torchebm(settings)
+    yield against_torch_ema(settings)
+
+
+def against_nflows(settings: Settings) -> Table:
+    """Maximum likelihood with the linear layers of nflows, against our objectives with FullLinear."""
+    x = settings.data(BATCH, DIM)
+    plain_flows = {"nflows ML, NaiveLinear": naive_fc(DIM), "nflows ML, LULinear": build("fc", (DIM,), linear="lu")}
+    steps = {name: training_step(flow.to(x), nll(flow), x) for name, flow in plain_flows.items()}
+    for name in ("SSM", "DSM", "FDSSM", "RelativeML"):
+        model = ebf.wrap(build("fc", (DIM,)).to(x))
+        steps[f"{name}, FullLinear"] = training_step(model, objective(name, model), x)
+    same = ebf.wrap(build("fc", (DIM,), linear="lu").to(x))
+    steps["DSM, the LULinear flow"] = training_step(same, objective("DSM", same), x)
+    times = settings.time("nflows", steps, seconds=4.0)
+    rows = [compare(name, times[name], times[rival]) for rival in plain_flows for name in steps if "nflows" not in name]
+    return Table(
+        "rivals",
+        f"training step against nflows' maximum likelihood, D = {DIM}, batch {BATCH}",
+        rows,
+        "Two linear layers with a smooth leaky ReLU between them. A step of one objective is not worth a step of "
+        "another: this is what a step costs, not what it learns.",
+    )
+
+
+def against_normflows(settings: Settings) -> Table:
+    """forward_kld with Invertible1x1Conv, against our objectives on the same flow."""
+    x = settings.data(BATCH, CHANNELS, SIZE, SIZE)
+
+    def convolutions() -> Any:
+        steps: list[Any] = []
+        for _ in range(4):
+            steps += [nf.flows.Invertible1x1Conv(CHANNELS), SmoothLeakyReLU(ALPHA)]
+        return nf.NormalizingFlow(nf.distributions.DiagGaussian((CHANNELS, SIZE, SIZE)), steps).to(x)
+
+    rival, flow = "normflows forward_kld", convolutions()
+    steps = {rival: training_step(flow, flow.forward_kld, x)}
+    for name in ("ML", "SSM", "DSM", "FDSSM"):
+        model = ebf.wrap(convolutions())
+        steps[name] = training_step(model, objective(name, model), x)
+    times = settings.time("normflows", steps, seconds=2.5)
+    rows = [compare(name, times[name], times[rival]) for name in steps if name != rival]
+    return Table(
+        "rivals",
+        f"training step against normflows' forward_kld, four Invertible1x1Conv, {CHANNELS} x {SIZE} x {SIZE}, "
+        f"batch {BATCH}",
+        rows,
+        f"Its determinants are {CHANNELS} x {CHANNELS}, nearly free: there is nothing for score matching to save here.",
+    )
+
+
+def against_torchebm(settings: Settings) -> Table:
+    """The sliced score matching of torchebm on the same energy, one projection."""
+    title = f"training step against torchebm's SlicedScoreMatching on the same energy, D = {DIM}, batch {BATCH}"
+    if find_spec("torchebm") is None:
+        return missing(title, "torchebm", "torchebm")
+    losses, core = import_module("torchebm.losses"), import_module("torchebm.core")
+
+    class Energy(core.BaseModel):  # type: ignore[name-defined,misc]
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.model(x)
+
+    x = settings.data(BATCH, DIM)
+    ours, theirs = (ebf.wrap(build("fc", (DIM,)).to(x)) for _ in range(2))
+    rival = losses.SlicedScoreMatching(model=Energy(theirs), n_projections=1, device=settings.device)
+    times = settings.time(
+        "torchebm",
+        {
+            "ours": training_step(ours, ebf.objectives.SSM(ours, projected=True), x),
+            "torchebm SlicedScoreMatching": training_step(theirs, rival, x),
+        },
+        seconds=2.0,
+    )
+    note = "Both take ½(vᵀ∇E)² with one Rademacher v for each sample."
+    return Table(
+        "rivals", title, [compare("SSM, projected", times["ours"], times["torchebm SlicedScoreMatching"])], note
+    )
+
+
+def against_torch_ema(settings: Settings) -> Table:
+    """An update of the average, of few large parameters and of many small ones."""
+    title = "update of the average against torch-ema"
+    if find_spec("torch_ema") is None:
+        return missing(title, "torch-ema", "torch-ema")
+    rival_class = import_module("torch_ema").ExponentialMovingAverage
+    rows = []
+    for label, flow in (("fc, D = 784", build("fc", (DIM,))), ("40 steps, D = 64", alternating(20))):
+        model = ebf.wrap(flow.to(settings.device))
+        ours, theirs = ebf.EMA(model), rival_class(list(model.parameters()), decay=0.999)
+        times = settings.time(f"torch-ema, {label}", {"EMA": ours.update, "torch-ema": theirs.update}, seconds=0.5)
+        rows.append(compare(f"EMA.update, {label}", times["EMA"], times["torch-ema"]))
+    return Table("rivals", title, rows)
+
+
+def nll(flow: Any) -> Callable[[Tensor], Tensor]:
+    """Maximum likelihood as users of nflows write it."""
+    return lambda x: -flow.log_prob(x).mean()
+
+
+def missing(title: str, package: str, install: str) -> Table:
+    """The table of a rival that is not there."""
+    row = {"what": package, "against": f"not installed: pip install {install}"}
+    return Table("rivals", title, [row])

@@ -1,0 +1,199 @@
+"""The configuration of a training run: one dataclass that is the flags of ``ebflow train``, and a TOML file.
+
+None stands for *chosen for the data and the model*; a run's own ``config.toml`` holds what was chosen. Nothing heavy is
+imported here: the help text of the CLI comes from these fields.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, field, fields, replace
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_type_hints
+
+__all__ = ["CHOICES", "TrainConfig", "option_types", "read_toml", "to_toml"]
+
+MODEL, LOSS, OPTIMISER, EVALUATION, MACHINE = "What", "Loss", "Optimiser", "Start and finish", "Machine and data"
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "library": ("nflows", "normflows"),
+    "linear": ("full", "lu", "lower", "upper", "qr", "svd"),
+    "loss": ("ssm", "dsm", "fdssm", "sm", "ml", "sml", "relative_ml"),
+    "optimizer": ("adam", "adamw", "rmsprop", "sgd"),
+    "schedule": ("constant", "cosine", "multistep"),
+    "calibrate": ("full", "diagonal", "none"),
+}
+
+
+def _option(default: Any, panel: str, text: str, auto: str = "") -> Any:
+    """A field that is a flag: its panel in the help, what it means, and how None is chosen."""
+    return field(default=default, metadata={"panel": panel, "help": text, "auto": auto})
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """What ``ebflow train`` is told. Field names are the keys of the TOML file, and the flags with ``_`` for ``-``.
+
+    Example:
+        >>> TrainConfig(loss="ml").updated({"lr": 1e-3}).lr
+        0.001
+    """
+
+    data: str = _option("digits", MODEL, "Data set, or a .npy, .npz or .csv file, or a folder of images.")
+    model: str | None = _option(None, MODEL, "Model.", "fc; glow in two dimensions")
+    library: str = _option("nflows", MODEL, "Flow library that the model is built from.")
+    linear: str = _option("full", MODEL, "Linear layers of the model.")
+
+    loss: str = _option("dsm", LOSS, "Objective.")
+    sigma: float | None = _option(
+        None,
+        LOSS,
+        "DSM: standard deviation of the noise, in the matched variable.",
+        "1 for 256 grey levels, 0.2 for fewer, 0.1 otherwise",
+    )
+    eps: float | None = _option(None, LOSS, "FDSSM: length of the finite difference.", "1 for images, 0.1 otherwise")
+    projections: int = _option(1, LOSS, "SSM: directions for each sample.")
+    energy_weight: float = _option(0.0, LOSS, "Weight of the mean energy as a regulariser.")
+    map: bool = _option(True, LOSS, "Match the variable after preprocessing (MaP), not the pixels.")
+
+    steps: int | None = _option(None, OPTIMISER, "Steps in all.", "1000 for images, else 500")
+    epochs: int | None = _option(None, OPTIMISER, "Passes over the data, instead of --steps.", "what --steps says")
+    batch_size: int | None = _option(None, OPTIMISER, "Rows in a batch.", "100 for images, 500 otherwise")
+    lr: float | None = _option(None, OPTIMISER, "Learning rate.", "0.0001 from a whitening start, else 0.003")
+    optimizer: str = _option("adam", OPTIMISER, "Optimiser.")
+    schedule: str = _option("cosine", OPTIMISER, "Learning rate over the run; multistep: a tenth at 1/2 and at 3/4.")
+    clip_norm: float | None = _option(
+        None, OPTIMISER, "Largest norm of the gradient.", "none; 10 for rows that are no images"
+    )
+    ema: bool = _option(True, OPTIMISER, "Average the weights, and evaluate the average.")
+    ema_decay: float = _option(0.999, OPTIMISER, "Decay of the average.")
+
+    whiten: bool | None = _option(
+        None,
+        EVALUATION,
+        "Start the first full layer as the whitening map of the data.",
+        "for images, where the model allows it",
+    )
+    gaussianize: bool | None = _option(
+        None,
+        EVALUATION,
+        "Whiten, and make each feature as Gaussian as the nonlinearity behind it can.",
+        "where --whiten is, if the model allows it",
+    )
+    calibrate: str | None = _option(
+        None, EVALUATION, "Fit the base to the latents in closed form at each evaluation.", "full for images, else none"
+    )
+    evaluate_every: int | None = _option(None, EVALUATION, "Steps between two evaluations.", "20 in a run")
+    patience: int | None = _option(None, EVALUATION, "Stop after so many evaluations without a better NLL.", "never")
+
+    device: str = _option("auto", MACHINE, "cpu, cuda, cuda:1, mps, or auto.")
+    threads: int | None = _option(None, MACHINE, "CPU threads.", "as torch chooses")
+    seed: int = _option(0, MACHINE, "Where all randomness comes from.")
+    data_root: str | None = _option(
+        None, MACHINE, "Folder that holds MNIST and other data sets.", "$EBFLOW_DATA, or data"
+    )
+    download: bool = _option(False, MACHINE, "Let torchvision download a missing data set.")
+    limit: int | None = _option(None, MACHINE, "Use so many training rows at most.", "all")
+    alpha: float | None = _option(
+        None, MACHINE, "Images are squeezed to alpha … 1 - alpha before the logit.", "1e-6; 0.05 for CIFAR-10"
+    )
+    amp: bool = _option(False, MACHINE, "Networks inside of nonlinear steps in bfloat16.")
+    compile: bool = _option(False, MACHINE, "Compile the energy (FDSSM, ML, SML).")
+
+    def updated(self, values: Mapping[str, Any]) -> TrainConfig:
+        """The same with other values.
+
+        Raises:
+            UnknownNameError: If there is no such key.
+            InputError: If a value is of the wrong type, or none of those to choose from.
+        """
+        types = option_types()
+        for name, value in values.items():
+            _check(name, value, types)
+        if values.get("epochs") is not None and values.get("steps") is not None:
+            raise _input_error("steps and epochs are both given; choose one")
+        if values.get("epochs") is not None:  # the later word holds
+            return replace(self, **{"steps": None, **values})
+        if values.get("steps") is not None:
+            return replace(self, **{"epochs": None, **values})
+        return replace(self, **values)
+
+    @property
+    def calibration(self) -> str | None:
+        """What ``EBFlow.calibrate`` is told; None for nothing."""
+        return None if self.calibrate == "none" else self.calibrate
+
+    def to_dict(self) -> dict[str, Any]:
+        """The values that are not None, in the order of the fields."""
+        return {each.name: value for each in fields(self) if (value := getattr(self, each.name)) is not None}
+
+
+def option_types() -> dict[str, tuple[type, Field[Any]]]:
+    """Each field's type (without None) and itself, by name."""
+    hints = get_type_hints(TrainConfig)
+    found = {}
+    for each in fields(TrainConfig):
+        hint = hints[each.name]
+        kinds = [kind for kind in get_args(hint) if kind is not type(None)] if isinstance(hint, UnionType) else [hint]
+        found[each.name] = (kinds[0], each)
+    return found
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Reads the values of a configuration file; :meth:`TrainConfig.updated` checks them.
+
+    Raises:
+        InputError: If it cannot be read, or is no TOML.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise _input_error(f"the configuration {path} cannot be read: {error.strerror or error}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise _input_error(f"{path} is no TOML file ({error}); it should hold lines such as: loss = 'ssm'") from None
+
+
+def to_toml(config: TrainConfig) -> str:
+    """A configuration as the text of a TOML file, with the meaning of each key behind it."""
+    lines = ["# A run of ebflow. `ebflow train --config THIS_FILE` runs it again.\n"]
+    panel = ""
+    for name, value in config.to_dict().items():
+        metadata = option_types()[name][1].metadata
+        if metadata["panel"] != panel:
+            panel = metadata["panel"]
+            lines.append(f"\n# {panel}\n")
+        lines.append(f"{name} = {_toml(value)}  # {metadata['help']}\n")
+    return "".join(lines)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)  # a basic string of TOML is escaped as in JSON
+    return repr(value)
+
+
+def _check(name: str, value: Any, types: Mapping[str, tuple[type, Field[Any]]]) -> None:
+    from ebflow_plugin.errors import UnknownNameError, suggest
+
+    if name not in types:
+        raise UnknownNameError(f"there is no setting {name!r}. {suggest(name, types)}")
+    if value is None:
+        return
+    wanted = types[name][0]
+    fits = isinstance(value, (int, float) if wanted is float else wanted)
+    if not fits or (isinstance(value, bool) and wanted is not bool):
+        words = {float: "a number", int: "a whole number", bool: "true or false", str: "a text in quotes"}
+        raise _input_error(f"{name} must be {words[wanted]}, got {value!r}")
+    if name in CHOICES and value not in CHOICES[name]:
+        raise UnknownNameError(f"unknown {name} {value!r}. {suggest(str(value), CHOICES[name])}")
+
+
+def _input_error(message: str) -> Exception:
+    from ebflow_plugin.errors import InputError
+
+    return InputError(message)

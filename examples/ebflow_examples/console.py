@@ -1,0 +1,107 @@
+"""What the commands share: how they speak, and how they fail.
+
+Results go to the standard output, everything else to the standard error. Exit codes: 0 fine, 1 a run that failed,
+2 bad input, 130 stopped by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+__all__ = ["FAILED", "INTERRUPTED", "REFUSED", "Commands", "note", "say", "say_json", "table"]
+
+FAILED, REFUSED, INTERRUPTED = 1, 2, 130
+
+
+class Commands(TyperGroup):
+    """The commands, with one line in the place of a traceback for everything that a user can put right."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Runs a command."""
+        with warnings.catch_warnings():
+            _quiet_libraries()
+            try:
+                return super().invoke(ctx)
+            except KeyboardInterrupt as stop:
+                note(f"stopped. {stop}".rstrip(), "bold yellow")
+                raise typer.Exit(INTERRUPTED) from None
+            except Exception as error:
+                code = exit_code(error)
+                if code is None or ctx.params.get("traceback"):
+                    raise
+                note("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), "bold red")
+                raise typer.Exit(code) from None
+
+
+def exit_code(error: Exception) -> int | None:
+    """The exit code of an error that can be told in a line; None for one that is a fault of ours.
+
+    Example:
+        >>> exit_code(ZeroDivisionError()) is None
+        True
+    """
+    errors = sys.modules.get("ebflow_plugin.errors")
+    if errors is not None and isinstance(error, errors.EBFlowError):
+        return FAILED if isinstance(error, (errors.TrainingError, errors.SingularError)) else REFUSED
+    if isinstance(error, OSError) and error.filename:
+        return FAILED
+    return None
+
+
+def say(text: str = "") -> None:
+    """Prints a result."""
+    typer.echo(text)
+
+
+def note(text: str, style: str = "") -> None:
+    """Prints a word to the person in front of the screen; the first word carries the style."""
+    from rich.console import Console
+    from rich.text import Text
+
+    first, colon, rest = text.partition(" ")
+    Console(stderr=True, soft_wrap=True, highlight=False).print(Text.assemble((first, style), colon, rest))
+
+
+def say_json(value: Any) -> None:
+    """Prints a result for programs."""
+    typer.echo(json.dumps(value, indent=2))
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1, remarks: bool = False) -> str:
+    """Lines up cells: the first ``left`` columns, and the last if it holds remarks, to the left, numbers to the right.
+
+    Example:
+        >>> print(table(("loss", "NLL"), [("ssm", "1.5"), ("ml", "-10.25")]))
+        loss     NLL
+        ────  ──────
+        ssm      1.5
+        ml    -10.25
+    """
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = []
+    for line in (head, ["─" * width for width in widths], *rows):
+        cells = [
+            cell.ljust(width) if place < left or (remarks and place == len(head) - 1) else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _quiet_libraries() -> None:
+    """Shows our warnings as plain lines, and leaves out those of libraries about their own inner life."""
+    for category in (DeprecationWarning, FutureWarning, PendingDeprecationWarning):
+        warnings.filterwarnings("ignore", category=category)
+    warnings.filterwarnings("ignore", message=".*(triangular_solve|torch.lu is deprecated).*")
+
+    def show(message: Warning | str, *where: Any, **more: Any) -> None:
+        note(f"warning: {message}", "bold yellow")
+
+    warnings.showwarning = show

@@ -1,0 +1,157 @@
+"""Data sets by name, or from the user's own files, split into training, validation and test data."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Generator, Tensor
+
+from ebflow_examples import images, synthetic, tables
+from ebflow_examples.synthetic import Truth
+from ebflow_plugin.errors import InputError, UnknownNameError, suggest
+
+__all__ = ["NAMES", "DataSet", "Truth", "data_root", "load"]
+
+NAMES = {
+    "sine": "2-D, a sine wave smoothed by a Gaussian; its density is known",
+    "swirl": "2-D, a spiral smoothed by a Gaussian; its density is known",
+    "checkerboard": "2-D, a checkerboard smoothed by a Gaussian; its density is known",
+    "autoregressive10": "10-D, each entry a bimodal function of the one before (Eq. A7); its density is known",
+    "digits": "1,797 handwritten digits of 8 x 8 pixels, 17 grey levels; comes with scikit-learn",
+    "mnist": "handwritten digits of 28 x 28 pixels, from the data root",
+    "kmnist": "cursive Japanese characters of 28 x 28 pixels, from the data root",
+    "cifar10": "photographs of 3 x 32 x 32 pixels, from the data root",
+    "cifar10-jpeg": f"CIFAR-10 out of {images.CIFAR_JPEG} in the data root; its NLL does not compare with cifar10's",
+}
+SIZES = (50_000, 5_000, 10_000)  # of data made on the spot: training, validation, test
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """Data in three parts.
+
+    Attributes:
+        name: What it was asked for by.
+        train: Shape (N, *), float32. Images hold whole grey levels, 0 to ``levels - 1``, with shape (N, C, H, W).
+        validation: The same, to choose by.
+        test: The same, to report on.
+        levels: How many grey levels there are; None for continuous data.
+        truth: The exact density and score, where they are known.
+
+    Example:
+        >>> digits = load("digits")
+        >>> digits.event_shape, digits.flattened().event_shape, digits.levels
+        ((1, 8, 8), (64,), 17)
+    """
+
+    name: str
+    train: Tensor
+    validation: Tensor
+    test: Tensor
+    levels: int | None = None
+    truth: Truth | None = None
+
+    @property
+    def event_shape(self) -> tuple[int, ...]:
+        """The shape of one sample."""
+        return tuple(self.train.shape[1:])
+
+    def flattened(self) -> DataSet:
+        """The same with images as vectors, shape (N, D)."""
+        parts = {name: getattr(self, name).flatten(1) for name in ("train", "validation", "test")}
+        return replace(self, **parts)
+
+
+def load(
+    name: str, *, root: str | Path | None = None, download: bool = False, seed: int = 0, limit: int | None = None
+) -> DataSet:
+    """Loads a data set.
+
+    Arguments:
+        name: One of :data:`NAMES`, or the path of a folder of images or of a .npy, .npz or .csv file.
+        root: Where the data sets that have to be downloaded are, as torchvision keeps them; by default
+            $EBFLOW_DATA, or the folder ``data``.
+        download: Whether to download what is missing.
+        seed: What decides what is drawn and which rows go into which part. The density of the synthetic sets does not
+            depend on it.
+        limit: The largest number of training rows; by default all.
+
+    Raises:
+        InputError: The data are missing or no good; the message says what to do.
+        UnknownNameError: There is no such name, and no such file.
+
+    Example:
+        >>> swirl = load("swirl", limit=1000)
+        >>> swirl.train.shape, swirl.truth.score(swirl.test[:5]).shape
+        (torch.Size([1000, 2]), torch.Size([5, 2]))
+    """
+    if limit is not None and limit < 1:
+        raise InputError(f"limit must be at least 1, got {limit}")
+    generator = Generator().manual_seed(seed)
+    place = data_root(root)
+    makers: dict[str, Callable[[], DataSet]] = {
+        "autoregressive10": lambda: _drawn(name, synthetic.Autoregressive(10), generator),
+        "digits": lambda: _split(name, images.digits(), generator, levels=17),
+        "mnist": lambda: _held_out(name, images.mnist("MNIST", place, download), 10_000, generator),
+        "kmnist": lambda: _held_out(name, images.mnist("KMNIST", place, download), 10_000, generator),
+        "cifar10": lambda: _held_out(name, images.cifar10(place, download), 5_000, generator),
+        "cifar10-jpeg": lambda: _held_out(name, images.cifar10_jpeg(place), 5_000, generator),
+        **{plane: lambda: _drawn(name, _smoothed(name), generator) for plane in synthetic.PLANE},
+    }
+    data = makers[name]() if name in makers else _own(name, generator)
+    return data if limit is None else replace(data, train=data.train[:limit])
+
+
+def data_root(root: str | Path | None = None) -> Path:
+    """The folder of the data sets that have to be downloaded: as given, else $EBFLOW_DATA, else ``data``."""
+    return Path(root or os.environ.get("EBFLOW_DATA") or "data").expanduser()
+
+
+def _smoothed(name: str) -> synthetic.SmoothedPoints:
+    """The density of a two-dimensional set, the same for every seed, so that results of several seeds compare."""
+    return synthetic.SmoothedPoints(synthetic.PLANE[name](synthetic.CENTRES, Generator().manual_seed(0)))
+
+
+def _drawn(name: str, truth: Truth, generator: Generator) -> DataSet:
+    train, validation, test = (truth.sample(size, generator).float() for size in SIZES)
+    return DataSet(name, train, validation, test, truth=truth)
+
+
+def _own(name: str, generator: Generator) -> DataSet:
+    """A user's own folder or file."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _split(name, images.folder(path), generator, levels=256)
+    if path.suffix not in tables.SUFFIXES:
+        what = "is no .npy, .npz or .csv file" if path.is_file() else "is no folder or file either"
+        raise UnknownNameError(f"unknown data {name!r}, which {what}. {suggest(name, NAMES)}")
+    if not path.is_file():
+        raise InputError(f"{name} is not there: looked for {path.absolute()}")
+    parts = tables.read(path)
+    levels = 256 if parts[0].dtype == torch.uint8 else None
+    if len(parts) == 1:
+        return _split(name, parts[0], generator, levels)
+    train, validation, test = (part.float() for part in parts)
+    return DataSet(name, train, validation, test, levels)
+
+
+def _split(name: str, rows: Tensor, generator: Generator, levels: int | None) -> DataSet:
+    """80 % for training and 10 % each for validation and test, in random order."""
+    if len(rows) < 10:
+        raise InputError(f"{name} has {len(rows)} rows or images; at least 10 are needed, to split off 10 % twice")
+    tenth = len(rows) // 10
+    shuffled = rows[torch.randperm(len(rows), generator=generator)].float()
+    train, validation, test = shuffled.split([len(rows) - 2 * tenth, tenth, tenth])
+    return DataSet(name, train, validation, test, levels)
+
+
+def _held_out(name: str, parts: tuple[Tensor, Tensor], validation: int, generator: Generator) -> DataSet:
+    """The test part as it comes, and the rest split at random."""
+    rest, test = parts
+    order = torch.randperm(len(rest), generator=generator)
+    train, held_out = rest[order[validation:]], rest[order[:validation]]
+    return DataSet(name, train.float(), held_out.float(), test.float(), levels=256)

@@ -1,0 +1,103 @@
+"""The parts of the built-in models as nflows Transforms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from nflows import distributions, flows, transforms
+from nflows.nn import nets
+from torch import Tensor, nn
+
+import ebflow_plugin as ebf
+from ebflow_examples.kits import Conditioner, Shape, no_layer
+from ebflow_examples.triangular import Triangular
+from ebflow_nflows import FullConv2d, FullLinear, SmoothLeakyReLU
+
+__all__ = ["NflowsKit", "TriangularLinear"]
+
+if TYPE_CHECKING:
+    Transform = nn.Module
+else:
+    from nflows.transforms import Transform
+
+
+class TriangularLinear(Triangular, Transform):
+    """A triangular linear layer as an nflows Transform."""
+
+    def forward(self, inputs: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Moves towards noise."""
+        return self.transform(inputs), self.log_det().expand(len(inputs))
+
+    def inverse(self, inputs: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Moves towards data."""
+        return self.invert(inputs), -self.log_det().expand(len(inputs))
+
+
+# All that ebf.wrap() needs to know about a class of one's own: it is affine in x, and what it does without its log-det.
+ebf.register_linear(
+    TriangularLinear,
+    apply=TriangularLinear.transform,
+    invert=TriangularLinear.invert,
+    log_det=lambda layer, shape: layer.log_det(),
+    cost="O(D)",
+)
+
+
+class NflowsKit:
+    """The parts as nflows has them, and ours."""
+
+    def linear(self, features: int, kind: str, init: str) -> nn.Module:
+        """A linear layer on vectors; ``init`` is that of a full one, and its sign that of a triangular one."""
+        if kind == "full":
+            return FullLinear(features, init=init)
+        if kind in ("lower", "upper"):
+            return TriangularLinear(features, kind == "upper", -1.0 if init == "negative_identity" else 1.0)
+        if kind == "lu":
+            return transforms.LULinear(features)
+        reflections = features + features % 2  # as many as any rotation needs, and even, as nflows wants it
+        return (transforms.QRLinear if kind == "qr" else transforms.SVDLinear)(features, reflections)
+
+    def convolution(self, channels: int, kernel: int, kind: str, init: str) -> nn.Module:
+        if kind == "full":
+            return FullConv2d(channels, kernel_size=kernel, init=init)
+        if kind == "lu":
+            return transforms.OneByOneConvolution(channels)
+        raise no_layer("nflows", kind, "images", ("full", "lu"))
+
+    def leaky(self, alpha: float) -> nn.Module:
+        return SmoothLeakyReLU(alpha)
+
+    def act_norm(self, shape: Shape) -> nn.Module:
+        return transforms.ActNorm(shape[0])
+
+    def squeeze(self) -> nn.Module:
+        return transforms.SqueezeTransform()
+
+    def coupling(self, shape: Shape, flip: bool, net: Conditioner) -> nn.Module:
+        network = nets.ResidualNet if len(shape) == 1 else nets.ConvResidualNet
+        return transforms.AffineCouplingTransform(_mask(shape[0], flip), lambda *sizes: net.start(network, *sizes))
+
+    def spline(self, features: int, flip: bool, net: Conditioner, bins: int, bound: float) -> nn.Module:
+        return transforms.PiecewiseRationalQuadraticCouplingTransform(
+            _mask(features, flip),
+            lambda *sizes: net.make(nets.ResidualNet, *sizes),
+            num_bins=bins,
+            tails="linear",
+            tail_bound=bound,
+        )
+
+    def autoregressive(self, features: int, net: Conditioner) -> nn.Module:
+        return transforms.MaskedAffineAutoregressiveTransform(
+            features, max(net.hidden, features), num_blocks=net.blocks, activation=net.function
+        )
+
+    def flow(self, layers: Sequence[nn.Module], latent: Shape) -> nn.Module:
+        return flows.Flow(transforms.CompositeTransform(layers), distributions.StandardNormal(latent))
+
+
+def _mask(features: int, flip: bool) -> Tensor:
+    """1 for the features that are changed: the second half, or the first."""
+    changed = torch.arange(features) >= (features + 1) // 2
+    return (~changed if flip else changed).int()

@@ -1,0 +1,103 @@
+"""The parts of the built-in models as normflows Flows.
+
+normflows lists its flows from noise to data, and ``inverse`` is the density direction.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import normflows as nf
+from torch import Tensor, nn
+
+import ebflow_plugin as ebf
+from ebflow_examples.kits import Conditioner, Shape, no_layer
+from ebflow_examples.triangular import Triangular
+from ebflow_normflows import FullConv2d, FullLinear, SmoothLeakyReLU
+
+__all__ = ["NormflowsKit", "TriangularFlow"]
+
+if TYPE_CHECKING:
+    Flow = nn.Module
+else:
+    from normflows.flows import Flow
+
+
+class TriangularFlow(Triangular, Flow):
+    """A triangular linear layer as a normflows Flow."""
+
+    def forward(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """Moves towards data."""
+        return self.invert(z), -self.log_det().expand(len(z))
+
+    def inverse(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """Moves towards noise."""
+        return self.transform(z), self.log_det().expand(len(z))
+
+
+# The functions are those of its own forward, which is the direction of sampling.
+ebf.register_linear(
+    TriangularFlow,
+    apply=TriangularFlow.invert,
+    invert=TriangularFlow.transform,
+    log_det=lambda layer, shape: -layer.log_det(),
+    cost="O(D)",
+)
+
+
+class NormflowsKit:
+    """The parts as normflows has them, and ours."""
+
+    def linear(self, features: int, kind: str, init: str) -> nn.Module:
+        """A linear layer on vectors; ``init`` is that of a full one, and its sign that of a triangular one."""
+        if kind == "full":
+            return FullLinear(features, init=init)
+        if kind in ("lower", "upper"):
+            return TriangularFlow(features, kind == "upper", -1.0 if init == "negative_identity" else 1.0)
+        if kind == "lu":
+            return nf.flows.LULinearPermute(features)
+        raise no_layer("normflows", kind, "vectors", ("full", "lu", "lower", "upper"))
+
+    def convolution(self, channels: int, kernel: int, kind: str, init: str) -> nn.Module:
+        if kind == "full":
+            return FullConv2d(channels, kernel_size=kernel, init=init)
+        if kind == "lu":
+            with warnings.catch_warnings():  # it begins with a function that torch has deprecated
+                warnings.filterwarnings("ignore", message=".*torch.lu is deprecated")
+                return nf.flows.Invertible1x1Conv(channels, use_lu=True)
+        raise no_layer("normflows", kind, "images", ("full", "lu"))
+
+    def leaky(self, alpha: float) -> nn.Module:
+        return SmoothLeakyReLU(alpha)
+
+    def act_norm(self, shape: Shape) -> nn.Module:
+        return nf.flows.ActNorm((shape[0], *[1] * (len(shape) - 1)))
+
+    def squeeze(self) -> nn.Module:
+        return nf.flows.Squeeze()
+
+    def coupling(self, shape: Shape, flip: bool, net: Conditioner) -> nn.Module:
+        network = nf.nets.ResidualNet if len(shape) == 1 else nf.nets.resnet.ConvResidualNet
+        changed = (shape[0] + 1) // 2 if flip else shape[0] // 2
+        conditioner = net.start(network, shape[0] - changed, 2 * changed)
+        mode = "channel_inv" if flip else "channel"
+        return nf.flows.AffineCouplingBlock(conditioner, scale_map="sigmoid", split_mode=mode)
+
+    def spline(self, features: int, flip: bool, net: Conditioner, bins: int, bound: float) -> nn.Module:
+        """A coupling by splines with linear tails; normflows alternates the features, and moves all of them."""
+        return nf.flows.CoupledRationalQuadraticSpline(
+            features, net.blocks, net.hidden, num_bins=bins, tail_bound=bound, activation=net.module, reverse_mask=flip
+        )
+
+    def autoregressive(self, features: int, net: Conditioner) -> nn.Module:
+        """A masked affine autoregressive flow, turned round: normflows has the density direction take D passes."""
+        inner = nf.flows.MaskedAffineAutoregressive(
+            features, max(net.hidden, features), num_blocks=net.blocks, activation=net.function
+        )
+        return nf.flows.Reverse(inner)
+
+    def flow(self, layers: Sequence[nn.Module], latent: Shape) -> nn.Module:
+        base = nf.distributions.DiagGaussian(latent, trainable=False)
+        return nf.NormalizingFlow(base, list(layers)[::-1])

@@ -1,0 +1,203 @@
+"""Pictures: densities, samples, imputations and curves, in one style.
+
+Functions of this module draw into an axes, or save one figure; none shows a window, and none touches pyplot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import torch
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from torch import Tensor
+
+__all__ = ["COLOURS", "Curve", "Panel", "curves", "density", "figure", "images", "save_images", "scatter", "strips"]
+
+COLOURS = {"score": "#0072B2", "ml": "#D55E00", "ink": "#333333", "grid": "#DDDDDD"}  # told apart by all eyes
+DENSITY_MAP = "magma"
+STYLE: dict[Any, Any] = {
+    "font.size": 9.0,
+    "axes.titlesize": 10.0,
+    "axes.titlelocation": "left",
+    "axes.titlepad": 6.0,
+    "axes.edgecolor": "#999999",
+    "axes.labelcolor": COLOURS["ink"],
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "xtick.color": COLOURS["ink"],
+    "ytick.color": COLOURS["ink"],
+    "text.color": COLOURS["ink"],
+    "legend.frameon": False,
+    "image.interpolation": "nearest",
+    "savefig.dpi": 150.0,
+}
+GAP = 1  # pixels between the images of a grid
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A square of the plane.
+
+    Attributes:
+        low: The lower left corner.
+        high: The upper right corner.
+    """
+
+    low: tuple[float, float]
+    high: tuple[float, float]
+
+    @classmethod
+    def around(cls, rows: Tensor) -> Panel:
+        """The square that holds nearly all of the points."""
+        edges = torch.quantile(rows[:10_000].double().cpu(), torch.tensor([0.001, 0.999], dtype=torch.float64), dim=0)
+        centre, half = edges.mean(0), 0.56 * float((edges[1] - edges[0]).max())
+        (x, y) = centre.tolist()
+        return cls((x - half, y - half), (x + half, y + half))
+
+    def points(self, size: int) -> Tensor:
+        """The middles of ``size`` times ``size`` cells, row by row from below: shape (size², 2)."""
+        lines = []
+        for low, high in zip(self.low, self.high, strict=True):
+            edges = torch.linspace(low, high, size + 1)
+            lines.append((edges[1:] + edges[:-1]) / 2)
+        return torch.cartesian_prod(lines[1], lines[0]).flip(1)
+
+    @property
+    def extent(self) -> tuple[float, float, float, float]:
+        """As matplotlib wants it."""
+        return self.low[0], self.high[0], self.low[1], self.high[1]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A line in a plot of NLL."""
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    colour: str = COLOURS["score"]
+
+
+@contextmanager
+def figure(path: Path, width: float, height: float) -> Iterator[Figure]:
+    """A figure in our style, saved at the end of the ``with`` block."""
+    with matplotlib.rc_context(STYLE):
+        drawn = Figure(figsize=(width, height), layout="constrained")
+        yield drawn
+        path.parent.mkdir(parents=True, exist_ok=True)
+        drawn.savefig(path)
+
+
+def density(axes: Any, values: Tensor, panel: Panel, title: str, top: float | None = None) -> Any:
+    """Draws a density from its values at :meth:`Panel.points`, black for zero. ``top`` is the brightest value."""
+    size = int(len(values) ** 0.5)
+    picture = values.reshape(size, size).cpu().numpy()
+    drawn = axes.imshow(
+        picture, origin="lower", extent=panel.extent, cmap=DENSITY_MAP, vmin=0.0, vmax=top, interpolation="bilinear"
+    )
+    _plane(axes, title)
+    return drawn
+
+
+def scatter(axes: Any, rows: Tensor, panel: Panel, title: str) -> None:
+    """Draws points of the plane."""
+    x, y = rows.cpu().unbind(1)
+    axes.scatter(x.numpy(), y.numpy(), s=2.0, linewidths=0, alpha=0.5, color=COLOURS["score"], rasterized=True)
+    axes.set_xlim(panel.low[0], panel.high[0])
+    axes.set_ylim(panel.low[1], panel.high[1])
+    _plane(axes, title)
+
+
+def _plane(axes: Any, title: str) -> None:
+    axes.set_title(title)
+    axes.set_aspect("equal")
+    for side in ("x", "y"):
+        axes.tick_params(axis=side, length=2)
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.set_xlabel("$x_1$", labelpad=1)
+    axes.set_ylabel("$x_2$", labelpad=1)
+
+
+def images(axes: Any, pictures: Tensor, columns: int, title: str = "") -> None:
+    """Draws a grid of images with shape (N, C, H, W) and values in [0, 1]."""
+    axes.imshow(tiled(pictures, columns).numpy(), cmap="gray", vmin=0.0, vmax=1.0)
+    axes.set_axis_off()
+    if title:
+        axes.set_title(title)
+
+
+def tiled(pictures: Tensor, columns: int) -> Tensor:
+    """One image of many: shape (H', W') for grey ones, (H', W', 3) for colour, white between them.
+
+    Example:
+        >>> tiled(torch.zeros(4, 1, 8, 8), columns=2).shape
+        torch.Size([17, 17])
+    """
+    count, channels, height, width = pictures.shape
+    rows = -(-count // columns)
+    sheet = torch.ones(channels, rows * (height + GAP) - GAP, columns * (width + GAP) - GAP)
+    for place, picture in enumerate(pictures.detach().cpu().float().clamp(0.0, 1.0)):
+        top, left = place // columns * (height + GAP), place % columns * (width + GAP)
+        sheet[:, top : top + height, left : left + width] = picture
+    return sheet[0] if channels == 1 else sheet[:3].movedim(0, -1)
+
+
+def save_images(path: Path, pictures: Tensor, columns: int, title: str) -> None:
+    """Saves a grid of images."""
+    rows = -(-len(pictures) // columns)
+    with figure(path, 0.6 * columns + 0.4, 0.6 * rows + 0.6) as drawn:
+        images(drawn.subplots(), pictures, columns, title)
+
+
+def curves(axes: Any, lines: Sequence[Curve], title: str, x: str, y: str) -> None:
+    """Draws lines, named with the value that they end at."""
+    for line in lines:
+        label = f"{line.label}  {line.y[-1]:.2f}"
+        axes.plot(line.x, line.y, color=line.colour, linewidth=1.8, label=label)
+        axes.plot(line.x[-1:], line.y[-1:], "o", color=line.colour, markersize=4)
+    axes.legend(loc="upper right", labelcolor="linecolor")
+    axes.margins(x=0.03, y=0.08)
+    axes.grid(axis="y", color=COLOURS["grid"], linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.set_title(title)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+
+
+def strips(path: Path, columns: Sequence[tuple[str, Tensor]], title: str) -> None:
+    """Saves one row for each image, one column for each state of its chain.
+
+    Arguments:
+        path: Where to.
+        columns: A heading and images with shape (N, C, H, W) and values in [0, 1], NaN where nothing is known.
+        title: What it is.
+    """
+    count = len(columns[0][1])
+    with figure(path, 0.95 * len(columns) + 0.3, 0.95 * count + 0.7) as drawn:
+        grid = drawn.subplots(count, len(columns), squeeze=False)
+        for row in range(count):
+            for place, (heading, pictures) in enumerate(columns):
+                axes = grid[row, place]
+                _hidden(axes, pictures[row])
+                if row == 0:
+                    axes.set_title(heading, fontsize=8, loc="center")
+        drawn.suptitle(title, fontsize=10, x=0.01, ha="left")
+
+
+def _hidden(axes: Any, picture: Tensor) -> None:
+    """One image; what is not known (NaN) is in the colour of none of its pixels."""
+    picture = picture.cpu().float()
+    unknown = picture.isnan().any(0)
+    shown = picture.nan_to_num(0.0).clamp(0.0, 1.0)
+    rgb = shown.expand(3, -1, -1).clone() if len(shown) == 1 else shown[:3].clone()
+    veil = torch.tensor([0.80, 0.86, 0.92]).reshape(3, 1, 1)
+    rgb = torch.where(unknown, veil, rgb)
+    axes.imshow(rgb.movedim(0, -1).numpy())
+    axes.set_axis_off()

@@ -1,0 +1,94 @@
+"""``ebflow reproduce``: the tables and figures of the paper, at a length that a budget allows, beside its own numbers.
+
+Each module holds one of them: its cells (a cell is one training run, or one measurement, of one seed), how to compute
+one, and what to make of them. :mod:`~ebflow_examples.reproduce.common` runs cells and keeps them, so that a run that
+was stopped goes on; :mod:`~ebflow_examples.reproduce.timed` trains for so many seconds;
+:mod:`~ebflow_examples.reproduce.output` writes the table, the JSON file and the Markdown; and
+:mod:`~ebflow_examples.reproduce.paper` has the numbers of the paper. Importing this package imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+__all__ = ["EXPERIMENTS", "WHATS", "main"]
+
+EXPERIMENTS = {
+    "table1": "Table 1 and Fig. 1: divergences and densities on sine, swirl and checkerboard",
+    "table2": "Table 2: NLL and steps per second of fc and cnn on MNIST, the paper's way and ours",
+    "fig2": "Fig. 2: step time against D, NLL against training time",
+    "table3": "Table 3 and Fig. 3: what EMA and MaP do, and the norm of the gradient",
+    "table4": "Table 4: against the relative gradient, in equal time",
+    "fig4": "Fig. 4: images drawn from a Glow that was trained by score matching",
+    "fig5": "Fig. 5: imputation by Langevin steps",
+    "tableA3": "Table A.3: estimates of log Z",
+    "figA4": "Fig. A.4: full linear layers against triangular and LU ones",
+}
+WHATS = {**EXPERIMENTS, "all": "all of these in turn", "report": "RESULTS.md from what is there"}
+
+
+def experiment(what: str) -> Any:
+    """The module of an experiment: its ``MINUTES``, ``cells``, ``compute`` and ``report``."""
+    return import_module(f"ebflow_examples.reproduce.{what.lower()}")
+
+
+def main(
+    what: str,
+    *,
+    budget: float | None = None,
+    seeds: int | None = None,
+    jobs: int = 1,
+    out: Path = Path("runs/reproduce"),
+    data: str = "mnist",
+    data_root: str | None = None,
+    only: tuple[str, ...] = (),
+    quick: bool = False,
+    fresh: bool = False,
+) -> None:
+    """Reproduces a table or a figure, or all.
+
+    Arguments:
+        what: One of :data:`WHATS`.
+        budget: Minutes for each experiment; by default what it needs for good numbers.
+        seeds: Seeds 0, 1, …; three by default, one with ``quick``.
+        jobs: Processes that work side by side, each with one thread.
+        out: The folder for the results and the cells.
+        data: ``mnist``, or other images in its place.
+        data_root: Where the data are.
+        only: Words that a cell must have in its name, such as ``ours``, ``fc`` or ``dsm``.
+        quick: A moment for each cell: shows that all of it works, and nothing else.
+        fresh: Computes cells that are there already.
+
+    Raises:
+        UnknownNameError: There is no such table or figure.
+        InputError: A number is no good, or data are missing.
+    """
+    import ebflow_examples.reproduce.common as common
+    import ebflow_examples.reproduce.output as output
+    from ebflow_plugin.errors import UnknownNameError, suggest
+    from ebflow_plugin.inputs import positive, whole
+
+    if what not in WHATS:
+        raise UnknownNameError(f"unknown table or figure {what!r}. {suggest(what, WHATS)}")
+    whole("jobs", jobs)
+    whole("seeds", 1 if seeds is None else seeds)
+    if budget is not None:
+        positive("budget", budget)
+    if what != "report":
+        for name in EXPERIMENTS if what == "all" else (what,):
+            options = common.Options(
+                what=name,
+                budget=budget or experiment(name).MINUTES,
+                seeds=seeds or (1 if quick else 3),
+                jobs=jobs,
+                out=out,
+                data=data,
+                data_root=data_root,
+                only=only,
+                quick=quick,
+                fresh=fresh,
+            )
+            output.write(options, experiment(name), common.run(options, experiment(name)))
+    output.assemble(out)

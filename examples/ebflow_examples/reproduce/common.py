@@ -1,0 +1,224 @@
+"""Cells: the single runs that a table or a figure is made of, computed one by one or side by side, and kept."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from ebflow_examples.console import note
+from ebflow_examples.reproduce import experiment
+from ebflow_examples.training import versions
+from ebflow_plugin.errors import InputError, SingularError, TrainingError
+
+__all__ = ["Cell", "Experiment", "Found", "Options", "kept_cells", "run"]
+
+TRAINING = 0.75  # of the budget; the rest is for data, evaluations, calibrations and pictures
+QUICK_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class Options:
+    """What ``ebflow reproduce`` was told; see :func:`~ebflow_examples.reproduce.main`."""
+
+    what: str
+    budget: float
+    seeds: int = 3
+    jobs: int = 1
+    out: Path = Path("runs/reproduce")
+    data: str = "mnist"
+    data_root: str | None = None
+    only: tuple[str, ...] = ()
+    quick: bool = False
+    fresh: bool = False
+
+    @property
+    def command(self) -> str:
+        """The command line that asks for the same."""
+        flags = [f"--budget {self.budget:g}", f"--seeds {self.seeds}"]
+        flags += [f"--jobs {self.jobs}"] * (self.jobs > 1)
+        flags += [f"--data {self.data}"] * (self.data != "mnist")
+        flags += [f"--only {word}" for word in self.only] + ["--quick"] * self.quick
+        return " ".join(["ebflow reproduce", self.what, *flags])
+
+    @property
+    def folder(self) -> Path:
+        """Where the cells of this experiment are."""
+        return self.out / "cells" / self.what
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of an experiment.
+
+    Attributes:
+        what: The experiment.
+        name: Its name in the experiment, words joined by ``-``.
+        settings: What it is told, as JSON; its seed is among them.
+        timed: Whether it trains for a share of the budget.
+        seconds: That share.
+        always: Whether it is needed whatever cells are asked for.
+    """
+
+    what: str
+    name: str
+    settings: dict[str, Any]
+    timed: bool = True
+    seconds: float = 0.0
+    always: bool = False
+
+
+@dataclass(frozen=True)
+class Found:
+    """A cell that was computed.
+
+    Attributes:
+        cell: What was asked for.
+        result: What came out; empty if training failed.
+        failed: Why it failed.
+        wall: Seconds that all of it took.
+        facts: Versions and command.
+    """
+
+    cell: Cell
+    result: dict[str, Any]
+    failed: str = ""
+    wall: float = 0.0
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def __getitem__(self, key: str) -> Any:
+        """A setting of the cell, or something of the result."""
+        return self.cell.settings[key] if key in self.cell.settings else self.result[key]
+
+
+class Experiment(Protocol):
+    """What a module of this package has.
+
+    Attributes:
+        MINUTES: The budget that gives good numbers.
+    """
+
+    MINUTES: float
+
+    def cells(self, options: Options) -> list[Cell]:
+        """The cells, without their share of the time."""
+
+    def compute(self, cell: Cell, folder: Path, data_root: str | None) -> dict[str, Any]:
+        """Computes a cell; what is no JSON goes into the folder, under the name of the cell."""
+
+    def report(self, options: Options, found: Sequence[Found], path: Path) -> Any:
+        """Makes the tables, and the picture at the path; an :class:`~ebflow_examples.reproduce.output.Report`."""
+
+
+def run(options: Options, made: Experiment) -> list[Found]:
+    """Computes the cells of an experiment that are not there yet, and gives all of them in order.
+
+    Raises:
+        InputError: If no cell has the words that were asked for.
+    """
+    words = set(options.only)
+    chosen = [cell for cell in made.cells(options) if cell.always or words <= set(cell.name.split("-"))]
+    cells = _shared(options, chosen)
+    if words and all(cell.always for cell in cells):
+        raise InputError(f"no cell of {options.what} has all of these words in its name: {', '.join(options.only)}")
+    options.folder.mkdir(parents=True, exist_ok=True)
+    found: dict[str, Found] = {}
+    for cell in cells:
+        kept = None if options.fresh else _kept(cell, options.folder)
+        if kept is not None:
+            found[cell.name] = kept
+    missing = [cell for cell in cells if cell.name not in found]
+    if found and missing:
+        note(f"{options.what}: {len(found)} of {len(cells)} cells are there already", "bold")
+    started = time.monotonic()
+    for place, each in enumerate(_computed(options, missing), start=1):
+        found[each.cell.name] = each
+        left = (time.monotonic() - started) / place * (len(missing) - place)
+        word = f"failed: {each.failed.splitlines()[0]}" if each.failed else _headline(each.result)
+        note(f"{options.what} [{place}/{len(missing)}] {each.cell.name}: {word}  ({left / 60:.1f} min left)", "bold")
+    return [found[cell.name] for cell in cells]
+
+
+def _shared(options: Options, cells: list[Cell]) -> list[Cell]:
+    """Gives each cell that trains the same share of the budget."""
+    count = sum(cell.timed for cell in cells)
+    share = QUICK_SECONDS if options.quick else TRAINING * options.budget * 60 * options.jobs / max(1, count)
+    return [replace(cell, seconds=round(share, 2)) if cell.timed else cell for cell in cells]
+
+
+def _computed(options: Options, cells: Sequence[Cell]) -> Iterator[Found]:
+    if options.jobs == 1:
+        with one_thread():
+            for cell in cells:
+                yield compute(cell, options)
+        return
+    with ProcessPoolExecutor(options.jobs, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+        tasks = [pool.submit(compute, cell, options) for cell in cells]
+        for task in as_completed(tasks):
+            yield task.result()
+
+
+def compute(cell: Cell, options: Options) -> Found:
+    """Computes a cell, and keeps it. A run that failed is a result, too."""
+    started = time.monotonic()
+    result: dict[str, Any] = {}
+    failed = ""
+    try:
+        result = experiment(cell.what).compute(cell, options.folder, options.data_root)
+    except (TrainingError, SingularError) as error:
+        failed = str(error)
+    facts = {"command": options.command, "threads": torch.get_num_threads(), "versions": versions()}
+    found = Found(cell, result, failed, round(time.monotonic() - started, 2), facts)
+    path = options.folder / f"{cell.name}.json"
+    partial = path.with_suffix(".part")  # a run that is stopped while it writes leaves no half of a cell
+    partial.write_text(json.dumps(asdict(found), indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)
+    return found
+
+
+def _kept(cell: Cell, folder: Path) -> Found | None:
+    """The cell as it was computed before, if it was told the same, and had as much time."""
+    path = folder / f"{cell.name}.json"
+    if not path.is_file():
+        return None
+    content = json.loads(path.read_text(encoding="utf-8"))
+    same = json.loads(json.dumps(asdict(cell))) == content["cell"]
+    return Found(**{**content, "cell": cell}) if same else None
+
+
+def kept_cells(out: Path, what: str, wanted: dict[str, Any]) -> list[Found]:
+    """The cells of the last run of another experiment that have these settings, without those that failed."""
+    path = out / f"{what}.json"
+    if not path.is_file():
+        return []
+    content = json.loads(path.read_text(encoding="utf-8"))
+    found = [Found(**{**each, "cell": Cell(**each["cell"])}) for each in content["cells"]]
+    return [
+        each
+        for each in found
+        if not each.failed and all(each.cell.settings.get(key) == value for key, value in wanted.items())
+    ]
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Lets torch use one thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _headline(result: dict[str, Any]) -> str:
+    words = [f"{key} {result[key]:.4g}" for key in ("nll", "kl", "fisher", "steps", "seconds") if key in result]
+    return ", ".join(words) or "done"

@@ -1,0 +1,197 @@
+"""What an experiment leaves behind: a table on the screen, NAME.json, NAME.png, NAME.md, and RESULTS.md from all."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ebflow_examples.bench.report import machine
+from ebflow_examples.console import note, say, table
+from ebflow_examples.reproduce import EXPERIMENTS
+from ebflow_examples.reproduce.common import Experiment, Found, Options
+
+__all__ = ["Grid", "Mean", "Report", "assemble", "beside", "column", "grouped", "mean", "write"]
+
+RESULTS = "RESULTS.md"
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean over seeds.
+
+    Attributes:
+        value: The mean.
+        interval: Half the width of its 95 % interval, by Student's t; NaN from one seed.
+        values: What it is the mean of.
+    """
+
+    value: float
+    interval: float
+    values: tuple[float, ...] = ()
+
+    def text(self, digits: int = 2) -> str:
+        """As tables show it.
+
+        Example:
+            >>> Mean(1092.44, 0.26).text(1), Mean(0.5, math.nan).text()
+            ('1092.4 ± 0.3', '0.50')
+        """
+        spread = "" if math.isnan(self.interval) else f" ± {self.interval:.{digits}f}"
+        return f"{self.value:.{digits}f}{spread}"
+
+
+def mean(values: Iterable[float]) -> Mean:
+    """The mean of the values of several seeds, with its 95 % interval.
+
+    Example:
+        >>> mean([1.0, 2.0, 3.0]).text()
+        '2.00 ± 2.48'
+    """
+    from scipy.stats import t
+
+    kept = torch.tensor(list(values), dtype=torch.float64)
+    interval = math.nan
+    if len(kept) > 1:
+        interval = float(t.ppf(0.975, len(kept) - 1)) * float(kept.std()) / math.sqrt(len(kept))
+    return Mean(float(kept.mean()), interval, tuple(kept.tolist()))
+
+
+def beside(ours: str, paper: tuple[float, float] | float | None, digits: int = 2) -> str:
+    """A cell of a table: ours, and the paper's in brackets.
+
+    Example:
+        >>> beside("1089.8 ± 0.2", (1099.2, 0.2), 1), beside("3", None)
+        ('1089.8 ± 0.2 (1099.2 ± 0.2)', '3')
+    """
+    if paper is None:
+        return ours
+    theirs = Mean(*paper).text(digits) if isinstance(paper, tuple) else f"{paper:.{digits}f}"
+    return f"{ours} ({theirs})"
+
+
+def grouped(found: Iterable[Found], *keys: str) -> dict[tuple[Any, ...], list[Found]]:
+    """Those that differ in their seed alone, by the settings that tell them apart; without those that failed."""
+    groups: dict[tuple[Any, ...], list[Found]] = {}
+    for each in found:
+        if not each.failed:
+            groups.setdefault(tuple(each.cell.settings.get(key) for key in keys), []).append(each)
+    return groups
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table of text. The first ``left`` columns are names."""
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    left: int = 1
+
+    def markdown(self) -> str:
+        """For a Markdown file."""
+        lines = [f"| {' | '.join(line)} |" for line in (self.head, ["---"] * len(self.head), *self.rows)]
+        return "\n".join([f"**{self.title}**", "", *lines])
+
+    def screen(self) -> str:
+        """For a terminal."""
+        return f"{self.title}\n{table(self.head, self.rows, left=self.left)}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What an experiment found.
+
+    Attributes:
+        grids: Its tables.
+        rows: The same numbers, for programs.
+        notes: What a reader must know, a paragraph each.
+        pictures: The files that were drawn.
+    """
+
+    grids: Sequence[Grid]
+    rows: Sequence[dict[str, Any]]
+    notes: Sequence[str] = ()
+    pictures: Sequence[Path] = ()
+
+
+def write(options: Options, made: Experiment, found: Sequence[Found]) -> Report:
+    """Writes NAME.json, NAME.png and NAME.md into the folder, and prints the tables."""
+    out, name = options.out, options.what
+    report: Report = made.report(options, found, out / f"{name}.png")
+    about = {**machine(torch.device("cpu"), 1), "jobs": options.jobs}
+    about.pop("load at the start")
+    wall = sum(each.wall for each in found)
+    content = {
+        "what": name,
+        "about": EXPERIMENTS[name],
+        "command": options.command,
+        "options": {**asdict(options), "out": str(out)},
+        "machine": about,
+        "wall_seconds": round(wall, 1),
+        "rows": [_plain(row) for row in report.rows],
+        "notes": list(report.notes),
+        "cells": [asdict(each) for each in found],
+    }
+    (out / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    (out / f"{name}.md").write_text(_markdown(options, report, found, wall, about), encoding="utf-8")
+    say("\n\n".join(grid.screen() for grid in report.grids))
+    for line in report.notes:
+        say(f"\n{line}")
+    files = [f"{name}.json", f"{name}.md", *(path.name for path in report.pictures)]
+    note(f"written: {', '.join(str(out / file) for file in files)}", "bold green")
+    return report
+
+
+def _markdown(options: Options, report: Report, found: Sequence[Found], wall: float, about: dict[str, Any]) -> str:
+    shares = sorted({each.cell.seconds for each in found if each.cell.timed})
+    each_cell = f"; each run trains for {shares[0]:.0f} s" if shares else ""
+    seeds = ", ".join(str(seed) for seed in range(options.seeds))
+    failed = [f"- {each.cell.name}: {each.failed.splitlines()[0]}" for each in found if each.failed]
+    parts = [
+        f"## {EXPERIMENTS[options.what]}",
+        f"`{options.command}`",
+        f"Seeds {seeds}; {len(found)} cells, {wall / 60:.1f} minutes of one core in all{each_cell}. "
+        f"{about['device']}, one thread a cell, {options.jobs} side by side, torch {about['torch']}, {about['date']}.",
+        *(grid.markdown() for grid in report.grids),
+        *report.notes,
+        *(["Runs that failed:\n\n" + "\n".join(failed)] if failed else []),
+        *(f"![{options.what}]({path.name})" for path in report.pictures),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def assemble(out: Path) -> Path:
+    """Puts RESULTS.md together from the parts that are there, in the order of the paper."""
+    parts = [path.read_text(encoding="utf-8") for name in EXPERIMENTS if (path := out / f"{name}.md").is_file()]
+    head = "# Results\n\nThe paper's experiments by `ebflow reproduce`; the paper's numbers stand in brackets.\n"
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / RESULTS
+    path.write_text("\n".join([head, *parts]), encoding="utf-8")
+    note(f"assembled: {path}", "bold green")
+    return path
+
+
+def _plain(row: dict[str, Any]) -> dict[str, Any]:
+    """A row for JSON, which knows no NaN."""
+    return {key: _number(value) for key, value in row.items()}
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, Mean):
+        return {
+            "mean": value.value,
+            "interval": None if math.isnan(value.interval) else value.interval,
+            "values": list(value.values),
+        }
+    return value
+
+
+def column(found: Sequence[Found], key: str) -> Mean:
+    """The mean of one of the results over seeds."""
+    return mean(each.result[key] for each in found)

@@ -1,0 +1,169 @@
+"""Training for so many seconds, with the exact NLL beside it."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+from torch.optim.lr_scheduler import LambdaLR
+
+import ebflow_plugin as ebf
+from ebflow_examples.bench.contenders import training_step
+from ebflow_examples.runs import Run, likelihood
+from ebflow_examples.training import OPTIMISERS, SCHEDULES, objective_of, settle
+from ebflow_plugin.training.fitting import FitResult
+from ebflow_plugin.training.loop import Event
+
+__all__ = ["Trained", "train_for"]
+
+NO_END = 10**9  # steps; the clock ends a run
+PROBE_SECONDS = 0.3  # to see how long a step takes, unless a single one takes longer
+LEAST_SHARE = 0.25  # of the time is left for training, whatever the start takes
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What came out of a run of so many seconds. The model has its last weights.
+
+    Attributes:
+        run: The model and its data.
+        result: What :func:`ebflow_plugin.fit` gave.
+        curve: Seconds and validation NLL, from the start on; of averaged and calibrated weights, if there are such.
+        start: Seconds that the whitening start took, and one calibration; they count as training.
+    """
+
+    run: Run
+    result: FitResult
+    curve: list[tuple[float, float]]
+    start: float
+
+    @property
+    def seconds(self) -> float:
+        """What start and steps took; evaluations are not counted."""
+        return self.start + float(self.result.history[-1]["seconds"])
+
+    def facts(self) -> dict[str, Any]:
+        """What every cell tells: seconds, steps, steps per second, the curve, the recipe."""
+        taken = self.result.history[-1]["seconds"]
+        return {
+            "seconds": self.seconds,
+            "steps": self.result.steps,
+            "steps_per_second": self.result.steps / taken if taken else 0.0,
+            "start_seconds": self.start,
+            "curve": self.curve,
+            "recipe": self.run.config.to_dict(),
+        }
+
+
+class Clock:
+    """Tells what share of the time for training is used up, without the evaluations. A callback of fit.
+
+    Example:
+        >>> 0.0 <= Clock(1000.0).share() < 1.0
+        True
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._before = 0.0
+        self._since: float | None = None
+
+    def share(self) -> float:
+        """How much of the time is used up; 1 and more at the end. The first call starts the clock."""
+        if self._since is None:
+            self._since = time.monotonic()
+        return (self._before + time.monotonic() - self._since) / self.seconds
+
+    def __call__(self, event: Event) -> bool:
+        """Stops the clock for an evaluation, which is over now; True if the time is up."""
+        self._before, self._since = float(event.record["seconds"]), time.monotonic()
+        return self._before >= self.seconds
+
+
+def train_for(run: Run, seconds: float, *, evaluations: int = 10, validation: int | None = 2000) -> Trained:
+    """Trains a model for so many seconds, by the recipe of its configuration.
+
+    The learning rate follows the clock. The whitening start and one calibration are counted, evaluations are not.
+
+    Arguments:
+        run: The model with its data. The configuration's ``steps`` and ``epochs`` have no meaning here.
+        seconds: How long.
+        evaluations: How many, about.
+        validation: How many validation rows they use; None for no NLL.
+    """
+    began = time.monotonic()
+    run = settle(run)
+    config, model = run.config, run.model
+    if not config.whiten:
+        model.initialize(run.split("train")[:1000])
+    start = time.monotonic() - began
+    rows = None if validation is None else run.data.validation[:validation]
+    curve = []
+    if rows is not None:
+        began = time.monotonic()
+        probe = started(run)
+        start += time.monotonic() - began
+        curve.append((start, likelihood(probe, rows, config.seed).nll))
+    left = max(LEAST_SHARE * seconds, seconds - start)
+    pace, clock = step_seconds(run), Clock(left)
+    assert config.lr is not None
+    assert config.batch_size is not None
+    make, rate, schedule = OPTIMISERS[config.optimizer], config.lr, SCHEDULES[config.schedule]
+
+    def scheduler(made: optim.Optimizer) -> LambdaLR:
+        return LambdaLR(made, lambda step: schedule(clock.share() if step else 0.0))
+
+    def optimizer(parameters: list[nn.Parameter]) -> optim.Optimizer:
+        return make(parameters, lr=rate)
+
+    result = ebf.fit(
+        objective_of(model, config),
+        run.data.train,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        steps=NO_END,
+        batch_size=config.batch_size,
+        validation=rows,
+        evaluate_every=max(1, round(left / evaluations / pace)),
+        ema=ebf.EMA(model, decay=config.ema_decay) if config.ema else None,
+        clip_norm=config.clip_norm,
+        callbacks=[clock],
+        calibrate=None if rows is None else config.calibration,
+        progress=False,
+        seed=config.seed,
+    )
+    if rows is not None:
+        curve += [(start + record["seconds"], record["nll"]) for record in result.history]
+    return Trained(run, result, curve, start)
+
+
+def started(run: Run) -> ebf.EBFlow:
+    """A copy of the model as it is, calibrated if its evaluations are."""
+    probe = copy.deepcopy(run.model)
+    if run.config.calibration is not None:
+        probe.calibrate(run.split("train"), run.config.calibration)
+    return probe
+
+
+def step_seconds(run: Run) -> float:
+    """About how long a step takes: the best of up to three of a copy of the model."""
+    probe = copy.deepcopy(run.model)
+    batch: Tensor = run.split("train")[: run.config.batch_size]
+    with torch.random.fork_rng():
+        step = training_step(probe, objective_of(probe, run.config), batch)
+        step()
+        taken = [_seconds(step)]
+        while len(taken) < 3 and sum(taken) < PROBE_SECONDS:
+            taken.append(_seconds(step))
+        return min(taken)
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    began = time.monotonic()
+    call()
+    return time.monotonic() - began

@@ -1,0 +1,209 @@
+"""Run folders: what ``ebflow train`` leaves behind, and how the other commands read it.
+
+A run folder holds ``config.toml`` (what was asked for, and what was chosen), ``metrics.jsonl``, the last two
+checkpoints, ``best.safetensors`` and ``summary.json``. Weights are read by safetensors and ``weights_only`` alone.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass, replace
+from math import log, sqrt
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+
+import ebflow_plugin as ebf
+from ebflow_examples.config import TrainConfig, read_toml
+from ebflow_examples.data import DataSet, load
+from ebflow_examples.models import flow_for, preprocessing
+from ebflow_plugin.errors import InputError, suggest
+from ebflow_plugin.training.checkpoints import CheckpointFolder, write_weights
+
+__all__ = [
+    "CONFIG",
+    "SUMMARY",
+    "WEIGHTS",
+    "Likelihood",
+    "Run",
+    "build",
+    "holds_run",
+    "likelihood",
+    "nll_of_rows",
+    "open_run",
+]
+
+CONFIG, SUMMARY = "config.toml", "summary.json"
+WEIGHTS = ("best", "last", "average")
+SPLITS = ("train", "validation", "test")
+BATCH = 500  # rows at a time for evaluation
+
+
+@dataclass(frozen=True)
+class Run:
+    """A model with its data.
+
+    Attributes:
+        config: What the run was told.
+        data: In the shape that the model takes.
+        model: The wrapped flow.
+        image_shape: The shape of one image (C, H, W), if the data are images.
+        path: The folder.
+        facts: What is known about the weights.
+    """
+
+    config: TrainConfig
+    data: DataSet
+    model: ebf.EBFlow
+    image_shape: tuple[int, ...] | None = None
+    path: Path = Path()
+    facts: str = ""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next(self.model.parameters()).device
+
+    def split(self, name: str) -> Tensor:
+        """A part of the data, on the device of the model."""
+        if name not in SPLITS:
+            raise InputError(f"unknown split {name!r}. {suggest(name, SPLITS)}")
+        rows: Tensor = getattr(self.data, name)
+        return rows.to(self.device)
+
+    def as_images(self, rows: Tensor) -> Tensor:
+        """Rows of the data as images with shape (N, C, H, W) and values in [0, 1]."""
+        if self.image_shape is None:
+            raise InputError(f"{self.config.data} has no images, but rows of shape {self.data.event_shape}")
+        return rows.reshape(-1, *self.image_shape) / ((self.data.levels or 2) - 1)
+
+    def generator(self, seed: int) -> Generator:
+        """A generator on the device of the model."""
+        return Generator(self.device).manual_seed(seed)
+
+
+@dataclass(frozen=True)
+class Likelihood:
+    """The exact NLL of some rows, in nats, with its standard error over the rows; and bits per dimension."""
+
+    nll: float
+    nll_error: float
+    bits_per_dim: float
+    bits_error: float
+    rows: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def build(config: TrainConfig) -> Run:
+    """Makes the data and the model of a configuration, with the weights that its seed gives."""
+    original = load(config.data, root=config.data_root, download=config.download, seed=config.seed, limit=config.limit)
+    if config.model is None:
+        config = replace(config, model="glow" if original.event_shape == (2,) else "fc")
+    assert config.model is not None
+    torch.manual_seed(config.seed)
+    flow, data = flow_for(config.model, original, library=config.library, linear=config.linear)
+    model = ebf.wrap(flow, preprocess=preprocessing(data, config.alpha), match_after="auto" if config.map else None)
+    model.to(choose_device(config.device))
+    shape = original.event_shape if len(original.event_shape) == 3 else None
+    return Run(config, data, model, shape)
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of this name; ``auto`` takes the GPU if there is one, and under torchrun that of this process.
+
+    Example:
+        >>> choose_device("cpu")
+        device(type='cpu')
+    """
+    local = os.environ.get("LOCAL_RANK")
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device(f"cuda:{local}" if local else "cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = (str(error).splitlines() or [""])[0].rstrip(".")
+        raise InputError(f"the device {name!r} cannot be used: {reason}. Try --device auto.") from None
+    return torch.device(f"cuda:{local}") if device == torch.device("cuda") and local else device
+
+
+def holds_run(path: Path) -> bool:
+    """Whether a folder holds a run, finished or not."""
+    return (path / CONFIG).is_file()
+
+
+def open_run(path: Path, weights: str = "best", device: str = "auto", data_root: str | None = None) -> Run:
+    """Reads a run folder: its data, and its model with the weights that are asked for.
+
+    Arguments:
+        path: The folder.
+        weights: ``"best"`` by NLL; ``"last"``; or ``"average"``, the last moving average. The last two are calibrated
+            on the training data, as the run was told to do at its evaluations.
+        device: Where the model goes.
+        data_root: Where the data are, if not where they were.
+
+    Raises:
+        InputError: If it is no run folder; it says what is missing.
+    """
+    if weights not in WEIGHTS:
+        raise InputError(f"unknown weights {weights!r}. {suggest(weights, WEIGHTS)}")
+    if not path.is_dir():
+        raise InputError(f"there is no folder {path}; `ebflow train --out {path}` makes one")
+    if not holds_run(path):
+        raise InputError(f"{path} is no run of ebflow: it has no {CONFIG}; `ebflow train --out FOLDER` makes a run")
+    told: dict[str, Any] = {"device": device} if data_root is None else {"device": device, "data_root": data_root}
+    run = build(TrainConfig().updated(read_toml(path / CONFIG)).updated(told))
+    return replace(run, path=path, facts=_load(run, path, weights))
+
+
+def _load(run: Run, path: Path, weights: str) -> str:
+    """Gives a model its weights, and says which they are."""
+    if weights == "best":
+        facts = ebf.load_best(run.model, path)
+        return f"best weights, step {facts['step']}"
+    state = CheckpointFolder(path).load()
+    if state is None:
+        raise InputError(f"{path} holds no checkpoint yet; `ebflow train --out {path} --resume` goes on with it")
+    write_weights(run.model, state["model"], f"the weights in {path}")
+    if weights == "average":
+        if state["ema"] is None:
+            raise InputError(f"{path} was trained without an average; take --weights last")
+        ema = ebf.EMA(run.model)
+        ema.load_state_dict(state["ema"])
+        ema.copy_to()
+    kind = run.config.calibration
+    if kind is not None:
+        torch.manual_seed(run.config.seed)  # the noise of the dequantisation
+        run.model.calibrate(run.split("train"), kind)
+    return f"{weights} weights, step {state['step']}{'' if kind is None else ', calibrated'}"
+
+
+def likelihood(model: ebf.EBFlow, rows: Tensor, seed: int = 0) -> Likelihood:
+    """The exact NLL of rows, the same each time: the noise of a dequantisation comes from the seed."""
+    values = nll_of_rows(model, rows, seed)
+    nll, error = float(values.mean()), standard_error(values)
+    bit = log(2.0) * rows[0].numel()
+    return Likelihood(nll, error, nll / bit, error / bit, len(values))
+
+
+@torch.no_grad()
+def nll_of_rows(model: ebf.EBFlow, rows: Tensor, seed: int = 0) -> Tensor:
+    """The exact NLL of each row, in double precision."""
+    generator = Generator(rows.device).manual_seed(seed)
+    parts = []
+    for batch in rows.split(BATCH):
+        u, log_det = model.preprocess(batch, generator)
+        parts.append(-(model.core.log_prob(u) + log_det).double())
+    return torch.cat(parts)
+
+
+def standard_error(values: Tensor) -> float:
+    """The standard error of the mean of some values."""
+    return float(values.std()) / sqrt(len(values)) if len(values) > 1 else float("nan")

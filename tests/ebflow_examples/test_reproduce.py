@@ -1,0 +1,294 @@
+"""ebflow reproduce: every table and figure in a moment, cells that are kept, and the numbers of the paper."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import ebflow_examples.reproduce.common as common
+import ebflow_examples.reproduce.output as output
+from ebflow_examples import reproduce
+from ebflow_examples.bench import growth, results
+from ebflow_examples.cli import app
+from ebflow_examples.config import TrainConfig
+from ebflow_examples.data import load
+from ebflow_examples.reproduce import EXPERIMENTS, experiment, paper
+from ebflow_examples.reproduce.common import Cell, Found, Options
+from ebflow_examples.reproduce.curves import joined
+from ebflow_examples.reproduce.output import Mean, beside, grouped, mean
+from ebflow_examples.reproduce.timed import Clock, train_for
+from ebflow_examples.runs import build, likelihood
+from ebflow_plugin.errors import InputError, TrainingError, UnknownNameError
+from ebflow_plugin.training.loop import Event
+
+FIVE = {"ml", "sml", "ssm", "dsm", "fdssm"}
+# To save time, some cells of an experiment; the others differ in their data, objective or seed.
+SOME = {"table1": ("swirl",), "table2": ("fc",), "fig4": ("dsm",)}
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    """All experiments once, in the order of the paper, with the least that there is."""
+    folder = tmp_path_factory.mktemp("reproduce")
+    with pytest.MonkeyPatch.context() as patch:
+        real = results.interleaved
+        patch.setattr(results, "interleaved", lambda steps, **given: real(steps, **{**given, "seconds": 0, "least": 2}))
+        patch.setattr(growth, "growth", lambda settings: iter([growth._time_against_size(settings, (32, 64))]))
+        for what in EXPERIMENTS:
+            reproduce.main(what, quick=True, data="digits", out=folder, only=SOME.get(what, ()))
+    return folder
+
+
+def content(out, what):
+    return json.loads((out / f"{what}.json").read_text())
+
+
+def numbers(value):
+    if isinstance(value, dict):
+        return [number for each in value.values() for number in numbers(each)]
+    if isinstance(value, list):
+        return [number for each in value for number in numbers(each)]
+    return [value] if isinstance(value, float) else []
+
+
+@pytest.mark.parametrize("what", EXPERIMENTS)
+def test_every_experiment_leaves_json_markdown_and_a_picture(out, what):
+    found = content(out, what)
+    assert found["what"] == what
+    assert f"ebflow reproduce {what}" in found["command"]
+    assert "--quick" in found["command"]
+    assert found["rows"]
+    assert all(math.isfinite(number) for number in numbers(found["rows"]))
+    text = (out / f"{what}.md").read_text()
+    assert text.startswith(f"## {EXPERIMENTS[what]}\n\n`{found['command']}`")
+    if what != "table4":
+        assert (out / f"{what}.png").read_bytes().startswith(b"\x89PNG")
+        assert f"![{what}]({what}.png)" in text
+    for cell in found["cells"]:
+        assert not cell["failed"]
+        assert cell["facts"]["versions"]["torch"]
+        assert cell["cell"]["settings"]["seed"] == 0
+        if cell["cell"]["timed"]:
+            assert cell["cell"]["seconds"] == common.QUICK_SECONDS
+            assert cell["result"]["steps"] >= 1
+            assert cell["result"]["seconds"] >= common.QUICK_SECONDS
+
+
+def test_the_results_are_put_together_in_the_order_of_the_paper(out):
+    text = (out / output.RESULTS).read_text()
+    places = [text.index(f"## {title}") for title in EXPERIMENTS.values()]
+    assert places == sorted(places)
+
+
+def test_the_tables_have_their_cells(out):
+    plane = content(out, "table1")["rows"]
+    assert {(row["loss"], row["metric"]) for row in plane} == {
+        (loss, metric) for loss in FIVE for metric in ("fisher", "kl", "nll")
+    }
+    images = content(out, "table2")["rows"]
+    assert {(row["way"], row["loss"]) for row in images} == {
+        *(("paper", loss) for loss in FIVE),
+        *(("ours", loss) for loss in (*FIVE, "relative_ml")),
+    }
+    ablation = content(out, "table3")["rows"]
+    assert len(ablation) == 12
+    related = content(out, "table4")
+    assert [cell["cell"]["name"] for cell in related["cells"]] == ["gaussian"]  # the others are borrowed
+    assert {row["loss"] for row in related["rows"]} == FIVE | {"relative_ml"}
+    by_loss = {row["loss"]: row["nll"] for row in images if row["way"] == "ours"}
+    assert all(row["nll"] == by_loss[row["loss"]] for row in related["rows"])
+    assert [row["linear"] for row in content(out, "figA4")["rows"]] == ["full", "lower", "upper", "lu"]
+    assert {(row["M"], row["D"]) for row in content(out, "tableA3")["rows"]} == {
+        (budget, dim) for budget in (50, 100, 200) for dim in (50, 100, 200)
+    }
+    assert (out / "fig2b.png").is_file()
+
+
+def test_divergences_are_those_of_the_truth(out):
+    for cell in content(out, "table1")["cells"]:
+        if cell["cell"]["settings"]["loss"] != "true":
+            result = cell["result"]
+            assert result["nll"] == pytest.approx(result["entropy"] + result["kl"])
+            assert result["kl"] > 0
+            assert result["fisher"] > 0
+            assert result["entropy"] == pytest.approx(2.25, abs=0.25)  # of 100 points
+
+
+def test_importance_sampling_is_worse_than_lanczos_and_of_the_size_of_the_papers(out):
+    rows = {(row["method"], row["M"], row["D"]): row["error"] for row in content(out, "tableA3")["rows"]}
+    for budget, errors in paper.LOG_Z.items():
+        for dim in errors:
+            assert rows["lanczos", budget, dim] < rows["importance", budget, dim] < 1.0
+
+
+def test_the_gaussian_that_every_model_must_beat_stands_beside_them(out):
+    found = {cell["cell"]["name"]: cell for cell in content(out, "table2")["cells"]}  # though only fc was asked for
+    data = load("digits").flattened()
+    logits = [
+        torch.logit(
+            (1 - 2e-6) * (part + torch.rand(part.shape, generator=torch.Generator().manual_seed(1))) / 17 + 1e-6
+        )
+        for part in (data.train.double(), data.test[:100].double())
+    ]
+    centre, spread = logits[0].mean(0), torch.cov(logits[0].T)
+    normal = torch.distributions.MultivariateNormal(centre, spread)
+    expected = -float(normal.log_prob(logits[1]).mean())
+    assert found["gaussian"]["result"]["nll_logits"] == pytest.approx(expected, rel=0.05)  # other noise, and shrinkage
+    assert "do not compare in absolute terms" in (out / "table2.md").read_text()
+    assert "do not compare in absolute terms" in (out / "table4.md").read_text()
+
+
+def test_ours_starts_calibrated_and_the_papers_way_does_not(out):
+    rows = {(row["way"], row["loss"]): row for row in content(out, "table2")["rows"]}
+    assert rows["ours", "dsm"]["start_nll"]["mean"] < rows["paper", "dsm"]["start_nll"]["mean"] - 100
+
+
+# -- cells --
+
+
+class Counted:
+    """An experiment that counts what it computes."""
+
+    MINUTES = 1.0
+
+    def __init__(self, names=("a-one", "a-two", "b-one"), fails=()):
+        self.names, self.fails, self.computed = names, fails, []
+
+    def cells(self, options):
+        return [Cell("counted", name, {"seed": 0, "name": name}) for name in self.names]
+
+    def compute(self, cell, folder, data_root):
+        self.computed.append((cell.name, torch.get_num_threads()))
+        if cell.name in self.fails:
+            raise TrainingError("step 3: the loss is not finite\nmore")
+        return {"nll": float(len(self.computed))}
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    made = Counted()
+    monkeypatch.setattr(common, "experiment", lambda what: made)
+    return made
+
+
+def test_cells_share_the_budget_and_are_kept(counted, tmp_path):
+    options = Options("counted", budget=2.0, out=tmp_path)
+    threads = torch.get_num_threads()
+    first = common.run(options, counted)
+    assert [each.cell.seconds for each in first] == [30.0] * 3  # three quarters of two minutes
+    assert counted.computed == [(name, 1) for name in counted.names]
+    assert torch.get_num_threads() == threads
+    again = common.run(options, counted)
+    assert again == first
+    assert len(counted.computed) == 3
+    (tmp_path / "cells" / "counted" / "a-two.json").unlink()
+    assert common.run(options, counted)[1].result == {"nll": 4.0}
+    common.run(replace(options, budget=4.0), counted)  # more time: other cells
+    assert len(counted.computed) == 7
+    common.run(replace(options, budget=4.0, fresh=True), counted)
+    assert len(counted.computed) == 10
+
+
+def test_only_some_cells(counted, tmp_path):
+    options = Options("counted", budget=2.0, out=tmp_path, only=("one", "b"))
+    assert [each.cell.name for each in common.run(options, counted)] == ["b-one"]
+    assert options.command == "ebflow reproduce counted --budget 2 --seeds 3 --only one --only b"
+    with pytest.raises(InputError, match="no cell of counted has all of these words in its name: three"):
+        common.run(replace(options, only=("three",)), counted)
+
+
+def test_a_run_that_fails_is_a_result(counted, tmp_path):
+    counted.fails = ("a-two",)
+    found = common.run(Options("counted", budget=2.0, out=tmp_path), counted)
+    assert [bool(each.failed) for each in found] == [False, True, False]
+    assert grouped(found, "name") == {("a-one",): [found[0]], ("b-one",): [found[2]]}
+
+
+@pytest.mark.slow
+def test_cells_side_by_side(tmp_path):
+    options = Options("tableA3", budget=1.0, out=tmp_path, quick=True, jobs=2, only=("lanczos", "M50"))
+    found = common.run(options, experiment("tableA3"))
+    alone = common.run(replace(options, jobs=1, fresh=True), experiment("tableA3"))
+    assert [each.result for each in found] == [each.result for each in alone]
+    assert [each.facts["threads"] for each in found] == [1, 1, 1]
+
+
+# -- numbers --
+
+
+def test_the_interval_is_students():
+    found = mean([1.0, 2.0, 4.0])
+    assert found.value == pytest.approx(7 / 3)
+    assert found.interval == pytest.approx(4.302653 * (7 / 3) ** 0.5 / 3**0.5, rel=1e-6)
+    assert math.isnan(mean([1.0]).interval)
+    assert beside(Mean(1.0, 0.5).text(), (2.0, 0.1)) == "1.00 ± 0.50 (2.00 ± 0.10)"
+
+
+def test_curves_are_joined_where_all_of_them_are():
+    x, middle, width = joined([[(0.0, 0.0), (10.0, 10.0)], [(1.0, 3.0), (5.0, 7.0)]])
+    assert (x[0], x[-1]) == (1.0, 5.0)
+    assert middle == pytest.approx([value + 1.0 for value in x])
+    assert width == pytest.approx([12.706205 * 2**0.5 / 2**0.5] * len(x))
+
+
+def test_a_clock_stops_for_evaluations(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("ebflow_examples.reproduce.timed.time.monotonic", lambda: now[0])
+    clock = Clock(10.0)
+    assert clock.share() == 0.0
+    now[0] = 104.0
+    assert clock.share() == pytest.approx(0.4)
+    now[0] = 150.0  # a long evaluation
+    assert not clock(Event(1, {"seconds": 4.0}, None, None))
+    assert clock.share() == pytest.approx(0.4)
+    now[0] = 156.0
+    assert clock.share() == pytest.approx(1.0)
+    assert clock(Event(2, {"seconds": 10.0}, None, None))
+
+
+def test_training_for_a_while_learns_and_tells_what_it_did():
+    run = build(TrainConfig(data="digits", loss="ml", device="cpu", lr=3e-3, whiten=False, calibrate="none"))
+    trained = train_for(run, 1.0, evaluations=4, validation=100)
+    assert trained.seconds >= 1.0
+    assert trained.curve[0][0] == trained.start > 0
+    assert trained.curve[-1][1] < trained.curve[0][1] - 1.0
+    times = [seconds for seconds, _ in trained.curve]
+    assert times == sorted(times)
+    assert trained.result.history[-1]["lr"] < 1e-4  # the schedule followed the clock
+    trained.result.load_best(run.model)
+    assert likelihood(run.model, run.data.validation[:100]).nll == pytest.approx(trained.result.best_nll, rel=0.05)
+    assert trained.facts()["recipe"]["loss"] == "ml"
+
+
+def test_the_papers_numbers_are_complete():
+    for metrics in paper.PLANE.values():
+        assert all(set(by_loss) == FIVE for by_loss in metrics.values())
+    assert all(set(by_loss) == FIVE for by_loss in (*paper.IMAGES.values(), *paper.THROUGHPUT.values()))
+
+
+# -- the command --
+
+
+def test_the_command(tmp_path):
+    runner = CliRunner()
+    words = ["reproduce", "tableA3", "--quick", "--only", "lanczos", "--out", str(tmp_path)]
+    done = runner.invoke(app, words)
+    assert done.exit_code == 0, done.output
+    assert "Relative error of |det W|" in done.output
+    assert (tmp_path / "RESULTS.md").is_file()
+    for words in (["reproduce", "table9"], ["reproduce", "table1", "--budget", "-1"]):
+        done = runner.invoke(app, words)
+        assert done.exit_code == 2
+        assert "error:" in done.output
+    with pytest.raises(UnknownNameError, match="Did you mean 'table1'"):
+        reproduce.main("tabel1")
+
+
+def test_found_gives_settings_and_results():
+    found = Found(Cell("a", "b", {"loss": "ml"}), {"nll": 1.0})
+    assert (found["loss"], found["nll"]) == ("ml", 1.0)
+    assert Path(Options("a", 1.0).folder) == Path("runs/reproduce/cells/a")
