@@ -13,36 +13,15 @@ from torch import nn
 
 import ebflow_plugin as ebf
 from cases import SUPPORTED, Case, perturb
-from ebflow_nflows import FullLinear, SmoothLeakyReLU
+from ebflow_nflows import FullLinear
 from ebflow_plugin.moments import Moments
-
-D = 5
-
-
-def data(n=400, dim=D, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    mixing = torch.randn(dim, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(99))
-    return torch.randn(n, dim, dtype=torch.float64, generator=generator) @ mixing + 3.0
-
-
-def linear_flow():
-    return flows.Flow(FullLinear(D), distributions.StandardNormal([D])).double()
-
-
-def nonlinear_flow():
-    layers = [FullLinear(D, init="orthogonal"), SmoothLeakyReLU(0.3), FullLinear(D, init="orthogonal")]
-    return flows.Flow(transforms.CompositeTransform(layers), distributions.StandardNormal([D])).double()
+from gaussian_models import D, data, linear_flow, nll, nonlinear_flow
 
 
 def gaussian_nll(x):
     """The smallest mean NLL that any Gaussian has on x: its maximum-likelihood fit's."""
     covariance = torch.cov(x.T, correction=0)
     return (0.5 * torch.linalg.slogdet(covariance)[1] + 0.5 * x.shape[1] * (1 + math.log(2 * math.pi))).item()
-
-
-def nll(model, x, context=None):
-    with torch.no_grad():
-        return -model.log_prob(x, context).mean().item()
 
 
 # Moments

@@ -12,24 +12,7 @@ import ebflow_plugin as ebf
 from ebflow_nflows import FullConv2d, FullLinear, SmoothLeakyReLU
 from ebflow_plugin.plan import Plan
 from ebflow_plugin.starts import Thinned, best_scales
-
-D = 5
-
-
-def data(n=400, dim=D, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    mixing = torch.randn(dim, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(99))
-    return torch.randn(n, dim, dtype=torch.float64, generator=generator) @ mixing + 3.0
-
-
-def linear_flow():
-    return flows.Flow(FullLinear(D), distributions.StandardNormal([D])).double()
-
-
-def nll(model, x):
-    with torch.no_grad():
-        return -model.log_prob(x).mean().item()
-
+from gaussian_models import D, data, linear_flow, nll, nonlinear_flow
 
 # The whitening start
 
@@ -106,8 +89,7 @@ def bent_data(n=6000, seed=0):
 
 
 def nflows_model():
-    layers = [FullLinear(D), SmoothLeakyReLU(0.3), FullLinear(D)]
-    return ebf.wrap(flows.Flow(transforms.CompositeTransform(layers), distributions.StandardNormal([D])).double())
+    return ebf.wrap(nonlinear_flow("identity"))
 
 
 def normflows_model():
