@@ -78,9 +78,11 @@ class EBFlow(nn.Module):
             step = CalibrationStep(self.calibration, self._latent_shapes())
             self.plan = replace(self._bare, steps=(*self._bare.steps, step))
         self._normalizer = Normalizer(self.plan)
-        self._structure = [
-            (part._modules, tuple(part._modules.values())) for part in _arrangement(self._bare, self.flow)
-        ]
+        # A hook makes a step unknown, since it may change what the step does: watched like the modules themselves.
+        steps = [step.module for step in self._bare.steps if isinstance(step.module, nn.Module)]
+        watched: list[Any] = [part._modules for part in _arrangement(self._bare, self.flow)]
+        watched += [hooks for module in steps for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+        self._structure = [(members, tuple(members.values())) for members in watched]
         # The largest parameter: some are of a dtype of their own (the mixture of normflows, a number inside Residual).
         sizes = {name: p.numel() for name, p in self.flow.named_parameters() if p.is_floating_point()}
         self._anchor_name = max(sizes, key=sizes.__getitem__, default=None)

@@ -216,7 +216,7 @@ class SigmoidStep(ElementwiseStep):
         logit = torch.log(clamped) - torch.log1p(-clamped)
 
         def slopes() -> tuple[Tensor, Tensor, Tensor]:
-            free = ((y >= eps) & (y <= 1 - eps)).to(y)  # where it is clamped nothing depends on y
+            free = ((y > eps) & (y < 1 - eps)).to(y)  # where it is clamped nothing depends on y
             slope, first, second = logit_slopes(clamped)
             return free * slope / temperature, free * first, free * second
 

@@ -13,6 +13,7 @@ from ebflow_plugin.discovery import comes_from
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.jets import End, gaussian_end
 from ebflow_plugin.plan import Base, Shapes, per_sample
+from ebflow_plugin.registry import changes_the_map
 
 
 class NormflowsBase(Base):
@@ -44,7 +45,9 @@ class NormflowsBase(Base):
 
     @property
     def closed(self) -> bool:
-        return self.class_name == "DiagGaussian" and comes_from(type(self.module), ("normflows",))
+        cls = type(self.module)
+        known = self.class_name == "DiagGaussian" and comes_from(cls, ("normflows",))
+        return known and changes_the_map(self.module, cls) is None  # somebody may have patched the object
 
     def expand(self, latents: tuple[Tensor, ...], context: Tensor | None) -> End:
         temperature = 1.0 if self.module.temperature is None else self.module.temperature

@@ -286,7 +286,8 @@ def gaussian(like: Tensor, generator: Generator | None) -> Tensor:
 
 def rademacher(like: Tensor, generator: Generator | None) -> Tensor:
     """Entries of +1 and -1."""
-    drawn = torch.empty_like(like, device=like.device if generator is None else generator.device)
+    where = like.device if generator is None else generator.device
+    drawn = torch.empty(like.shape, device=where, dtype=like.dtype)  # the same draws for any memory format
     return drawn.bernoulli_(0.5, generator=generator).mul_(2.0).sub_(1.0).to(like.device, non_blocking=True)
 
 

@@ -41,7 +41,7 @@ class FitResult:
         history: The metrics of each evaluation, as in the JSON lines.
         steps: How many steps were taken, those before a resume included.
         stopped: Why it ended: ``"steps"``, ``"patience"`` or ``"callback"``.
-        start_nll: The validation NLL before the first step; None if a step (ActNorm) was still to be initialised.
+        start_nll: The validation NLL before the first step, behind the start of ActNorms; None without validation.
         best_nll: The lowest validation NLL, the start's included, of the averaged weights if there is an EMA.
         best_step: Its step.
         best_state: Its weights, a state dict of the model on the CPU.

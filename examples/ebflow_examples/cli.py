@@ -436,4 +436,10 @@ def _png(out: Path | None, default: Path) -> Path:
     """Where a picture goes; a folder gets the usual name."""
     if out is None:
         return default
-    return out / default.name if out.is_dir() else out.with_suffix(".png") if not out.suffix else out
+    if out.is_dir():
+        return out / default.name
+    if out.suffix not in ("", ".png", ".pdf", ".svg", ".jpg"):
+        from ebflow_plugin.errors import InputError
+
+        raise InputError(f"a picture is a .png, .pdf, .svg or .jpg file, not {out.name}")
+    return out if out.suffix else out.with_suffix(".png")

@@ -101,7 +101,7 @@ class TrainConfig:
         None, MACHINE, "Images are squeezed to alpha … 1 - alpha before the logit.", "1e-6; 0.05 for CIFAR-10"
     )
     amp: bool = _option(False, MACHINE, "Networks inside of nonlinear steps in bfloat16.")
-    compile: bool = _option(False, MACHINE, "Compile the energy (FDSSM, ML, SML).")
+    compile: bool = _option(False, MACHINE, "Compile the objective (SSM, DSM, FDSSM, ML, SML).")
 
     def updated(self, values: Mapping[str, Any]) -> TrainConfig:
         """The same with other values.
@@ -149,7 +149,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         InputError: If it cannot be read, or is no TOML.
     """
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise _input_error(f"the configuration {path} cannot be read: {error.strerror or error}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -7,6 +7,7 @@ Results go to the standard output, everything else to the standard error. Exit c
 from __future__ import annotations
 
 import json
+import math
 import sys
 import warnings
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-__all__ = ["FAILED", "INTERRUPTED", "REFUSED", "Commands", "note", "say", "say_json", "table"]
+__all__ = ["FAILED", "INTERRUPTED", "REFUSED", "Commands", "note", "say", "say_json", "table", "to_json"]
 
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 
@@ -71,7 +72,25 @@ def note(text: str, style: str = "") -> None:
 
 def say_json(value: Any) -> None:
     """Prints a result for programs."""
-    typer.echo(json.dumps(value, indent=2))
+    typer.echo(to_json(value))
+
+
+def to_json(value: Any) -> str:
+    """Strict JSON: null for what it has no number for.
+
+    Example:
+        >>> to_json([1.5, float("inf")]).split()
+        ['[', '1.5,', 'null', ']']
+    """
+    return json.dumps(_finite(value), indent=2, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(part) for part in value]
+    return value if not isinstance(value, float) or math.isfinite(value) else None
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1, remarks: bool = False) -> str:

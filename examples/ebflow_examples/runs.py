@@ -205,5 +205,5 @@ def nll_of_rows(model: ebf.EBFlow, rows: Tensor, seed: int = 0) -> Tensor:
 
 
 def standard_error(values: Tensor) -> float:
-    """The standard error of the mean of some values."""
-    return float(values.std()) / sqrt(len(values)) if len(values) > 1 else float("nan")
+    """The standard error of the mean of some values; infinite for a single one, which tells nothing of it."""
+    return float(values.std()) / sqrt(len(values)) if len(values) > 1 else float("inf")

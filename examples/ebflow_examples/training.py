@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import time
@@ -19,10 +18,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import ebflow_plugin as ebf
 from ebflow_examples.config import TrainConfig, read_toml, to_toml
-from ebflow_examples.console import note
+from ebflow_examples.console import note, to_json
 from ebflow_examples.data import NAMES
 from ebflow_examples.runs import CONFIG, SUMMARY, Run, build, holds_run, likelihood
-from ebflow_plugin.errors import InputError
+from ebflow_plugin.errors import InputError, SingularError
 from ebflow_plugin.inputs import positive, whole
 from ebflow_plugin.training.checkpoints import atomic_write
 
@@ -122,7 +121,7 @@ def _started(run: Run) -> tuple[bool, bool]:
             continue
         try:
             run.model.initialize(run.split("train"), whiten=True, gaussianize=gaussianize)
-        except InputError:
+        except (InputError, SingularError):  # the model does not allow it, or there are too few rows
             if config.gaussianize or (asked and not gaussianize):
                 raise
         else:
@@ -172,7 +171,11 @@ def train(config: TrainConfig, out: Path, resume: bool = False, progress: bool =
             (out / CONFIG).unlink()
         raise
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"`ebflow train --out {out} --resume` goes on from the last checkpoint.") from None
+        saved = any(out.glob("step-*.pt"))
+        what = "goes on from the last checkpoint" if saved else "begins again: there is no checkpoint yet"
+        raise KeyboardInterrupt(f"`ebflow train --out {out} --resume` {what}.") from None
+    if first and kept is not None and config.steps is not None and result.steps > config.steps:
+        (out / CONFIG).write_bytes(kept)  # the run was longer than that already: nothing was done
     last = result.history[-1]
     if result.best_state is not None:
         result.load_best(model)
@@ -197,7 +200,7 @@ def train(config: TrainConfig, out: Path, resume: bool = False, progress: bool =
         "versions": versions(),
     }
     if first:
-        (out / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        (out / SUMMARY).write_text(to_json(summary) + "\n", encoding="utf-8")
     return summary
 
 

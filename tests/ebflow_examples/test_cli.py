@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from ebflow_examples import config, data, models, pictures, training
+from ebflow_examples import config, console, data, models, pictures, training
 from ebflow_examples.cli import app
 from ebflow_plugin import objectives
 
@@ -193,6 +193,9 @@ def test_an_interrupted_run_says_how_to_go_on(tmp_path, monkeypatch):
 
     monkeypatch.setattr(training.ebf, "fit", interrupt)
     done = ebflow("train", "--out", tmp_path / "run", *SMALL, code=130)
+    assert "--resume` begins again" in done.stderr
+    (tmp_path / "run" / "step-00000010.pt").touch()
+    done = ebflow("train", "--out", tmp_path / "run", "--fresh", *SMALL, code=130)
     assert "--resume` goes on" in done.stderr
 
 
@@ -281,3 +284,18 @@ def test_profile_measures_every_objective_and_says_which_to_use(own_models):
     done = ebflow("profile", "users_models:cube", "--seconds", "0.1", code=2)  # takes [0, 1] alone
     assert "dsm: refused: InputOutsideDomain" in done.stderr
     assert "batch-size must be at least 1" in refused("profile", "fc", "--shape", 4, "--batch-size", 0)
+
+
+def test_few_images_train_from_the_plain_start(tmp_path):
+    rows = np.random.default_rng(0).integers(0, 256, (60, 1, 8, 8), dtype=np.uint8)
+    np.save(tmp_path / "few.npy", rows)
+    done = ebflow("train", "--data", tmp_path / "few.npy", "--steps", 2, "--out", tmp_path / "run", "--json")
+    assert json.loads(done.stdout)["steps"] == 2
+    refused = ebflow("sample", tmp_path / "run", "--out", tmp_path / "picture.txt", code=2)
+    assert "picture.txt" in refused.stderr
+    assert not (tmp_path / "picture.npy").exists()
+
+
+def test_json_is_strict():
+    text = console.to_json({"a": float("nan"), "b": [1.0, float("-inf")]})
+    assert json.loads(text, parse_constant=pytest.fail) == {"a": None, "b": [1.0, None]}

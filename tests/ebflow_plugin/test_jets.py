@@ -2,6 +2,7 @@
 
 import warnings
 
+import normflows
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -11,6 +12,7 @@ from nflows.nn import nets
 from nflows.transforms import nonlinearities
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import ebflow_normflows
 import ebflow_plugin as ebf
 from cases import SUPPORTED
 from compositions import LIBRARIES, build, data, specs
@@ -239,3 +241,32 @@ def test_an_error_names_the_step():
     with pytest.raises(TypeError) as caught:
         SSM(model)(x)
     assert "_transform._transforms.1" in "".join(caught.value.__notes__)
+
+
+def patched_nflows():
+    base = distributions.StandardNormal([4])
+    base._log_prob = lambda z, context: distributions.StandardNormal._log_prob(base, 2 * z, context)
+    return flows.Flow(FullLinear(4), base)
+
+
+def patched_normflows():
+    base = normflows.distributions.DiagGaussian(4)
+    base.log_prob = lambda z: -z.square().square().sum(1)
+    return normflows.NormalizingFlow(base, [ebflow_normflows.FullLinear(4)])
+
+
+@pytest.mark.parametrize("make", [patched_nflows, patched_normflows])
+def test_a_base_that_somebody_patched_is_differentiated_as_it_is(make):
+    plan = ebf.wrap(make().double()).plan
+    x, v = torch.randn(2, 3, 4, dtype=torch.float64)
+    found, expected = (derivatives(plan, x, None, [v], closed=closed) for closed in (True, False))
+    assert torch.allclose(found.gradient, expected.gradient)
+    assert torch.allclose(found.curvatures[0], expected.curvatures[0])
+
+
+@pytest.mark.parametrize("edge", [1e-6, 1 - 1e-6])
+def test_on_the_edge_where_a_logit_is_clamped_nothing_depends_on_x(edge):
+    plan = ebf.wrap(flows.Flow(transforms.Logit(), distributions.StandardNormal([1])), match_after=None).plan
+    x = torch.full((1, 1), 0.5).clamp(edge, edge)
+    found, expected = (derivatives(plan, x, None, [torch.ones(1, 1)], closed=closed) for closed in (True, False))
+    assert torch.equal(found.gradient, expected.gradient)

@@ -152,6 +152,20 @@ def test_what_cannot_be_made_gaussian():
         ebf.wrap(flow).initialize(torch.randn(20, 2, 4, 4), gaussianize=True)
 
 
+@pytest.mark.parametrize("rows", [6, 400, 4000])
+def test_features_with_tails_like_cauchys_are_left_as_they_are(rows):
+    generator = torch.Generator().manual_seed(0)
+    train, test = torch.zeros(2, rows, D, dtype=torch.float64).cauchy_(generator=generator)
+    found = []
+    for options in ({"whiten": True}, {"gaussianize": True}):
+        model = nflows_model()
+        model.initialize(train, **options)
+        model.calibrate(train.repeat(10, 1) if rows < 20 else train, "diagonal")
+        found.append(nll(model, test))
+    white, gaussian = found
+    assert gaussian < 1.5 * white
+
+
 @pytest.mark.parametrize("sizes", [[1] * 37, [5, 1, 30, 1], [100]])
 def test_thinned_rows_are_evenly_spread(sizes):
     rows, thinned = torch.arange(sum(sizes))[:, None], Thinned(4)

@@ -10,6 +10,7 @@ from nflows.nn import nets
 from torch import nn
 
 import ebflow_plugin as ebf
+from ebflow_nflows import FullLinear
 
 D = 4
 
@@ -267,3 +268,14 @@ def test_samples_have_the_shape_of_nflows_and_follow_the_generator():
     assert torch.equal(state, torch.get_rng_state())
     assert not torch.equal(model.sample(5, context), model.sample(5, context))
     assert not first.requires_grad
+
+
+def test_a_hook_that_comes_later_is_seen():
+    flow = flows.Flow(
+        transforms.CompositeTransform([FullLinear(3), transforms.Tanh()]), distributions.StandardNormal([3])
+    ).double()
+    model, x = ebf.wrap(flow), torch.rand(5, 3, dtype=torch.float64) - 0.5
+    handle = flow._transform._transforms[1].register_forward_hook(lambda module, x, y: (2 * y[0], y[1] + 1.0))
+    assert torch.allclose(model.log_prob(x), flow.log_prob(x))
+    handle.remove()
+    assert torch.allclose(model.log_prob(x), flow.log_prob(x))
