@@ -80,9 +80,11 @@ class EBFlow(nn.Module):
         self._normalizer = Normalizer(self.plan)
         # A hook makes a step unknown, since it may change what the step does: watched like the modules themselves.
         steps = [step.module for step in self._bare.steps if isinstance(step.module, nn.Module)]
-        watched: list[Any] = [part._modules for part in _arrangement(self._bare, self.flow)]
-        watched += [hooks for module in steps for hooks in (module._forward_hooks, module._forward_pre_hooks)]
-        self._structure = [(members, tuple(members.values())) for members in watched]
+        self._hooks = [hooks for module in steps for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+        self._hook_counts = list(map(len, self._hooks))
+        self._structure = [
+            (part._modules, tuple(part._modules.values())) for part in _arrangement(self._bare, self.flow)
+        ]
         # The largest parameter: some are of a dtype of their own (the mixture of normflows, a number inside Residual).
         sizes = {name: p.numel() for name, p in self.flow.named_parameters() if p.is_floating_point()}
         self._anchor_name = max(sizes, key=sizes.__getitem__, default=None)
@@ -357,8 +359,9 @@ class EBFlow(nn.Module):
 
     def _check(self, x: Tensor, context: Tensor | None) -> Tensor:
         """Refuses input that the flow cannot take, in our words. Gives x to go on with."""
-        if any(tuple(members.values()) != held for members, held in self._structure):
-            self._settle(find_flow(self.flow))  # the flow was rebuilt: a transform was swapped, added or taken out
+        rebuilt = any(tuple(members.values()) != held for members, held in self._structure)
+        if rebuilt or list(map(len, self._hooks)) != self._hook_counts:
+            self._settle(find_flow(self.flow))  # a transform was swapped, added or taken out, or got a hook
         integers = len(self.preprocessing) > 0 and isinstance(self.preprocessing[0], Dequantize)
         x = check_input(x, context, self.plan.event_shape, self._anchor(), integers)
         if self._options.check_finite:
@@ -370,7 +373,7 @@ class EBFlow(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out what refers to the flow's modules from outside: it is made anew for the copy."""
         self._adapter.release(self.flow)
-        left_out = ("plan", "core", "_bare", "_structure", "_prefix", "_normalizer", "_adapter")
+        left_out = ("plan", "core", "_bare", "_structure", "_hooks", "_prefix", "_normalizer", "_adapter")
         return {key: value for key, value in self.__dict__.items() if key not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

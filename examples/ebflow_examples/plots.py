@@ -162,7 +162,7 @@ def curves(axes: Any, lines: Sequence[Curve], title: str, x: str, y: str) -> Non
         label = f"{line.label}  {line.y[-1]:.2f}"
         axes.plot(line.x, line.y, color=line.colour, linewidth=1.8, label=label)
         axes.plot(line.x[-1:], line.y[-1:], "o", color=line.colour, markersize=4)
-    axes.legend(loc="upper right", labelcolor="linecolor")
+    axes.legend(loc="best", labelcolor="linecolor")
     axes.margins(x=0.03, y=0.08)
     axes.grid(axis="y", color=COLOURS["grid"], linewidth=0.6)
     axes.set_axisbelow(True)

@@ -85,7 +85,7 @@ def bands(
         low, high = min(heights), float(np.quantile(heights, WIDEST))
         room = 0.08 * max(high - low, 1e-6)
         axes.set_ylim(low - room, high + room)
-    axes.legend(loc="best" if log else "upper right", labelcolor="linecolor", fontsize=8)
+    axes.legend(loc="best", labelcolor="linecolor", fontsize=8)
     axes.grid(axis="y", color=plots.COLOURS["grid"], linewidth=0.6)
     axes.set_axisbelow(True)
     axes.set(title=title, xlabel=x, ylabel=y)
