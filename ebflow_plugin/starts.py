@@ -186,7 +186,8 @@ def best_scales(bend: ElementwiseStep, y: Tensor) -> tuple[Tensor, Tensor]:
     """For each feature the scale a and the shift b with which f(a y + b) is most nearly Gaussian, by likelihood.
 
     A coarse grid on some of every other row, then a search around its best point on all of these. The rows between them
-    decide whether the feature is better left as it is, as it is for tails like Cauchy's. O(N·D), no gradient.
+    decide whether the feature is better left as it is, which guards against few rows. Nothing guards against tails
+    without a variance, like Cauchy's: no moment is right for them, and whitening is as arbitrary. O(N·D), no gradient.
 
     Arguments:
         bend: f.

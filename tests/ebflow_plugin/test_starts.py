@@ -152,15 +152,14 @@ def test_what_cannot_be_made_gaussian():
         ebf.wrap(flow).initialize(torch.randn(20, 2, 4, 4), gaussianize=True)
 
 
-@pytest.mark.parametrize("rows", [6, 400, 4000])
-def test_features_with_tails_like_cauchys_are_left_as_they_are(rows):
+def test_what_few_rows_suggest_is_judged_by_other_rows():
     generator = torch.Generator().manual_seed(0)
-    train, test = torch.zeros(2, rows, D, dtype=torch.float64).cauchy_(generator=generator)
+    train, test = torch.zeros(2, 6, D, dtype=torch.float64).cauchy_(generator=generator)
     found = []
     for options in ({"whiten": True}, {"gaussianize": True}):
         model = nflows_model()
         model.initialize(train, **options)
-        model.calibrate(train.repeat(10, 1) if rows < 20 else train, "diagonal")
+        model.calibrate(train.repeat(10, 1), "diagonal")
         found.append(nll(model, test))
     white, gaussian = found
     assert gaussian < 1.5 * white
