@@ -164,14 +164,13 @@ def fit_affine(
     covariance = moments.covariance(unbiased=False)
     if not bool(torch.isfinite(covariance).all()):
         raise InputError("the latents of the data hold NaN or inf; ebflow_plugin.verify(flow, x) finds where")
-    spread = covariance.diagonal().clamp_min(0.0).sqrt()
+    spread = (covariance if kind == "diagonal" else covariance.diagonal()).clamp_min(0.0).sqrt()
     flat = (spread <= torch.finfo(torch.float64).eps * spread.max()).nonzero().flatten().tolist()
     if flat:
         raise SingularError(f"latents {flat[:5]} do not vary over the data, so that no scale fits them")
-    shift = held_out.mean - moments.mean
-    seen = held_out.scatter / held_out.count + torch.outer(shift, shift)
+    seen = held_out.second_moments(moments.mean)
     if kind == "diagonal":
-        total = 0.5 * (2 * spread.log() + seen.diagonal() / spread**2).sum().item() + 0.5 * len(spread) * log(2 * pi)
+        total = 0.5 * (2 * spread.log() + seen / spread**2).sum().item() + 0.5 * len(spread) * log(2 * pi)
         tensors = {"mean": moments.mean, "to_base": std / spread, "from_base": spread / std, "center": center}
         return tensors, 1.0, total
     # In units of the spread, shrinking towards the diagonal moves every eigenvalue towards 1.
@@ -218,7 +217,8 @@ def calibrate_plan(
     Returns:
         The tensors of a :class:`Calibration` (none if it would make held-out data less likely), and the report.
     """
-    moments, held_out, losses = Moments(), Moments(), Moments()
+    diagonal = kind == "diagonal"
+    moments, held_out, losses = Moments(diagonal), Moments(diagonal), Moments(diagonal=True)
     index = 0
     event_shape: Shape = ()
     shapes: tuple[Shape, ...] = ()
@@ -245,7 +245,7 @@ def calibrate_plan(
     before, gain = energy + plan.log_z(event_shape, like.double()).item(), base_nll - after
     if gain < 0:
         return {}, CalibrationReport(before, before, 1.0, "none")
-    moments._merge(held_out.count, held_out.mean, held_out.scatter)  # the choice is made: now all data count
+    moments.merge(held_out.count, held_out.mean, held_out.scatter)  # the choice is made: now all data count
     tensors, rho, _ = fit_affine(moments, held_out, base, kind, rho if kind == "full" else None)
     return {name: t.to(like) for name, t in tensors.items()}, CalibrationReport(before, before - gain, rho, kind)
 

@@ -16,12 +16,12 @@ CHUNK = 1000  # rows of a tensor that go through a model at once
 
 
 class Moments:
-    """Count, mean and scatter of rows, merged batch by batch so that large means lose no digits.
+    """Count, mean and scatter of rows, merged part by part so that large means lose no digits.
 
-    Attributes:
-        count: The number of rows.
-        mean: Their mean, with shape ``(D,)``.
-        scatter: The sum of outer products of their deviations, with shape ``(D, D)``.
+    Small batches wait until there are enough of them: merging two scatters costs as much as hundreds of rows.
+
+    Arguments:
+        diagonal: Whether the scatter of each feature is enough. O(D) a row instead of O(D²).
 
     Example:
         >>> rows = torch.randn(10, 2, dtype=torch.float64) + 1e6
@@ -32,27 +32,59 @@ class Moments:
         True
     """
 
-    def __init__(self) -> None:
-        self.count = 0
-        self.mean = torch.zeros(0, dtype=torch.float64)
-        self.scatter = torch.zeros(0, 0, dtype=torch.float64)
+    def __init__(self, diagonal: bool = False) -> None:
+        self.diagonal = diagonal
+        self._merged = 0
+        self._mean = torch.zeros(0, dtype=torch.float64)
+        self._scatter = torch.zeros(0 if diagonal else (0, 0), dtype=torch.float64)
+        self._waiting: list[Tensor] = []
+
+    @property
+    def count(self) -> int:
+        """The number of rows."""
+        return self._merged + sum(map(len, self._waiting))
+
+    @property
+    def mean(self) -> Tensor:
+        """Their mean, with shape ``(D,)``."""
+        self._settle()
+        return self._mean
+
+    @property
+    def scatter(self) -> Tensor:
+        """The sum of outer products of their deviations, with shape ``(D, D)``, or its diagonal, ``(D,)``."""
+        self._settle()
+        return self._scatter
 
     def add(self, rows: Tensor) -> None:
         """Takes in rows with shape ``(N, D)``."""
-        rows = rows.detach().to(torch.float64)
-        mean = rows.mean(0)
-        deviations = rows - mean
-        self._merge(len(rows), mean, deviations.T @ deviations)
+        self._waiting.append(rows.detach().to(torch.float64, copy=True))  # a loader may use its memory again
+        if sum(map(len, self._waiting)) >= CHUNK:
+            self._settle()
 
-    def _merge(self, count: int, mean: Tensor, scatter: Tensor) -> None:
-        if self.count == 0:
-            self.count, self.mean, self.scatter = count, mean, scatter
+    def merge(self, count: int, mean: Tensor, scatter: Tensor) -> None:
+        """Takes in rows of which only the moments are known."""
+        self._settle()
+        if self._merged == 0:
+            self._merged, self._mean, self._scatter = count, mean, scatter
             return
-        total = self.count + count
-        shift = mean - self.mean
-        self.scatter = self.scatter + scatter + torch.outer(shift, shift) * (self.count * count / total)
-        self.mean = self.mean + shift * (count / total)
-        self.count = total
+        total = self._merged + count
+        shift = mean - self._mean
+        self._scatter = self._scatter + scatter + self._outer(shift) * (self._merged * count / total)
+        self._mean = self._mean + shift * (count / total)
+        self._merged = total
+
+    def _settle(self) -> None:
+        """Merges the rows that wait."""
+        if self._waiting:
+            rows, self._waiting = torch.cat(self._waiting), []
+            mean = rows.mean(0)
+            deviations = rows - mean
+            scatter = deviations.square().sum(0) if self.diagonal else deviations.T @ deviations
+            self.merge(len(rows), mean, scatter)
+
+    def _outer(self, vector: Tensor) -> Tensor:
+        return vector.square() if self.diagonal else torch.outer(vector, vector)
 
     def reduce(self) -> None:
         """Merges the moments of all processes of a distributed run, so that each has those of the whole data."""
@@ -61,16 +93,20 @@ class Moments:
         every: list[Any] = [None] * distributed.get_world_size()
         distributed.all_gather_object(every, (self.count, self.mean.cpu(), self.scatter.cpu()))
         device = self.mean.device
-        self.count = 0
+        self._merged = 0
         for count, mean, scatter in every:
-            self._merge(count, mean.to(device), scatter.to(device))
+            self.merge(count, mean.to(device), scatter.to(device))
 
     def covariance(self, unbiased: bool = True) -> Tensor:
-        """The covariance, with shape ``(D, D)``; the maximum-likelihood one with ``unbiased=False``."""
+        """The covariance, with the shape of the scatter; the maximum-likelihood one with ``unbiased=False``."""
         least = 2 if unbiased else 1
         if self.count < least:
             raise InputError(f"a covariance needs at least {least} data points, got {self.count}")
         return self.scatter / (self.count - int(unbiased))
+
+    def second_moments(self, around: Tensor) -> Tensor:
+        """The mean of the squares, or outer products, of deviations from a point; with the shape of the scatter."""
+        return self.covariance(unbiased=False) + self._outer(self.mean - around)
 
 
 def batches(data: Any, check: Callable[[Tensor, Tensor | None], Tensor]) -> Iterator[tuple[Tensor, Tensor | None]]:

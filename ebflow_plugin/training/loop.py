@@ -310,7 +310,7 @@ class Run:
         drawn = random_state(self.device, self._generators)
         try:
             rows = (self._to_device(*batch) for batch in self.data.once())
-            self.model.calibrate([x if c is None else (x, c) for x, c in rows], self.calibrate)
+            self.model.calibrate((x if c is None else (x, c) for x, c in rows), self.calibrate)
             yield
         finally:
             self.model.calibration.set(**kept)

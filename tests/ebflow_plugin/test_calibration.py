@@ -3,6 +3,7 @@
 import copy
 import io
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from nflows import distributions, flows, transforms
 from torch import nn
 
 import ebflow_plugin as ebf
+import ebflow_plugin.moments
 from cases import SUPPORTED, Case, perturb
 from ebflow_nflows import FullLinear
 from ebflow_plugin.moments import Moments
@@ -27,17 +29,36 @@ def gaussian_nll(x):
 # Moments
 
 
-@given(st.lists(st.integers(1, 7), min_size=1, max_size=6), st.integers(0, 100), st.floats(-1e5, 1e5))
-@settings(max_examples=40, deadline=None)
-def test_moments_do_not_depend_on_the_batches(sizes, seed, offset):
+@given(
+    st.lists(st.integers(1, 7), min_size=1, max_size=6),
+    st.integers(1, 20),
+    st.booleans(),
+    st.integers(0, 100),
+    st.floats(-1e5, 1e5),
+)
+@settings(max_examples=60, deadline=None)
+def test_moments_do_not_depend_on_the_batches(sizes, chunk, diagonal, seed, offset):
     rows = torch.randn(sum(sizes), 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) + offset
-    moments = Moments()
-    for part in rows.split(sizes):
-        moments.add(part)
+    moments, memory = Moments(diagonal), torch.empty(7, 3, dtype=torch.float64)
+    with mock.patch.object(ebflow_plugin.moments, "CHUNK", chunk):
+        for part in rows.split(sizes):
+            moments.add(memory[: len(part)].copy_(part))  # as a loader does that uses its memory again
     assert moments.count == len(rows)
     assert torch.allclose(moments.mean, rows.mean(0))
     if len(rows) > 1:
-        assert torch.allclose(moments.covariance(), torch.cov(rows.T), atol=1e-6)
+        expected = torch.cov(rows.T)
+        assert torch.allclose(moments.covariance(), expected.diagonal() if diagonal else expected, atol=1e-6)
+        around = rows.T @ rows / len(rows)
+        assert torch.allclose(moments.second_moments(torch.zeros(3)), around.diagonal() if diagonal else around)
+
+
+def test_a_diagonal_calibration_has_no_matrix():
+    """A flow of 30,000 dimensions: its covariance would take 7 GB."""
+    flow = flows.Flow(transforms.IdentityTransform(), distributions.StandardNormal([30_000]))
+    model = ebf.wrap(flow)
+    x = 3.0 * torch.randn(40, 30_000, generator=torch.Generator().manual_seed(0))
+    report = model.calibrate(x, kind="diagonal")
+    assert report.after < report.before
 
 
 # Calibration
@@ -160,7 +181,7 @@ def test_all_processes_decide_alike(monkeypatch):
     other.flow.load_state_dict(state)
     other.calibrate(shards[1], shrinkage=0.1)
     sent = iter(list(gathered))
-    monkeypatch.setattr(Moments, "reduce", lambda self: self._merge(*next(sent)))
+    monkeypatch.setattr(Moments, "reduce", lambda self: self.merge(*next(sent)))
     model = ebf.wrap(nonlinear_flow())
     model.flow.load_state_dict(state)
     report = model.calibrate(shards[0], shrinkage=0.1)
