@@ -11,12 +11,21 @@ from collections.abc import Callable, Iterator
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-__all__ = ["Smoothness", "first_reason", "kinked_parts", "opaque_parts", "smoothness_of", "unsteady_parts"]
+__all__ = [
+    "TAUGHT_NETWORKS",
+    "Smoothness",
+    "first_reason",
+    "kinked_parts",
+    "opaque_parts",
+    "smoothness_of",
+    "unsteady_parts",
+]
 
 
 class Smoothness(str, Enum):
@@ -86,6 +95,8 @@ _SMOOTH = (
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, functools.partial)
 # Packages whose networks hold their activations where they can be seen.
 _SEEN_INTO = ("torch", "nflows", "glasflow", "enflows", "flowcon", "nessai", "normflows", "sbi", "ebflow_plugin")
+# What users said about classes of networks of their own: rules.register_nonlinear puts it here.
+TAUGHT_NETWORKS: WeakKeyDictionary[type, Smoothness] = WeakKeyDictionary()
 _BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
 _DROPOUTS = (nn.modules.dropout._DropoutNd,)
 
@@ -110,6 +121,9 @@ def kinked_parts(module: nn.Module) -> Iterator[tuple[str, str]]:
 def opaque_parts(module: nn.Module) -> Iterator[str]:
     """Finds what nobody can see into: modules with a ``forward`` of somebody's own, and functions nobody knows.
 
+    A class that :func:`ebflow_plugin.register_nonlinear` was told about is no secret any more; what is inside of it is
+    looked at all the same.
+
     Example:
         >>> class Mine(nn.Module):
         ...     def forward(self, x):
@@ -119,6 +133,8 @@ def opaque_parts(module: nn.Module) -> Iterator[str]:
         ['1']
     """
     for path, part in module.named_modules():
+        if TAUGHT_NETWORKS.get(type(part), Smoothness.UNKNOWN) != Smoothness.UNKNOWN:
+            continue
         owner = next(cls for cls in type(part).__mro__ if "forward" in vars(cls))
         if owner.__module__.partition(".")[0] not in _SEEN_INTO:
             yield path
@@ -136,7 +152,11 @@ def smoothness_of(module: Any) -> Smoothness:
     """
     if not isinstance(module, nn.Module):
         return Smoothness.UNKNOWN
-    if next(kinked_parts(module), None) is not None:
+    taught = {TAUGHT_NETWORKS.get(type(part)) for part in module.modules()}
+    for worst in (Smoothness.FALSE, Smoothness.JUMPS):
+        if worst in taught:
+            return worst
+    if Smoothness.KINKED in taught or next(kinked_parts(module), None) is not None:
         return Smoothness.KINKED
     return Smoothness.SMOOTH if next(opaque_parts(module), None) is None else Smoothness.UNKNOWN
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ebflow_plugin.conditioners import Smoothness
+from ebflow_plugin.conditioners import TAUGHT_NETWORKS, Smoothness
 from ebflow_plugin.errors import UnknownNameError, suggest
 from ebflow_plugin.plan import LinearStep, NonlinearStep, Shape, Step
 from ebflow_plugin.registry import TypeRegistry
@@ -147,8 +147,11 @@ def register_linear(
 def register_nonlinear(cls: type, *, smoothness: str = "unknown", force: bool = False) -> type:
     """Teaches that a class is nonlinear: it keeps its own log-det, as an unknown class does, without the warning.
 
+    The class of a network inside of couplings works too: nobody can see into a ``forward`` of your own, and SSM warns
+    that the coupling may not be smooth, until you say that it is.
+
     Arguments:
-        cls: The class of transforms.
+        cls: The class of transforms, or of networks inside of them.
         smoothness: ``"smooth"`` if its score is continuous, ``"score jumps"``, ``"density jumps"`` or ``"unknown"``.
         force: Replaces an earlier registration.
 
@@ -165,6 +168,7 @@ def register_nonlinear(cls: type, *, smoothness: str = "unknown", force: bool = 
     except ValueError:
         raise UnknownNameError(f"unknown smoothness {smoothness!r}. {suggest(smoothness, list(Smoothness))}") from None
     TAUGHT.add(cls, Taught(False, smoothness=kind), force)
+    TAUGHT_NETWORKS[cls] = kind
     return cls
 
 

@@ -82,7 +82,8 @@ def warn_about_jumps(objective: Objective, harmed_by: Collection[Smoothness], ra
     if Smoothness.UNKNOWN in kinds:
         advice.append(
             "Nobody said whether the score of the unknown classes is continuous, which "
-            f'{name} needs; if you know that it is: register_nonlinear(cls, smoothness="smooth"). DSM needs less.'
+            f'{name} needs; if you know that it is: register_nonlinear(cls, smoothness="smooth"), for the class of the '
+            "step, or of your network inside of it. DSM needs less."
         )
     warnings.warn(
         f"{name} may be wrong about {len(found)} of {len(objective.model.core.plan.steps)} steps\n  "

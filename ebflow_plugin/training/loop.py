@@ -25,6 +25,7 @@ from ebflow_plugin.training.checkpoints import CheckpointFolder, atomic_write, c
 from ebflow_plugin.training.distributed import Processes, parallel
 from ebflow_plugin.training.evaluation import evaluate
 from ebflow_plugin.training.guards import ConditionWatch, Finding, FiniteWatch, diagnose, failure
+from ebflow_plugin.training.interrupts import Interrupts
 from ebflow_plugin.training.progress import Display, JsonLines, NoDisplay, Record, TensorBoard
 from ebflow_plugin.training.randomness import mix, random_state, set_random_state
 from ebflow_plugin.training.spectrum import FullLayer, PenalisedLoss, full_layers
@@ -137,30 +138,40 @@ class Run:
         self._look_every = 1 if settings.skip else LOOK_EVERY.get(self.device.type, LOOK_EVERY_ELSEWHERE)
 
     def train(self) -> None:
-        """Runs to the end, from wherever it is."""
-        progress, settings = self.progress, self.settings
-        self.display.start(progress.step, settings.steps)
-        mark = time.monotonic(), progress.step
+        """Runs to the end, from wherever it is.
+
+        Raises:
+            KeyboardInterrupt: On Ctrl-C; with a folder for checkpoints, when the step that is under way is saved.
+        """
+        self.display.start(self.progress.step, self.settings.steps)
         try:
-            if progress.step == 0 and self.validation is not None and not waits_for_data(self.model.core.plan):
-                self._look_at_the_start()
-                mark = time.monotonic(), 0
-            while progress.step < settings.steps and not self._should_stop():
-                progress.step += 1
-                last = progress.step == settings.steps
-                due = progress.step % settings.evaluate_every == 0 or last
-                saving = self.folder is not None and (progress.step % settings.checkpoint_every == 0 or last)
-                self._take_step(look=due or saving)
-                if due:
-                    mark = self._record(mark)
-                if saving or (self._should_stop() and self.folder is not None):
-                    self.save(mark[0])
-                shown = self._mean_loss() if progress.step % 50 == 0 and not due and self.processes.world == 1 else None
-                self.display.advance(progress.step, shown)
+            with Interrupts(listen=self.folder is not None and self.processes.world == 1) as interrupts:
+                self._run(interrupts)
         finally:
             self.display.stop()
             for parameter in self._parameters:
                 parameter.grad = None
+        if interrupts.asked:
+            raise KeyboardInterrupt(f"stopped after step {self.progress.step}; fit(…, resume=True) goes on from there")
+
+    def _run(self, interrupts: Interrupts) -> None:
+        progress, settings = self.progress, self.settings
+        mark = time.monotonic(), progress.step
+        if progress.step == 0 and self.validation is not None and not waits_for_data(self.model.core.plan):
+            self._look_at_the_start()
+            mark = time.monotonic(), 0
+        while progress.step < settings.steps and not self._should_stop() and not interrupts.asked:
+            progress.step += 1
+            last = progress.step == settings.steps
+            due = progress.step % settings.evaluate_every == 0 or last
+            saving = self.folder is not None and (progress.step % settings.checkpoint_every == 0 or last)
+            self._take_step(look=due or saving or interrupts.asked)
+            if due:
+                mark = self._record(mark)
+            if saving or ((self._should_stop() or interrupts.asked) and self.folder is not None):
+                self.save(mark[0])
+            shown = self._mean_loss() if progress.step % 50 == 0 and not due and self.processes.world == 1 else None
+            self.display.advance(progress.step, shown)
 
     def _take_step(self, look: bool) -> None:
         progress, settings = self.progress, self.settings

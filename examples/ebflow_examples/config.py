@@ -20,6 +20,7 @@ MODEL, LOSS, OPTIMISER, EVALUATION, MACHINE = "What", "Loss", "Optimiser", "Star
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "library": ("nflows", "normflows"),
+    "activation": ("silu", "tanh", "softplus", "relu"),
     "linear": ("full", "lu", "lower", "upper", "qr", "svd"),
     "loss": ("ssm", "dsm", "fdssm", "sm", "ml", "sml", "relative_ml"),
     "optimizer": ("adam", "adamw", "rmsprop", "sgd"),
@@ -46,6 +47,9 @@ class TrainConfig:
     model: str | None = _option(None, MODEL, "Model.", "fc; glow in two dimensions")
     library: str = _option("nflows", MODEL, "Flow library that the model is built from.")
     linear: str = _option("full", MODEL, "Linear layers of the model.")
+    blocks: int | None = _option(None, MODEL, "Blocks of the model (cnn, glow, realnvp, maf, nsf).", "as the model has")
+    hidden: int | None = _option(None, MODEL, "Width of the networks inside of couplings.", "as the model has")
+    activation: str | None = _option(None, MODEL, "Activation of these networks.", "silu, which is smooth")
 
     loss: str = _option("dsm", LOSS, "Objective.")
     sigma: float | None = _option(
@@ -102,6 +106,12 @@ class TrainConfig:
     )
     amp: bool = _option(False, MACHINE, "Networks inside of nonlinear steps in bfloat16.")
     compile: bool = _option(False, MACHINE, "Compile the objective (SSM, DSM, FDSSM, ML, SML).")
+
+    @property
+    def model_options(self) -> dict[str, Any]:
+        """What is said about the inside of the model."""
+        told = {name: getattr(self, name) for name in ("blocks", "hidden", "activation")}
+        return {name: value for name, value in told.items() if value is not None}
 
     def updated(self, values: Mapping[str, Any]) -> TrainConfig:
         """The same with other values.

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+import ebflow_plugin as ebf
 from ebflow_plugin.errors import InputError, UnknownNameError, suggest
 
-__all__ = ["ACTIVATIONS", "LIBRARIES", "LINEAR", "Conditioner", "Kit", "kit_for"]
+__all__ = ["ACTIVATIONS", "LIBRARIES", "LINEAR", "Conditioner", "ImageNetwork", "Kit", "kit_for"]
 
 LIBRARIES = ("nflows", "normflows")
 LINEAR = ("full", "lu", "lower", "upper", "qr", "svd")
@@ -32,7 +33,7 @@ class Conditioner:
 
     Attributes:
         hidden: Features, or channels, of its hidden layers.
-        blocks: How many residual blocks it has.
+        blocks: How many residual blocks it has; on images, how many 1 x 1 convolutions.
         activation: A name of :data:`ACTIVATIONS`. All but ``relu`` are smooth, as SSM needs it.
     """
 
@@ -66,6 +67,45 @@ class Conditioner:
         for parameter in made.get_submodule("final_layer").parameters():
             nn.init.zeros_(parameter)
         return made
+
+
+class ImageNetwork(nn.Module):
+    """Glow's network inside of a coupling of images: convolutions of 3 x 3, 1 x 1 and 3 x 3, zero at first.
+
+    Both libraries scale by sigmoid(u + 2) towards noise, and by its inverse towards data. Score matching sees the data
+    alone: off it u may fall without bound, and some samples explode. With u held above -3 none does.
+
+    Arguments:
+        inputs: Channels of the half that stays as it is.
+        outputs: Twice those of the other half.
+        net: Width, number of 1 x 1 convolutions, and activation.
+        scales: Which of the outputs are u.
+    """
+
+    bound = 3.0
+    is_scale: Tensor
+
+    def __init__(self, inputs: int, outputs: int, net: Conditioner, scales: slice) -> None:
+        super().__init__()
+        layers: list[nn.Module] = [nn.Conv2d(inputs, net.hidden, 3, padding=1), net.module()]
+        for _ in range(net.blocks):
+            layers += [nn.Conv2d(net.hidden, net.hidden, 1), net.module()]
+        last = nn.Conv2d(net.hidden, outputs, 3, padding=1)
+        for parameter in last.parameters():
+            nn.init.zeros_(parameter)
+        self.layers = nn.Sequential(*layers, last)
+        is_scale = torch.zeros(outputs, 1, 1, dtype=torch.bool)
+        is_scale[scales] = True
+        self.register_buffer("is_scale", is_scale, persistent=False)
+
+    def forward(self, inputs: Tensor, context: Tensor | None = None) -> Tensor:
+        """Gives u and the shifts, in the order of the library."""
+        free = self.layers(inputs)
+        return torch.where(self.is_scale, self.bound * torch.tanh(free / self.bound), free)
+
+
+# As smooth as the activation, which wrap() sees for itself; without this nobody could know what forward() adds to it.
+ebf.register_nonlinear(ImageNetwork, smoothness="smooth")
 
 
 class Kit(Protocol):

@@ -109,7 +109,7 @@ def glow(
     """Glow: blocks of ActNorm, a linear layer and an affine coupling.
 
     On vectors ten blocks (Section 5.1) of networks 64 wide; on images eight at each of two levels, a squeeze before
-    each (Section 5.4), of networks with 32 channels. With more than that a step on a CPU takes several seconds.
+    each (Section 5.4), of Glow's own networks with 32 channels; the paper does not say how wide its are.
     """
     images = len(shape) == 3
     net = Conditioner((32 if images else 64) if hidden is None else hidden, depth, activation)

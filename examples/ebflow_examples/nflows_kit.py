@@ -11,7 +11,7 @@ from nflows.nn import nets
 from torch import Tensor, nn
 
 import ebflow_plugin as ebf
-from ebflow_examples.kits import Conditioner, Shape, no_layer
+from ebflow_examples.kits import Conditioner, ImageNetwork, Shape, no_layer
 from ebflow_examples.triangular import Triangular
 from ebflow_nflows import FullConv2d, FullLinear, SmoothLeakyReLU
 
@@ -76,8 +76,12 @@ class NflowsKit:
         return transforms.SqueezeTransform()
 
     def coupling(self, shape: Shape, flip: bool, net: Conditioner) -> nn.Module:
-        network = nets.ResidualNet if len(shape) == 1 else nets.ConvResidualNet
-        return transforms.AffineCouplingTransform(_mask(shape[0], flip), lambda *sizes: net.start(network, *sizes))
+        def network(inputs: int, outputs: int) -> nn.Module:
+            if len(shape) == 1:
+                return net.start(nets.ResidualNet, inputs, outputs)
+            return ImageNetwork(inputs, outputs, net, scales=slice(outputs // 2, None))
+
+        return transforms.AffineCouplingTransform(_mask(shape[0], flip), network)
 
     def spline(self, features: int, flip: bool, net: Conditioner, bins: int, bound: float) -> nn.Module:
         return transforms.PiecewiseRationalQuadraticCouplingTransform(

@@ -13,7 +13,7 @@ import normflows as nf
 from torch import Tensor, nn
 
 import ebflow_plugin as ebf
-from ebflow_examples.kits import Conditioner, Shape, no_layer
+from ebflow_examples.kits import Conditioner, ImageNetwork, Shape, no_layer
 from ebflow_examples.triangular import Triangular
 from ebflow_normflows import FullConv2d, FullLinear, SmoothLeakyReLU
 
@@ -79,9 +79,13 @@ class NormflowsKit:
         return nf.flows.Squeeze()
 
     def coupling(self, shape: Shape, flip: bool, net: Conditioner) -> nn.Module:
-        network = nf.nets.ResidualNet if len(shape) == 1 else nf.nets.resnet.ConvResidualNet
         changed = (shape[0] + 1) // 2 if flip else shape[0] // 2
-        conditioner = net.start(network, shape[0] - changed, 2 * changed)
+        sizes = shape[0] - changed, 2 * changed
+        conditioner = (
+            net.start(nf.nets.ResidualNet, *sizes)
+            if len(shape) == 1
+            else ImageNetwork(*sizes, net, scales=slice(1, None, 2))
+        )
         mode = "channel_inv" if flip else "channel"
         return nf.flows.AffineCouplingBlock(conditioner, scale_map="sigmoid", split_mode=mode)
 

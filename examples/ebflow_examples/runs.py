@@ -106,7 +106,7 @@ def build(config: TrainConfig) -> Run:
         config = replace(config, model="glow" if original.event_shape == (2,) else "fc")
     assert config.model is not None
     torch.manual_seed(config.seed)
-    flow, data = flow_for(config.model, original, library=config.library, linear=config.linear)
+    flow, data = flow_for(config.model, original, library=config.library, linear=config.linear, **config.model_options)
     model = ebf.wrap(flow, preprocess=preprocessing(data, config.alpha), match_after="auto" if config.map else None)
     model.to(choose_device(config.device))
     shape = original.event_shape if len(original.event_shape) == 3 else None

@@ -95,7 +95,13 @@ def test_the_tables_have_their_cells(out):
         *(("ours", loss) for loss in (*FIVE, "relative_ml")),
     }
     ablation = content(out, "table3")["rows"]
-    assert len(ablation) == 12
+    assert {(row["model"], row["loss"], row["ema"], row["map"]) for row in ablation} == {
+        (model, loss, ema, after)
+        for model in ("fc", "cnn")
+        for loss in ("ssm", "dsm", "fdssm")
+        for ema in (False, True)
+        for after in (False, True)
+    }
     related = content(out, "table4")
     assert [cell["cell"]["name"] for cell in related["cells"]] == ["gaussian"]  # the others are borrowed
     assert {row["loss"] for row in related["rows"]} == FIVE | {"relative_ml"}

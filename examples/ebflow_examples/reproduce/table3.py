@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +22,20 @@ RECORDS = 40  # of the norm of the gradient
 # Without MaP the noise of DSM and the finite difference of FDSSM are added to pixels in [0, 1], and what they push out
 # of it has no logit. A margin of 0.05, and noise of 0.01 a pixel, keep all of them inside.
 MARGIN, NOISE = 0.05, 0.01
+Groups = dict[tuple[Any, ...], list[Found]]
 
 
 def cells(options: Options) -> list[Cell]:
-    """One for each objective, MaP and seed. EMA needs no run of its own: the same run has both weights."""
+    """One for each model, objective, MaP and seed. EMA needs no run of its own: the same run has both weights."""
     return [
         Cell(
             "table3",
-            f"fc-{loss}-{'map' if after else 'pixels'}-seed{seed}",
-            {"data": options.data, "model": "fc", "way": "paper", "loss": loss, "map": after, "seed": seed,
+            f"{model}-{loss}-{'map' if after else 'pixels'}-seed{seed}",
+            {"data": options.data, "model": model, "way": "paper", "loss": loss, "map": after, "seed": seed,
              "quick": options.quick},
         )
         for seed in range(options.seeds)
+        for model in table2.MODELS
         for loss in LOSSES
         for after in (False, True)
     ]  # fmt: skip
@@ -57,36 +60,16 @@ def compute(cell: Cell, folder: Path, data_root: str | None) -> dict[str, Any]:
 
 
 def report(options: Options, found: Sequence[Found], path: Path) -> Report:
-    """NLL with and without either, beside the paper's; the norm of the gradient of SSM."""
-    groups = grouped(found, "loss", "map")
-    known = options.data == "mnist"
-    lines, rows = [], []
-    for after in (False, True):
-        for averaged in (False, True):
-            line = ["yes" if averaged else "no", "yes" if after else "no"]
-            for loss in LOSSES:
-                group = groups.get((loss, after))
-                theirs = paper.ABLATION.get((averaged, after), {}).get(loss) if known else None
-                ours = None if group is None else column(group, "nll" if averaged else "nll_last")
-                line.append("" if ours is None else beside(ours.text(1), theirs, 1))
-                rows.append({"ema": averaged, "map": after, "loss": loss, "nll": ours, "paper": theirs})
-            lines.append(line)
-    norms = {
-        f"{'with' if after else 'without'} MaP": (
-            plots.COLOURS["score" if after else "ml"],
-            [each.result["gradient_norms"] for each in groups["ssm", after]],
-        )
-        for after in (False, True)
-        if ("ssm", after) in groups
-    }
-    pictures = []
-    if norms:
-        with plots.figure(path, 5.6, 3.6) as figure:
-            bands(
-                figure.subplots(), norms, f"SSM, fc on {options.data}: norm of the gradient", "steps", "norm", log=True
-            )
-        pictures.append(path)
-    head = ("EMA", "MaP", *map(str.upper, LOSSES))
+    """NLL with and without either, beside the paper's, a table for each model; the norm of the gradient of SSM."""
+    groups = grouped(found, "model", "loss", "map")
+    grids, rows = [], []
+    for model in _models(groups):
+        grid, lines = table_of(options, model, groups)
+        grids.append(grid)
+        rows += lines
+    models = [model for model in _models(groups) if any(key[:2] == (model, "ssm") for key in groups)]
+    if models:
+        draw(options, models, groups, path)
     notes = [
         "The paper's way in all else: its start, RMSProp, no calibration; its numbers are of converged models. With "
         "and without EMA is the same run: its last weights, and their average.",
@@ -94,6 +77,40 @@ def report(options: Options, found: Sequence[Found], path: Path) -> Report:
         f"exist. They have a margin of {MARGIN} and noise of {NOISE} a pixel there, against 1e-6 "
         "and 1 (in logits) with MaP. The paper does not say what it does about this.",
     ]
-    return Report(
-        [Grid(f"NLL of test data, fc on {options.data} (the paper's)", head, lines, 2)], rows, notes, pictures
-    )
+    return Report(grids, rows, notes, [path] if models else [])
+
+
+def _models(groups: Groups) -> list[str]:
+    return [model for model in table2.MODELS if any(key[0] == model for key in groups)]
+
+
+def table_of(options: Options, model: str, groups: Groups) -> tuple[Grid, list[dict[str, Any]]]:
+    """A line for each of the four ways; the paper's numbers are those of MNIST."""
+    lines, rows = [], []
+    for after, averaged in product((False, True), repeat=2):
+        line = ["yes" if averaged else "no", "yes" if after else "no"]
+        for loss in LOSSES:
+            group = groups.get((model, loss, after))
+            theirs = paper.ABLATION[model].get((averaged, after), {}).get(loss) if options.data == "mnist" else None
+            ours = None if group is None else column(group, "nll" if averaged else "nll_last")
+            line.append("" if ours is None else beside(ours.text(1), theirs, 1))
+            rows.append({"model": model, "ema": averaged, "map": after, "loss": loss, "nll": ours, "paper": theirs})
+        lines.append(line)
+    head = ("EMA", "MaP", *map(str.upper, LOSSES))
+    return Grid(f"NLL of test data, {model} on {options.data} (the paper's)", head, lines, 2), rows
+
+
+def draw(options: Options, models: Sequence[str], groups: Groups, path: Path) -> None:
+    """The norm of the gradient of SSM with and without MaP, beside each other for the models."""
+    with plots.figure(path, 5.2 * len(models), 3.6) as figure:
+        for axes, model in zip(figure.subplots(1, len(models), squeeze=False)[0], models, strict=True):
+            norms = {
+                f"{'with' if after else 'without'} MaP": (
+                    plots.COLOURS["score" if after else "ml"],
+                    [each.result["gradient_norms"] for each in groups[model, "ssm", after]],
+                )
+                for after in (False, True)
+                if (model, "ssm", after) in groups
+            }
+            title = f"SSM, {model} on {options.data}: norm of the gradient"
+            bands(axes, norms, title, "steps", "norm", log=True)

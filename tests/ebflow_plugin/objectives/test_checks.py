@@ -23,6 +23,7 @@ from torch import nn
 
 import ebflow_plugin as ebf
 from ebflow_nflows import SmoothLeakyReLU
+from ebflow_plugin.conditioners import TAUGHT_NETWORKS
 from ebflow_plugin.objectives import DSM, FDSSM, ML, SM, SML, SSM
 from ebflow_plugin.objectives.checks import find_blind_spots
 from ebflow_plugin.rules import TAUGHT
@@ -66,6 +67,7 @@ def taught():
     yield teach
     for cls in known:
         TAUGHT.remove(cls)
+        del TAUGHT_NETWORKS[cls]
 
 
 class Warp(Transform):
@@ -78,6 +80,17 @@ class Warp(Transform):
     def forward(self, inputs, context=None):
         slope = 1 + 0.5 * self.a * (1 - torch.tanh(self.a * inputs) ** 2)
         return inputs + 0.5 * torch.tanh(self.a * inputs), slope.log().sum(-1)
+
+
+class Network(nn.Module):
+    """A network of the user's own, inside of a coupling."""
+
+    def __init__(self, activation):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(1, 8), activation, nn.Linear(8, 2))
+
+    def forward(self, inputs, context=None):
+        return torch.tanh(self.layers(inputs))
 
 
 # Smoothness
@@ -123,6 +136,31 @@ def test_jumps_of_the_density_harm_every_kind_of_score_matching(make):
     _, (message,) = messages(lambda: make(ebf.wrap(flow_of(LULinear(2), LeakyReLU(0.5), LULinear(2)))))
     assert "_transform._transforms.1  LeakyReLU (nflows.transforms.nonlinearities): its density jumps" in message
     assert "use ML or SML, or a smooth layer" in message
+
+
+def test_a_network_of_ones_own_can_be_taught(taught):
+    def coupling(activation):
+        return ebf.wrap(flow_of(AffineCouplingTransform([0, 1], lambda *sizes: Network(activation))))
+
+    smooth, kinked = coupling(nn.Tanh()), coupling(nn.ReLU())
+    _, (message,) = messages(lambda: SSM(smooth))
+    assert "AffineCouplingTransform (nflows.transforms.coupling): of unknown smoothness" in message
+    assert "for the class of the step, or of your network inside of it" in message
+    taught(Network, "smooth")
+    assert messages(lambda: SSM(smooth))[1] == []
+    assert "its score jumps" in messages(lambda: SSM(kinked))[1][0]  # what is inside is looked at all the same
+
+
+@pytest.mark.parametrize(
+    ("smoothness", "said"), [("score jumps", "its score jumps"), ("density jumps", "its density jumps")]
+)
+def test_a_network_that_jumps_can_be_taught(taught, smoothness, said):
+    class Jumpy(Network):
+        pass
+
+    taught(Jumpy, smoothness)
+    model = ebf.wrap(flow_of(AffineCouplingTransform([0, 1], lambda *sizes: Jumpy(nn.Tanh()))))
+    assert said in messages(lambda: SSM(model))[1][0]
 
 
 @pytest.mark.parametrize("make", [ML, SML])
