@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from ebflow_plugin.errors import InputError, SingularError
 from ebflow_plugin.layers import FullLinear
+from ebflow_plugin.matrix_steps import FullStep
 from ebflow_plugin.moments import Moments
 from ebflow_plugin.plan import Base, LinearStep, Plan, Shape
-from ebflow_plugin.steps import FullStep
 
 __all__ = ["Calibration", "CalibrationReport", "CalibrationStep", "calibrate_plan", "fold"]
 

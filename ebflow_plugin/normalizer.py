@@ -19,11 +19,11 @@ from ebflow_plugin.estimators import annealed, importance
 from ebflow_plugin.geometry import Geometry
 from ebflow_plugin.lanczos import log_abs_det
 from ebflow_plugin.layers import FullConv2d, FullLinear
+from ebflow_plugin.matrix_steps import FullStep, MatrixStep
 from ebflow_plugin.memo import Memo
 from ebflow_plugin.plan import LinearStep, Plan, Shape
 from ebflow_plugin.proposals import Gaussian, Proposal
 from ebflow_plugin.rules import TaughtLinearStep
-from ebflow_plugin.steps import FullStep, MatrixStep
 
 if TYPE_CHECKING:
     from ebflow_plugin.wrapper import EBFlow

@@ -25,9 +25,10 @@ from torch.nn import functional as F
 from ebflow_plugin.elementwise import ElementwiseStep
 from ebflow_plugin.errors import InputError, SingularError
 from ebflow_plugin.layers import FullLinear
+from ebflow_plugin.matrix_steps import FullStep
 from ebflow_plugin.moments import Moments
 from ebflow_plugin.plan import Plan, Step
-from ebflow_plugin.steps import FullStep, InitialisedAffineStep, IsometryStep
+from ebflow_plugin.steps import InitialisedAffineStep, IsometryStep
 
 __all__ = ["best_scales", "gaussianize", "whiten"]
 

@@ -13,15 +13,10 @@ from ebflow_nflows.base import ForeignBase, MixtureBase, NflowsBase, NormalBase
 from ebflow_plugin.discovery import Adapter
 from ebflow_plugin.elementwise import ActivationStep
 from ebflow_plugin.errors import UnsupportedStepError
+from ebflow_plugin.matrix_steps import FullStep, PackedLUStep
 from ebflow_plugin.plan import Plan
 from ebflow_plugin.rules import Child, Container, Rule
-from ebflow_plugin.steps import (
-    FullStep,
-    IdentityStep,
-    IndexedPermutationStep,
-    PackedLUStep,
-    RefusedStep,
-)
+from ebflow_plugin.steps import IdentityStep, IndexedPermutationStep, RefusedStep
 
 # nflows, its forks, a package that is built of its parts, and our own layers
 PACKAGES = ("nflows", "glasflow", "enflows", "flowcon", "nessai", "ebflow_nflows")

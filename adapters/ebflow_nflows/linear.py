@@ -9,15 +9,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ebflow_plugin.jets import Expansion
+from ebflow_plugin.matrix_steps import MatrixStep, PackedLUStep
 from ebflow_plugin.plan import LinearStep, Shape, Shapes
-from ebflow_plugin.steps import (
-    ElementwiseAffineStep,
-    InitialisedAffineStep,
-    MatrixStep,
-    OrthogonalStep,
-    PackedLUStep,
-    SqueezeStep,
-)
+from ebflow_plugin.steps import ElementwiseAffineStep, InitialisedAffineStep, OrthogonalStep, SqueezeStep
 
 
 class PointwiseAffineStep(ElementwiseAffineStep):

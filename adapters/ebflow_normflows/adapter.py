@@ -20,16 +20,11 @@ from ebflow_normflows.steps import ours
 from ebflow_plugin.discovery import Adapter
 from ebflow_plugin.elementwise import ActivationStep
 from ebflow_plugin.errors import InputError, NotAFlowError, UnsupportedStepError
+from ebflow_plugin.matrix_steps import FullStep, PackedLUStep
 from ebflow_plugin.plan import Plan, Step
 from ebflow_plugin.registry import resolve
 from ebflow_plugin.rules import Child, Container, Rule
-from ebflow_plugin.steps import (
-    FullStep,
-    IdentityStep,
-    IndexedPermutationStep,
-    PackedLUStep,
-    SqueezeStep,
-)
+from ebflow_plugin.steps import IdentityStep, IndexedPermutationStep, SqueezeStep
 
 
 def backwards(step: type[Step]) -> Container:

@@ -15,16 +15,15 @@ from torch.nn import functional as F
 
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.jets import Expansion
+from ebflow_plugin.matrix_steps import MatrixStep, TriangularStep
 from ebflow_plugin.memo import Memo
 from ebflow_plugin.plan import Shapes
 from ebflow_plugin.steps import (
     ElementwiseAffineStep,
     InitialisedAffineStep,
     IsometryStep,
-    MatrixStep,
     OrthogonalStep,
     PermutationStep,
-    TriangularStep,
 )
 
 

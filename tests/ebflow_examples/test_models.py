@@ -7,7 +7,7 @@ import torch
 
 import ebflow_plugin as ebf
 from ebflow_examples.data import DataSet, load
-from ebflow_examples.kits import ACTIVATIONS
+from ebflow_examples.kits import ACTIVATIONS, ImageNetwork
 from ebflow_examples.models import LIBRARIES, LINEAR, MODELS, build, flow_for, preprocessing
 from ebflow_examples.nflows_kit import TriangularLinear
 from ebflow_plugin.errors import InputError, UnknownNameError
@@ -156,10 +156,29 @@ def test_masked_entries_of_triangular_layers_do_nothing():
 
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_activations(library, activation):
-    flow = build("glow", (4,), library=library, activation=activation, blocks=1, hidden=8)
+@pytest.mark.parametrize("shape", [(4,), (1, 4, 4)])
+def test_activations(library, activation, shape):
+    flow = build("glow", shape, library=library, activation=activation, blocks=1, hidden=8)
     rows = [row for row in ebf.describe(flow) if row.linearity == "nonlinear"]
     assert all((row.smoothness == "smooth") == (activation != "relu") for row in rows)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_no_sample_of_an_image_glow_explodes(library):
+    """However far the networks go, a coupling moves the volume by what its bounded scale allows, and no more."""
+    torch.manual_seed(0)
+    flow = build("glow", (1, 4, 4), library=library, levels=1, blocks=1, hidden=8).double()
+    for module in flow.modules():
+        if isinstance(module, ImageNetwork):
+            torch.nn.init.normal_(module.layers[-1].weight, std=1e4)
+    model = ebf.wrap(flow)
+    model.initialize(torch.randn(50, 1, 4, 4, dtype=torch.float64))
+    x = 10 * torch.randn(200, 1, 4, 4, dtype=torch.float64)
+    (_,), log_det = model.plan.encode(x)
+    mean_scale = log_det / 8  # its logarithm, over the half that is moved
+    least, most = torch.nn.functional.logsigmoid(torch.tensor([-1.0, 5.0], dtype=torch.float64))
+    assert least - 1e-3 <= mean_scale.min() < -1.0  # as far as it can
+    assert mean_scale.max() <= most + 2e-3  # nflows adds 1e-3 to each scale
 
 
 def test_flow_for_takes_the_shape_of_the_data():

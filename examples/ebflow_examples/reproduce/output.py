@@ -151,12 +151,14 @@ def write(options: Options, made: Experiment, found: Sequence[Found]) -> Report:
 def _markdown(options: Options, report: Report, found: Sequence[Found], wall: float, about: dict[str, Any]) -> str:
     shares = sorted({each.cell.seconds for each in found if each.cell.timed})
     each_cell = f"; each run trains for {shares[0]:.0f} s" if shares else ""
-    seeds = ", ".join(str(seed) for seed in range(options.seeds))
+    seeds = sorted({each.cell.settings["seed"] for each in found})
+    named = f"Seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
+    count = f"{len(found)} cell{'s' * (len(found) > 1)}"
     failed = [f"- {each.cell.name}: {each.failed.splitlines()[0]}" for each in found if each.failed]
     parts = [
         f"## {EXPERIMENTS[options.what]}",
         f"`{options.command}`",
-        f"Seeds {seeds}; {len(found)} cells, {wall / 60:.1f} minutes of one core in all{each_cell}. "
+        f"{named}; {count}, {wall / 60:.1f} minutes of one core in all{each_cell}. "
         f"{about['device']}, one thread a cell, {options.jobs} side by side, torch {about['torch']}, {about['date']}.",
         *(grid.markdown() for grid in report.grids),
         *report.notes,
