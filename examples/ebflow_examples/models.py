@@ -75,7 +75,7 @@ def cnn(
     linear: str,
     *,
     blocks: int = 3,
-    kernel: int = 7,
+    kernel: int | None = None,
     alpha: float = 0.3,
     init: str = "negative_identity",
 ) -> tuple[list[nn.Module], Shape]:
@@ -84,11 +84,12 @@ def cnn(
     A kernel of 7 x 7 is what gives the paper's numbers of parameters: 0.027 M for MNIST, 0.241 M for CIFAR-10.
     """
     result: list[nn.Module] = []
+    size = _kernel(kernel, 7, linear)
     for block in range(blocks):
         if block:
             result.append(kit.squeeze())
             shape = _squeezed(shape, "cnn", f"blocks={block}")
-        first, second = (kit.convolution(shape[0], kernel, linear, init) for _ in range(2))
+        first, second = (kit.convolution(shape[0], size, linear, init) for _ in range(2))
         result += [first, kit.leaky(alpha), second]
     return result, shape
 
@@ -100,7 +101,7 @@ def glow(
     *,
     blocks: int | None = None,
     levels: int = 2,
-    kernel: int = 1,
+    kernel: int | None = None,
     hidden: int | None = None,
     depth: int = 1,
     activation: str = "silu",
@@ -114,13 +115,16 @@ def glow(
     images = len(shape) == 3
     net = Conditioner((32 if images else 64) if hidden is None else hidden, depth, activation)
     count = (8 if images else 10) if blocks is None else blocks
+    if not images and kernel is not None:
+        raise InputError(f"glow has convolutions on images alone, not on vectors of {shape[0]}; leave out kernel")
+    size = _kernel(kernel, 1, linear)
     result: list[nn.Module] = []
     for level in range(levels if images else 1):
         if images:
             result.append(kit.squeeze())
             shape = _squeezed(shape, "glow", f"levels={level}")
         for block in range(count):
-            mixing = kit.convolution(shape[0], kernel, linear, init) if images else kit.linear(shape[0], linear, init)
+            mixing = kit.convolution(shape[0], size, linear, init) if images else kit.linear(shape[0], linear, init)
             result += [kit.act_norm(shape), mixing, kit.coupling(shape, block % 2 == 1, net)]
     return result, shape
 
@@ -293,6 +297,15 @@ def _check_shape(name: str, info: ModelInfo, shape: Shape) -> None:
         raise InputError(f"{name} takes vectors, but the data are images of {shape}; flatten them to ({prod(shape)},)")
     if shape == (1,) and name not in ("fc", "maf"):
         raise InputError(f"{name} couples features with one another, and the data have one; try fc or maf")
+
+
+def _kernel(asked: int | None, usual: int, linear: str) -> int:
+    """The size of the convolutions: those that are no full ones act on single pixels."""
+    if linear == "full":
+        return usual if asked is None else asked
+    if asked not in (None, 1):
+        raise InputError(f"convolutions with linear={linear!r} are 1 x 1; leave out kernel={asked}, or take 'full'")
+    return 1
 
 
 def _squeezed(shape: Shape, name: str, fewer: str) -> Shape:

@@ -15,7 +15,7 @@ from ebflow_plugin.errors import InputError, UnknownNameError
 VECTORS, IMAGES = (5,), (2, 4, 4)  # an odd number of features: halves differ
 SMALL = {
     "fc": {},
-    "cnn": {"blocks": 2, "kernel": 3},
+    "cnn": {"blocks": 2},
     "glow": {"blocks": 2, "hidden": 8},
     "realnvp": {"blocks": 2, "hidden": 8},
     "maf": {"blocks": 2, "hidden": 8},
@@ -54,6 +54,8 @@ def moved(flow, seed=0):
 def made(name, shape, **options):
     """A model in float64, started from data, with every parameter moved; and data."""
     torch.manual_seed(0)
+    if name == "cnn" and options.get("linear", "full") == "full":
+        options = {"kernel": 3, **options}
     flow = build(name, shape, **{**SMALL[name], **options}).double()
     x = torch.randn(12, *shape, dtype=torch.float64)
     ebf.wrap(flow).initialize(x)
@@ -243,6 +245,8 @@ def test_unknown_names(arguments, options, message):
         (("glow", (4,)), {"hidden": -1}, "hidden >= 1"),
         (("fc", (4,)), {"layers": 0}, "layers must be at least 1, got 0"),
         (("glow", (4,)), {"blocks": 0}, "blocks must be at least 1, got 0"),
+        (("glow", (1, 8, 8)), {"kernel": 3, "linear": "lu"}, "linear='lu' are 1 x 1; leave out kernel=3"),
+        (("glow", (4,)), {"kernel": 3}, "on images alone, not on vectors of 4"),
         (("fc", (4,)), {"alpha": 2.0}, "alpha must lie in"),
         (("fc", (4,)), {"init": "idenity"}, "unknown init 'idenity'"),
     ],
