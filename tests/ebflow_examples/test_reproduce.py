@@ -235,10 +235,10 @@ def test_the_interval_is_students():
 
 
 def test_curves_are_joined_where_all_of_them_are():
-    x, middle, width = joined([[(0.0, 0.0), (10.0, 10.0)], [(1.0, 3.0), (5.0, 7.0)]])
+    x, (first, second) = joined([[(0.0, 0.0), (10.0, 10.0)], [(1.0, 3.0), (5.0, 7.0)]])
     assert (x[0], x[-1]) == (1.0, 5.0)
-    assert middle == pytest.approx([value + 1.0 for value in x])
-    assert width == pytest.approx([12.706205 * 2**0.5 / 2**0.5] * len(x))
+    assert first == pytest.approx(x)
+    assert second == pytest.approx([value + 2.0 for value in x])
 
 
 def test_a_clock_stops_for_evaluations(monkeypatch):

@@ -1,4 +1,4 @@
-"""Curves of several seeds as one line: the mean, and its 95 % interval as a band."""
+"""Curves of several seeds: their mean, and each of them as a thin line."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from ebflow_examples import plots
-from ebflow_examples.reproduce.output import mean
 
-__all__ = ["COLOURS", "bands", "joined", "objective_name"]
+__all__ = ["COLOURS", "joined", "objective_name", "seed_curves"]
 
 COLOURS = {  # told apart by all eyes
     "ml": "#D55E00",
@@ -21,6 +21,7 @@ COLOURS = {  # told apart by all eyes
     "fdssm": "#56B4E9",
 }
 POINTS = 60
+LARGE = 1e5  # numbers from here on are written as powers of ten
 WIDEST = 0.95  # values above this quantile do not stretch the axis
 
 Points = Sequence[tuple[float, float]]
@@ -36,21 +37,20 @@ def objective_name(loss: str) -> str:
     return {"relative_ml": "RelativeML"}.get(loss, loss.upper())
 
 
-def joined(curves: Sequence[Points]) -> tuple[list[float], list[float], list[float]]:
-    """Puts curves on the x that all of them reach: x, mean, and half the width of the 95 % interval (0 for one).
+def joined(curves: Sequence[Points]) -> tuple[list[float], list[list[float]]]:
+    """Puts curves on the x that all of them reach: x, and each curve there.
 
     Example:
-        >>> joined([[(0.0, 1.0), (2.0, 3.0)], [(0.0, 1.0), (4.0, 5.0)]])[1][-1]
-        3.0
+        >>> x, lines = joined([[(0.0, 1.0), (2.0, 3.0)], [(0.0, 1.0), (4.0, 5.0)]])
+        >>> x[-1], [line[-1] for line in lines]
+        (2.0, [3.0, 3.0])
     """
     low, high = max(curve[0][0] for curve in curves), min(curve[-1][0] for curve in curves)
     x = np.linspace(low, max(low, high), POINTS)
-    lines = [np.interp(x, *np.array(curve).T) for curve in curves]
-    means = [mean(values) for values in zip(*(line.tolist() for line in lines), strict=True)]
-    return x.tolist(), [each.value for each in means], [each.interval if len(curves) > 1 else 0.0 for each in means]
+    return x.tolist(), [np.interp(x, *np.array(curve).T).tolist() for curve in curves]
 
 
-def bands(
+def seed_curves(
     axes: Any,
     lines: Mapping[str, tuple[str, Sequence[Points]]],
     title: str,
@@ -60,7 +60,7 @@ def bands(
     digits: int = 1,
     log: bool = False,
 ) -> None:
-    """Draws lines with bands, named with the values that they end at.
+    """Draws the mean over seeds, named with the value that it ends at, and thin lines for the seeds.
 
     Arguments:
         axes: Where to.
@@ -72,15 +72,20 @@ def bands(
         log: Whether y is logarithmic.
     """
     heights: list[float] = []
-    number = ".2e" if log else f".{digits}f"
     for label, (colour, curves) in lines.items():
-        along, middle, width = joined(curves)
-        axes.plot(along, middle, color=colour, linewidth=1.6, label=f"{label}  {middle[-1]:{number}}")
-        edges = np.array(middle)[None] + np.outer((-1.0, 1.0), width)
-        axes.fill_between(along, edges[0], edges[1], color=colour, alpha=0.18, linewidth=0)
-        heights += middle
+        along, seeds = joined(curves)
+        middle = np.mean(seeds, axis=0)
+        number = f"{middle[-1]:.{digits}f}" if middle[-1] < LARGE else f"{middle[-1]:.1e}"
+        axes.plot(along, middle, color=colour, linewidth=1.8, label=f"{label}  {number}")
+        if len(seeds) > 1:
+            axes.plot(along, np.transpose(seeds), color=colour, linewidth=0.6, alpha=0.6)
+        heights += [value for line in seeds for value in line]
     if log:
         axes.set_yscale("log")
+        if heights and max(heights) < 100 * min(heights):  # powers of ten alone would leave two ticks
+            axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+            axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+            axes.yaxis.set_minor_formatter(NullFormatter())
     elif heights:
         low, high = min(heights), float(np.quantile(heights, WIDEST))
         room = 0.08 * max(high - low, 1e-6)

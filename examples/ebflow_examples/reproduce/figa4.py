@@ -15,7 +15,7 @@ from ebflow_examples.config import TrainConfig
 from ebflow_examples.data import load
 from ebflow_examples.models import flow_for
 from ebflow_examples.reproduce.common import Cell, Found, Options
-from ebflow_examples.reproduce.curves import bands
+from ebflow_examples.reproduce.curves import seed_curves
 from ebflow_examples.reproduce.output import Grid, Report, column, grouped
 from ebflow_examples.reproduce.timed import train_for
 from ebflow_examples.runs import Run, likelihood
@@ -76,7 +76,7 @@ def report(options: Options, found: Sequence[Found], path: Path) -> Report:
     curves = {KINDS[kind][0]: (KINDS[kind][1], [each.result["curve"] for each in groups[kind,]]) for kind in kinds}
     with plots.figure(path, 6.0, 3.8) as figure:
         title = f"{DATA}: NLL of validation data by linear layer"
-        bands(figure.subplots(), curves, title, "seconds of training, one core", "nats", digits=2)
+        seed_curves(figure.subplots(), curves, title, "seconds of training, one core", "nats", digits=2)
     entropy = column([each for each in found if not each.failed], "entropy").value
     notes = [
         f"ML, {LAYERS} linear layers with smooth leaky ReLUs between them, entries scaled to unit variance for "

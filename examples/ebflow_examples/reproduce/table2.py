@@ -17,7 +17,7 @@ from ebflow_examples.data import load
 from ebflow_examples.models import ALPHA, preprocessing
 from ebflow_examples.reproduce import paper
 from ebflow_examples.reproduce.common import Cell, Found, Options
-from ebflow_examples.reproduce.curves import COLOURS, bands, objective_name
+from ebflow_examples.reproduce.curves import COLOURS, objective_name, seed_curves
 from ebflow_examples.reproduce.output import Grid, Report, beside, column, grouped, mean
 from ebflow_examples.reproduce.timed import train_for
 from ebflow_examples.runs import build, likelihood
@@ -214,4 +214,4 @@ def draw(options: Options, found: Sequence[Found], path: Path) -> None:
                     if (model, way, loss) in groups
                 }
                 title = f"{model} on {options.data}, {WAYS[way]}: NLL of validation data"
-                bands(place, curves, title, "seconds of training, one core", "nats")
+                seed_curves(place, curves, title, "seconds of training, one core", "nats", log=way == "paper")

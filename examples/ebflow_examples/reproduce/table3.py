@@ -11,7 +11,7 @@ from typing import Any
 from ebflow_examples import plots
 from ebflow_examples.reproduce import paper, table2
 from ebflow_examples.reproduce.common import Cell, Found, Options
-from ebflow_examples.reproduce.curves import bands
+from ebflow_examples.reproduce.curves import seed_curves
 from ebflow_examples.reproduce.output import Grid, Report, beside, column, grouped
 from ebflow_examples.reproduce.timed import train_for
 from ebflow_examples.runs import build, likelihood
@@ -113,4 +113,4 @@ def draw(options: Options, models: Sequence[str], groups: Groups, path: Path) ->
                 if (model, "ssm", after) in groups
             }
             title = f"SSM, {model} on {options.data}: norm of the gradient"
-            bands(axes, norms, title, "steps", "norm", log=True)
+            seed_curves(axes, norms, title, "steps", "norm", log=True)
