@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+
+from ebflow_plugin.registry import TypeRegistry, resolve
 
 __all__ = [
     "TAUGHT_NETWORKS",
@@ -96,7 +97,7 @@ _FUNCTIONS = (FunctionType, BuiltinFunctionType, functools.partial)
 # Packages whose networks hold their activations where they can be seen.
 _SEEN_INTO = ("torch", "nflows", "glasflow", "enflows", "flowcon", "nessai", "normflows", "sbi", "ebflow_plugin")
 # What users said about classes of networks of their own: rules.register_nonlinear puts it here.
-TAUGHT_NETWORKS: WeakKeyDictionary[type, Smoothness] = WeakKeyDictionary()
+TAUGHT_NETWORKS: TypeRegistry[Smoothness] = TypeRegistry("smoothness")
 _BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
 _DROPOUTS = (nn.modules.dropout._DropoutNd,)
 
@@ -133,7 +134,10 @@ def opaque_parts(module: nn.Module) -> Iterator[str]:
         ['1']
     """
     for path, part in module.named_modules():
-        if TAUGHT_NETWORKS.get(type(part), Smoothness.UNKNOWN) != Smoothness.UNKNOWN:
+        taught = _taught(part)
+        if taught == Smoothness.UNKNOWN:
+            yield path
+        if taught is not None:
             continue
         owner = next(cls for cls in type(part).__mro__ if "forward" in vars(cls))
         if owner.__module__.partition(".")[0] not in _SEEN_INTO:
@@ -152,13 +156,18 @@ def smoothness_of(module: Any) -> Smoothness:
     """
     if not isinstance(module, nn.Module):
         return Smoothness.UNKNOWN
-    taught = {TAUGHT_NETWORKS.get(type(part)) for part in module.modules()}
+    taught = {_taught(part) for part in module.modules()}
     for worst in (Smoothness.FALSE, Smoothness.JUMPS):
         if worst in taught:
             return worst
     if Smoothness.KINKED in taught or next(kinked_parts(module), None) is not None:
         return Smoothness.KINKED
     return Smoothness.SMOOTH if next(opaque_parts(module), None) is None else Smoothness.UNKNOWN
+
+
+def _taught(part: nn.Module) -> Smoothness | None:
+    """What was said about the class of a network, or about a parent that it does not change."""
+    return resolve(part, TAUGHT_NETWORKS.get)[0]
 
 
 def unsteady_parts(module: Any) -> list[Callable[[], str | None]]:

@@ -38,11 +38,12 @@ class Moments:
         self._mean = torch.zeros(0, dtype=torch.float64)
         self._scatter = torch.zeros(0 if diagonal else (0, 0), dtype=torch.float64)
         self._waiting: list[Tensor] = []
+        self._rows = 0  # that wait
 
     @property
     def count(self) -> int:
         """The number of rows."""
-        return self._merged + sum(map(len, self._waiting))
+        return self._merged + self._rows
 
     @property
     def mean(self) -> Tensor:
@@ -59,7 +60,8 @@ class Moments:
     def add(self, rows: Tensor) -> None:
         """Takes in rows with shape ``(N, D)``."""
         self._waiting.append(rows.detach().to(torch.float64, copy=True))  # a loader may use its memory again
-        if sum(map(len, self._waiting)) >= CHUNK:
+        self._rows += len(rows)
+        if self.diagonal or self._rows >= CHUNK:  # merging a diagonal costs no more than a row
             self._settle()
 
     def merge(self, count: int, mean: Tensor, scatter: Tensor) -> None:
@@ -77,7 +79,7 @@ class Moments:
     def _settle(self) -> None:
         """Merges the rows that wait."""
         if self._waiting:
-            rows, self._waiting = torch.cat(self._waiting), []
+            rows, self._waiting, self._rows = torch.cat(self._waiting), [], 0
             mean = rows.mean(0)
             deviations = rows - mean
             scatter = deviations.square().sum(0) if self.diagonal else deviations.T @ deviations

@@ -141,6 +141,7 @@ def register_linear(
         True
     """
     TAUGHT.add(cls, Taught(True, apply, invert, log_det, cost), force)
+    TAUGHT_NETWORKS.remove(cls)
     return cls
 
 
@@ -168,7 +169,7 @@ def register_nonlinear(cls: type, *, smoothness: str = "unknown", force: bool = 
     except ValueError:
         raise UnknownNameError(f"unknown smoothness {smoothness!r}. {suggest(smoothness, list(Smoothness))}") from None
     TAUGHT.add(cls, Taught(False, smoothness=kind), force)
-    TAUGHT_NETWORKS[cls] = kind
+    TAUGHT_NETWORKS.add(cls, kind, force=True)
     return cls
 
 
@@ -193,4 +194,5 @@ def register_container(cls: type, children: Callable[[Any], Iterable[tuple[str, 
         return (child if isinstance(child, Child) else Child(*child) for child in children(module))
 
     TAUGHT.add(cls, Container(listed), force)
+    TAUGHT_NETWORKS.remove(cls)
     return cls

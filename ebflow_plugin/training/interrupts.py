@@ -1,10 +1,12 @@
-"""Ctrl-C: the step that is under way comes to its end first, so that its state can be saved."""
+"""Ctrl-C: the step that is under way comes to its end first, and one more is taken and saved."""
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
+from contextlib import suppress
 from types import FrameType, TracebackType
 
 __all__ = ["Interrupts"]
@@ -13,7 +15,8 @@ __all__ = ["Interrupts"]
 class Interrupts:
     """Listens for Ctrl-C during a ``with`` block. A second one stops at once, as without this.
 
-    Signals reach the main thread alone, and whoever has a handler of their own keeps it: there nothing changes.
+    Signals reach the main thread alone, and whoever has a handler of their own keeps it: there nothing changes. One
+    inside of another passes the word on.
 
     Arguments:
         listen: Whether to listen at all.
@@ -30,10 +33,15 @@ class Interrupts:
     def __init__(self, listen: bool = True) -> None:
         self.asked = False
         self._listen = listen
+        self._outer: Interrupts | None = None
+        self._process = os.getpid()
 
     def __enter__(self) -> Interrupts:
-        here = threading.current_thread() is threading.main_thread()
-        self._listen = self._listen and here and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        before = signal.getsignal(signal.SIGINT)
+        owner = getattr(before, "__self__", None)
+        self._outer = owner if isinstance(owner, Interrupts) else None
+        free = before is signal.default_int_handler or self._outer is not None
+        self._listen = self._listen and free and threading.current_thread() is threading.main_thread()
         if self._listen:
             signal.signal(signal.SIGINT, self._stop)
         return self
@@ -41,10 +49,15 @@ class Interrupts:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._listen:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if self._listen and signal.getsignal(signal.SIGINT) == self._stop:  # nobody else has taken over
+            signal.signal(signal.SIGINT, signal.default_int_handler if self._outer is None else self._outer._stop)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
+        if os.getpid() != self._process:  # a worker that was forked, which the main process will end
+            return
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        print("\nStopping when this step is saved; Ctrl-C again stops at once.", file=sys.stderr, flush=True)
+        told: Interrupts | None = self
+        while told is not None:
+            told.asked, told = True, told._outer
+        with suppress(OSError, ValueError, RuntimeError):  # the reader of a pipe hears Ctrl-C too, and may be gone
+            print("\nStopping when the next step is saved; Ctrl-C again stops at once.", file=sys.stderr, flush=True)

@@ -141,12 +141,19 @@ class Run:
         """Runs to the end, from wherever it is.
 
         Raises:
-            KeyboardInterrupt: On Ctrl-C; with a folder for checkpoints, when the step that is under way is saved.
+            KeyboardInterrupt: On Ctrl-C; with a folder for checkpoints, when the next step is saved.
         """
         self.display.start(self.progress.step, self.settings.steps)
+        interrupts = Interrupts(listen=self.folder is not None and self.processes.world == 1)
         try:
-            with Interrupts(listen=self.folder is not None and self.processes.world == 1) as interrupts:
+            with interrupts:
                 self._run(interrupts)
+        except Exception as error:
+            if not interrupts.asked or isinstance(error, EBFlowError):
+                raise
+            # Ctrl-C reaches the workers of a DataLoader and the readers of pipes too, and those fail first.
+            at = f"stopped in step {self.progress.step}; fit(…, resume=True) goes on from the last checkpoint"
+            raise KeyboardInterrupt(at) from error
         finally:
             self.display.stop()
             for parameter in self._parameters:
@@ -160,15 +167,17 @@ class Run:
         if progress.step == 0 and self.validation is not None and not waits_for_data(self.model.core.plan):
             self._look_at_the_start()
             mark = time.monotonic(), 0
-        while progress.step < settings.steps and not self._should_stop() and not interrupts.asked:
+        stopping = False
+        while progress.step < settings.steps and not self._should_stop() and not stopping:
+            stopping = interrupts.asked  # if it comes later, the next step is the last: no step is saved unlooked at
             progress.step += 1
             last = progress.step == settings.steps
             due = progress.step % settings.evaluate_every == 0 or last
-            saving = self.folder is not None and (progress.step % settings.checkpoint_every == 0 or last)
-            self._take_step(look=due or saving or interrupts.asked)
+            saving = self.folder is not None and (progress.step % settings.checkpoint_every == 0 or last or stopping)
+            self._take_step(look=due or saving)
             if due:
                 mark = self._record(mark)
-            if saving or ((self._should_stop() or interrupts.asked) and self.folder is not None):
+            if saving or (self._should_stop() and self.folder is not None):
                 self.save(mark[0])
             shown = self._mean_loss() if progress.step % 50 == 0 and not due and self.processes.world == 1 else None
             self.display.advance(progress.step, shown)

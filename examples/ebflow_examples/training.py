@@ -34,6 +34,8 @@ OPTIMISERS: dict[str, Callable[..., optim.Optimizer]] = {
     "rmsprop": optim.RMSprop,
     "sgd": optim.SGD,
 }
+# What weights do not tell, though they mean something else with it; and what is usual.
+UNSEEN = {"activation": "silu", "alpha": "its default", "map": True}
 SCHEDULES: dict[str, Callable[[float], float]] = {  # the learning rate, as a share of --lr, by the share of the run
     "constant": lambda share: 1.0,
     "cosine": lambda share: 0.5 * (1.0 + cos(pi * min(1.0, share))),
@@ -49,19 +51,27 @@ def configuration(
     Raises:
         InputError: If there is nothing to resume, or a run is in the way; or a value is no good.
     """
-    config = TrainConfig()
+    config, begun = TrainConfig(), None
     if resume and out is None:
         raise InputError("--resume needs the folder of the run: --out runs/NAME")
     if out is not None and holds_run(out):
         if resume is None and first_process():  # the others may come when it has begun
             raise InputError(f"{out} holds a run already: --resume goes on with it, --fresh replaces it")
         if resume:
-            config = config.updated(read_toml(out / CONFIG))
+            config = begun = config.updated(read_toml(out / CONFIG))
     elif resume and not flags and file is None:
         raise InputError(f"{out} holds no run to go on with: it has no {CONFIG}. Leave out --resume to begin one.")
     if file is not None:
         config = config.updated(read_toml(file))
-    return config.updated(flags)
+    config = config.updated(flags)
+    for name, usual in UNSEEN.items() if begun is not None else ():
+        before, now = (usual if getattr(each, name) is None else getattr(each, name) for each in (begun, config))
+        if before != now:
+            raise InputError(
+                f"{out} was begun with {name} {before}, and its weights mean something else with {now}: leave {name} "
+                "out, or begin another run with --fresh or another --out"
+            )
+    return config
 
 
 def first_process() -> bool:

@@ -184,6 +184,12 @@ def test_a_run_goes_on_and_flags_override_the_file(tmp_path):
     before = (out / "config.toml").read_text()
     done = ebflow("train", "--out", out, "--resume", "--loss", "dsm", code=2)
     assert "is of another run" in done.stderr
+    for flag, words in (
+        (["--activation", "relu"], "begun with activation silu, and its weights mean something else with relu"),
+        (["--alpha", "0.01"], "begun with alpha its default"),
+        (["--no-map"], "begun with map True"),
+    ):
+        assert words in " ".join(refused("train", "--out", out, "--resume", *flag).split())
     assert (out / "config.toml").read_text() == before
 
 

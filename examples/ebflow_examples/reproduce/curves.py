@@ -21,7 +21,7 @@ COLOURS = {  # told apart by all eyes
     "fdssm": "#56B4E9",
 }
 POINTS = 60
-LARGE = 1e5  # numbers from here on are written as powers of ten
+SMALL, LARGE = 1e-2, 1e5  # numbers between these are written out
 WIDEST = 0.95  # values above this quantile do not stretch the axis
 
 Points = Sequence[tuple[float, float]]
@@ -75,7 +75,7 @@ def seed_curves(
     for label, (colour, curves) in lines.items():
         along, seeds = joined(curves)
         middle = np.mean(seeds, axis=0)
-        number = f"{middle[-1]:.{digits}f}" if middle[-1] < LARGE else f"{middle[-1]:.1e}"
+        number = f"{middle[-1]:.{digits}f}" if SMALL < abs(middle[-1]) < LARGE else f"{middle[-1]:.2g}"
         axes.plot(along, middle, color=colour, linewidth=1.8, label=f"{label}  {number}")
         if len(seeds) > 1:
             axes.plot(along, np.transpose(seeds), color=colour, linewidth=0.6, alpha=0.6)
@@ -84,7 +84,7 @@ def seed_curves(
         axes.set_yscale("log")
         if heights and max(heights) < 100 * min(heights):  # powers of ten alone would leave two ticks
             axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-            axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+            axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
             axes.yaxis.set_minor_formatter(NullFormatter())
     elif heights:
         low, high = min(heights), float(np.quantile(heights, WIDEST))

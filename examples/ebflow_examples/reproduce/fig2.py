@@ -58,7 +58,7 @@ def report(options: Options, found: Sequence[Found], path: Path) -> Report:
         "O(D²) for the others. (b) NLL of validation data against training time"
         + (f", from the cells of Table 2: `{borrowed[0].facts['command']}`." if borrowed else "."),
     ]
-    return Report(grids, rows, notes, pictures)
+    return Report(grids, rows, notes, pictures, borrowed)
 
 
 def _borrowed(options: Options) -> list[Found]:

@@ -112,12 +112,14 @@ class Report:
         rows: The same numbers, for programs.
         notes: What a reader must know, a paragraph each.
         pictures: The files that were drawn.
+        borrowed: Cells of another experiment that it used too.
     """
 
     grids: Sequence[Grid]
     rows: Sequence[dict[str, Any]]
     notes: Sequence[str] = ()
     pictures: Sequence[Path] = ()
+    borrowed: Sequence[Found] = ()
 
 
 def write(options: Options, made: Experiment, found: Sequence[Found]) -> Report:
@@ -126,7 +128,8 @@ def write(options: Options, made: Experiment, found: Sequence[Found]) -> Report:
     report: Report = made.report(options, found, out / f"{name}.png")
     about = {**machine(torch.device("cpu"), 1), "jobs": options.jobs}
     about.pop("load at the start")
-    wall = sum(each.wall for each in found)
+    used = [*found, *report.borrowed]
+    wall = sum(each.wall for each in used)
     content = {
         "what": name,
         "about": EXPERIMENTS[name],
@@ -139,7 +142,7 @@ def write(options: Options, made: Experiment, found: Sequence[Found]) -> Report:
         "cells": [asdict(each) for each in found],
     }
     (out / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    (out / f"{name}.md").write_text(_markdown(options, report, found, wall, about), encoding="utf-8")
+    (out / f"{name}.md").write_text(_markdown(options, report, used, wall, about), encoding="utf-8")
     say("\n\n".join(grid.screen() for grid in report.grids))
     for line in report.notes:
         say(f"\n{line}")

@@ -55,6 +55,7 @@ def report(options: Options, found: Sequence[Found], path: Path) -> Report:
         [Grid(f"fc on {options.data}, ours, test data", head, lines, 2)],
         rows,
         [*table2.gaussian_note(found), note, *source],
+        borrowed=borrowed,
     )
 
 

@@ -67,7 +67,7 @@ def taught():
     yield teach
     for cls in known:
         TAUGHT.remove(cls)
-        del TAUGHT_NETWORKS[cls]
+        TAUGHT_NETWORKS.remove(cls)
 
 
 class Warp(Transform):
@@ -149,18 +149,6 @@ def test_a_network_of_ones_own_can_be_taught(taught):
     taught(Network, "smooth")
     assert messages(lambda: SSM(smooth))[1] == []
     assert "its score jumps" in messages(lambda: SSM(kinked))[1][0]  # what is inside is looked at all the same
-
-
-@pytest.mark.parametrize(
-    ("smoothness", "said"), [("score jumps", "its score jumps"), ("density jumps", "its density jumps")]
-)
-def test_a_network_that_jumps_can_be_taught(taught, smoothness, said):
-    class Jumpy(Network):
-        pass
-
-    taught(Jumpy, smoothness)
-    model = ebf.wrap(flow_of(AffineCouplingTransform([0, 1], lambda *sizes: Jumpy(nn.Tanh()))))
-    assert said in messages(lambda: SSM(model))[1][0]
 
 
 @pytest.mark.parametrize("make", [ML, SML])
