@@ -18,7 +18,7 @@ from ebflow_examples.reproduce.output import Grid, Report, beside, column, group
 from ebflow_examples.reproduce.timed import train_for
 from ebflow_examples.runs import build, likelihood
 
-MINUTES = 120.0
+MINUTES = 30.0
 LOSSES = ("ssm", "dsm")
 COUNT, COLUMNS = 64, 8
 TEMPERATURES = {"warm": 1.0, "cool": 0.8}
@@ -32,7 +32,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 
 def cells(options: Options) -> list[Cell]:
     """One for each objective: a picture needs one seed."""
-    inside = {"kernel": 3 if options.data == "digits" else 7, "blocks": 2 if options.quick else 8}
+    inside = {"kernel": 3, "blocks": 2 if options.quick else 8}
     common = {"data": options.data, "seed": 0, "quick": options.quick, **inside}
     return [Cell("fig4", f"glow-{loss}-seed0", {"loss": loss, **common, **RECIPES[loss]}) for loss in LOSSES]
 
@@ -42,7 +42,7 @@ def recipe(cell: Cell, data_root: str | None) -> TrainConfig:
     told = {name: value for name, value in cell.settings.items() if name != "quick"}
     return TrainConfig(
         data_root=data_root, model="glow", device="cpu", lr=1e-3, clip_norm=500.0, batch_size=40, calibrate="full",
-        **told,
+        ema_decay=0.99, **told,
     )  # fmt: skip
 
 
@@ -84,8 +84,10 @@ def report(options: Options, found: Sequence[Found], path: Path) -> Report:
         "Samples by the inverse. " + _blocks(found) + "The paper says neither the size of its convolutions nor the "
         "width of its networks, which is 32 channels here. Calibrated, the best weights by validation NLL; NLL of "
         "2,000 test images. The paper trains for tens of epochs on a GPU.",
-        "The two do not compare with each other: DSM has logits of pixels in [0.05, 0.95], where the background has "
-        "next to no width, and what it learns is the density of data with noise on them; SSM has a margin of 1e-6.",
+        "Margin, noise, rate and kernel were chosen by eye, and by validation NLL, from a few runs of minutes. More "
+        "training is not always better: the paper saw its samples decline with it too.",
+        "SSM and DSM do not compare with each other: DSM has logits of pixels in [0.05, 0.95], where the background "
+        "has next to no width, and what it learns is the density of data with noise on them; SSM has a margin of 1e-6.",
     ]
     head = ("objective", "NLL (the paper's)", "steps", "training")
     return Report([Grid(f"Glow on {options.data}", head, lines)], rows, notes, [path] if panels else [])
@@ -93,6 +95,5 @@ def report(options: Options, found: Sequence[Found], path: Path) -> Report:
 
 def _blocks(found: Sequence[Found]) -> str:
     """How the models were built."""
-    for each in found:
-        return f"{2 * each['blocks']} blocks with full convolutions of {each['kernel']} x {each['kernel']}. "
-    return ""
+    sizes = {(2 * each["blocks"], each["kernel"]) for each in found}
+    return "".join(f"{blocks} blocks with full convolutions of {size} x {size}. " for blocks, size in sizes)
