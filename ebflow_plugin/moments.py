@@ -12,7 +12,7 @@ from ebflow_plugin.errors import InputError
 
 __all__ = ["Moments", "batches"]
 
-CHUNK = 1000  # rows of a tensor that go through a model at once
+CHUNK = 1000  # rows that go through a model, or into a scatter, at once
 
 
 class Moments:

@@ -166,6 +166,7 @@ def fit(
     Raises:
         InputError: If something in the arguments cannot work, before anything is trained.
         TrainingError: If the loss or a gradient is not finite.
+        KeyboardInterrupt: On Ctrl-C; with ``checkpoint``, when one more step is taken and saved.
 
     Example:
         >>> import ebflow_plugin as ebf

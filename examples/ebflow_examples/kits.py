@@ -73,7 +73,7 @@ class ImageNetwork(nn.Module):
     """Glow's network inside of a coupling of images: convolutions of 3 x 3, 1 x 1 and 3 x 3, zero at first.
 
     Both libraries scale by sigmoid(u + 2) towards noise, and by its inverse towards data. Score matching sees the data
-    alone: off it u may fall without bound, and some samples explode. With u held above -3 none does.
+    alone: off it u may fall without bound, and samples explode. With u above -3 no coupling stretches by more than 4.
 
     Arguments:
         inputs: Channels of the half that stays as it is.

@@ -166,7 +166,7 @@ def test_activations(library, activation, shape):
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_no_sample_of_an_image_glow_explodes(library):
+def test_no_coupling_of_an_image_glow_explodes(library):
     """However far the networks go, a coupling moves the volume by what its bounded scale allows, and no more."""
     torch.manual_seed(0)
     flow = build("glow", (1, 4, 4), library=library, levels=1, blocks=1, hidden=8).double()

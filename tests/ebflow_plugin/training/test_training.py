@@ -4,6 +4,7 @@ import io
 import json
 import sys
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -458,3 +459,19 @@ def test_compiled_energy_is_taken_back_after_an_error():
     with pytest.raises(ZeroDivisionError), compiled_energy(FDSSM(model)):
         raise ZeroDivisionError
     assert "energy" not in model.core.__dict__
+
+
+def test_calibrating_holds_a_few_batches_at_a_time():
+    alive, most = weakref.WeakSet(), []
+
+    def collate(items):
+        batch = torch.stack([row for (row,) in items])
+        alive.add(batch)
+        most.append(len(alive))
+        return batch
+
+    loader = DataLoader(TensorDataset(make_data(160)), batch_size=8, collate_fn=collate)
+    objective = ebf.objectives.DSM(make_model(), sigma=0.5)
+    fit(objective, loader, steps=2, validation=make_data(30, seed=1), calibrate="full", progress=False)
+    assert len(most) > 20
+    assert max(most) < 6
