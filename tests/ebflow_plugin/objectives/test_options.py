@@ -175,6 +175,27 @@ def test_sums_start_at_zero(model, x):
     torch.testing.assert_close(sum(terms)(x), ML(model)(x) + SM(model)(x))
 
 
+def test_a_sum_draws_from_its_generator(model, x):
+    loss = 0.5 * SSM(model) + 0.5 * DSM(model)
+    assert loss.generator is None
+    loss.generator = seeded()
+    assert all(term.generator is loss.generator for term in loss.terms)
+    first = loss(x)
+    loss.generator = seeded()
+    assert torch.equal(loss(x), first)
+    assert not torch.equal(loss(x), first)
+    made = WeightedSum([(0.5, SSM(model)), (0.5, DSM(model))], generator=seeded())
+    assert torch.equal(made(x), first)
+    with pytest.raises(ebf.InputError, match="generator must be a torch.Generator or None, got 0"):
+        loss.generator = 0
+    assert (SSM(model, generator=seeded()) + DSM(model, generator=seeded())).generator is None
+
+
+def test_an_objective_without_a_formula_cannot_be_made(model):
+    with pytest.raises(TypeError, match="abstract.*per_sample"):
+        Objective(model)
+
+
 def test_sums_that_make_no_sense(model):
     with pytest.raises(ebf.InputError, match="SSM and ML are objectives of different models"):
         SSM(model) + ML(make_model())
