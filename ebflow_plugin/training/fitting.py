@@ -18,6 +18,7 @@ from ebflow_plugin.ema import EMA
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.inputs import one_of, refuse_non_finite, whole
 from ebflow_plugin.objectives import Objective
+from ebflow_plugin.preprocess import Dequantize
 from ebflow_plugin.training.acceleration import bf16_conditioners, compiled_energy
 from ebflow_plugin.training.batches import Batches, LoaderBatches, batches, refuse_useless_labels
 from ebflow_plugin.training.checkpoints import CheckpointFolder, check_saveable, write_weights
@@ -272,10 +273,13 @@ def _check_first(model: EBFlow, source: Batches | LoaderBatches, name: str, devi
     x, context = source.first()
     try:
         x, context = x.to(device), None if context is None else context.to(device)
-        refuse_useless_labels(model, x, context)
         model._check(x, context)
         if x.is_floating_point():
             refuse_non_finite("its first batch", x)
+        for step in model.preprocessing:
+            if isinstance(step, Dequantize):
+                step.refuse(x)
+        refuse_useless_labels(model, x, context)
     except InputError as error:
         raise InputError(f"{name}: {error}") from error
 
