@@ -177,7 +177,7 @@ class WeightedSum(Objective):
 
     def __init__(self, terms: Iterable[tuple[float, Objective]], *, generator: Generator | None = None) -> None:
         nn.Module.__init__(self)
-        flat = [pair for weight, term in terms for pair in _flatten(weight, term)]
+        flat = [pair for term in _listed(terms) for pair in _flatten(*term)]
         if not flat:
             raise InputError("a weighted sum needs at least one objective")
         first = flat[0][1]
@@ -308,6 +308,14 @@ def _generator(generator: object) -> Generator | None:
     if generator is not None and not isinstance(generator, Generator):
         raise InputError(f"generator must be a torch.Generator or None, got {generator!r}")
     return generator
+
+
+def _listed(terms: object) -> list[tuple[float, Objective]]:
+    found = list(terms) if isinstance(terms, Iterable) else [terms]
+    for pair in found:
+        if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[1], Objective)):
+            raise InputError(f"the terms of a sum are pairs of a weight and an objective, got {pair!r}")
+    return found
 
 
 def _flatten(weight: float, term: Objective) -> list[tuple[float, Objective]]:

@@ -15,7 +15,7 @@ from torch import Generator, Tensor
 
 from ebflow_plugin.conditioners import Smoothness
 from ebflow_plugin.errors import InputError
-from ebflow_plugin.inputs import one_of, positive, whole
+from ebflow_plugin.inputs import flag, one_of, positive, whole
 from ebflow_plugin.jets import Derivatives, derivatives, dot, transformed
 from ebflow_plugin.objectives import checks
 from ebflow_plugin.objectives.base import Common, Objective
@@ -139,7 +139,7 @@ class SSM(ScoreObjective):
         super().__init__(model, **common)
         self.projections = whole("projections", projections)
         self.projection = one_of("projection", projection, PROJECTIONS)
-        self.projected = bool(projected)
+        self.projected = flag("projected", projected)
         checks.refuse_false_derivatives(self)
         checks.warn_about_jumps(self, checks.EVERY_JUMP)
 

@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ebflow_plugin.ema import EMA
 from ebflow_plugin.errors import InputError
+from ebflow_plugin.inputs import path_of
 from ebflow_plugin.objectives import Objective, WeightedSum
 from ebflow_plugin.wrapper import EBFlow
 
@@ -246,7 +247,8 @@ def load_best(model: EBFlow, folder: str | os.PathLike[str]) -> dict[str, Any]:
         ...     load_best(model, folder)["nll"] == result.best_nll
         True
     """
-    kept = CheckpointFolder(folder).load_best() if Path(folder).is_dir() else None
+    path = path_of("folder", folder)
+    kept = CheckpointFolder(path).load_best() if path.is_dir() else None
     if kept is None:
         raise InputError(f"{folder} holds no best weights; fit(…, validation=…, checkpoint=folder) writes them")
     weights, facts = kept

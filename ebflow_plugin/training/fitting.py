@@ -16,15 +16,15 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ebflow_plugin.ema import EMA
 from ebflow_plugin.errors import InputError
-from ebflow_plugin.inputs import one_of, refuse_non_finite, whole
+from ebflow_plugin.inputs import flag, one_of, path_of, refuse_non_finite, whole
 from ebflow_plugin.objectives import Objective
 from ebflow_plugin.preprocess import Dequantize
 from ebflow_plugin.training.acceleration import bf16_conditioners, compiled_energy
-from ebflow_plugin.training.batches import Batches, LoaderBatches, batches, refuse_useless_labels
+from ebflow_plugin.training.batches import Batches, LoaderBatches, batches, refuse_useless_context
 from ebflow_plugin.training.checkpoints import CheckpointFolder, check_saveable, write_weights
 from ebflow_plugin.training.distributed import Processes, processes
 from ebflow_plugin.training.loop import Event, Run
-from ebflow_plugin.training.options import average, listeners, numbers, optimizer_of, scheduler_of
+from ebflow_plugin.training.options import average, listeners, numbers, optimizer_of, scheduler_of, seed_of
 from ebflow_plugin.training.progress import JsonLines, Record, TensorBoard, display
 from ebflow_plugin.training.randomness import mix, seeded
 from ebflow_plugin.wrapper import EBFlow
@@ -128,9 +128,11 @@ def fit(
     Arguments:
         objective: The loss; it holds the model.
         data: A tensor, a pair ``(tensor, context)``, a Dataset with a length, or a DataLoader. A DataLoader keeps its
-            own batch size and order, which resuming finds again if its randomness comes from torch's generators.
-        optimizer: An optimizer of the model's parameters, or a function that makes one from them; Adam with a
-            learning rate of 0.001 by default.
+            own batch size and order, which resuming finds again if its randomness comes from torch's generators. A
+            context that the model makes no use of is refused.
+        optimizer: An optimizer of all of the model's trainable parameters, or a function that makes one from them;
+            Adam with a learning rate of 0.001 by default. To train some of them, freeze the others. None that needs a
+            closure (LBFGS).
         steps: How many steps to take in all. This or ``epochs``.
         epochs: How often to go through the data. This or ``steps``.
         batch_size: Rows in a batch. Rows that do not fill one are left to the next epoch, which has another order.
@@ -140,7 +142,7 @@ def fit(
         patience: Stops after so many evaluations without a better NLL.
         ema: Evaluates, and keeps as the best, averaged weights: True, or an :class:`~ebflow_plugin.EMA` of the model.
         scheduler: A learning-rate schedule, or a function that makes one from the optimizer; it moves at each step
-            (``ReduceLROnPlateau`` at each evaluation, by NLL).
+            (``ReduceLROnPlateau`` at each evaluation, by the NLL of the validation data).
         clip_norm: The largest norm of the gradient of all parameters together.
         checkpoint: A folder for checkpoints (the last two), the best weights and the metrics.
         checkpoint_every: Steps between two checkpoints; as ``evaluate_every`` by default.
@@ -189,7 +191,13 @@ def fit(
         raise InputError('fit needs an objective with reduction="mean", whose value is a scalar')
     model = objective.model
     device = model._like().device
-    told = listeners(callbacks)
+    told, seed = listeners(callbacks), seed_of(seed)
+    for name, value in (("resume", resume), ("amp", amp), ("compile", compile), ("progress", progress)):
+        flag(name, value)
+    path, board, place = (
+        None if value is None else path_of(name, value)
+        for name, value in (("metrics", metrics), ("tensorboard", tensorboard), ("checkpoint", checkpoint))
+    )
     with ExitStack() as stack, torch.inference_mode(False), torch.enable_grad():
         group = processes(device)
         size = whole("batch_size", batch_size)
@@ -212,11 +220,11 @@ def fit(
             if part is not None:
                 _check_first(model, part, name, device)
         chosen = optimizer_of(objective, optimizer)
-        schedule = scheduler_of(chosen, scheduler)
+        schedule = scheduler_of(chosen, scheduler, validated=held_out is not None)
         check_saveable(
             optimizer=chosen.state_dict(), **({} if schedule is None else {"scheduler": schedule.state_dict()})
         )
-        folder = None if checkpoint is None else group.on_first(lambda: CheckpointFolder(checkpoint))
+        folder = None if place is None else group.on_first(lambda: CheckpointFolder(place))
         _initialise(model, source, group, device, seed)
         run = Run(
             objective,
@@ -239,13 +247,13 @@ def fit(
         run.callbacks, run.folder, run.calibrate = told, folder, kind
         if folder is not None:
             _resume(run, folder, group, resume)
-        path = None if folder is None else folder.path / "metrics.jsonl"
-        path = path if metrics is None else Path(metrics)
+        if path is None and folder is not None:
+            path = folder.path / "metrics.jsonl"
         if path is not None:
             lines = group.on_first(lambda: JsonLines(path, run.progress.history))
             run.metrics = lines if group.first else None
-        if tensorboard is not None and group.first:
-            run.tensorboard = TensorBoard(Path(tensorboard), run.progress.step)
+        if board is not None and group.first:
+            run.tensorboard = TensorBoard(board, run.progress.step)
             stack.callback(run.tensorboard.close)
         if amp:
             stack.enter_context(bf16_conditioners(model))
@@ -279,7 +287,7 @@ def _check_first(model: EBFlow, source: Batches | LoaderBatches, name: str, devi
         for step in model.preprocessing:
             if isinstance(step, Dequantize):
                 step.refuse(x)
-        refuse_useless_labels(model, x, context)
+        refuse_useless_context(model, x, context)
     except InputError as error:
         raise InputError(f"{name}: {error}") from error
 

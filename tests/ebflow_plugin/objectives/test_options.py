@@ -101,6 +101,7 @@ def test_an_unknown_option_is_named_with_those_there_are(model, name, option, me
         ("ssm", {"projections": 1.5}, "projections must be a whole number"),
         ("ssm", {"projections": True}, "projections must be a whole number"),
         ("ssm", {"projection": "gausian"}, "unknown projection 'gausian'. Did you mean 'gaussian'"),
+        ("ssm", {"projected": "no"}, "projected must be True or False, got 'no'"),
         ("ssm", {"projection": None}, "unknown projection None. Valid names: gaussian, rademacher, sphere"),
         ("fdssm", {"eps": 0}, "eps must be a positive number, got 0"),
         ("fdssm", {"eps": -0.1}, "eps must be a positive number, got -0.1"),
@@ -205,6 +206,9 @@ def test_sums_that_make_no_sense(model):
         math.nan * ML(model)
     with pytest.raises(ebf.InputError, match="at least one objective"):
         WeightedSum([])
+    for terms in ([ML(model)], [(1.0, "ml")], ML(model), 3):
+        with pytest.raises(ebf.InputError, match="the terms of a sum are pairs of a weight and an objective"):
+            WeightedSum(terms)
     for other in (1.0, "ml", None):
         with pytest.raises(TypeError):
             ML(model) + other
