@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -324,5 +325,23 @@ def _resume(run: Run, folder: CheckpointFolder, group: Processes, resume: bool) 
         return
     run.load(folder.path, state)
     if state["best_nll"] is not None:
-        best = group.on_first(folder.load_best)
-        run.best_state = None if best is None else best[0]
+        best = group.on_first(lambda: _read_best(folder))
+        if isinstance(best, str):
+            if group.first:
+                warnings.warn(
+                    f"the best weights so far are lost: {best}. The run goes on, and the best are those from step "
+                    f"{state['step']} on.",
+                    stacklevel=3,
+                )
+            run.seek_best_again()
+        else:
+            run.best_state = best
+
+
+def _read_best(folder: CheckpointFolder) -> dict[str, Tensor] | str:
+    """The best weights of a run, or why there are none: the checkpoints are enough to go on."""
+    try:
+        found = folder.load_best()
+    except InputError as error:
+        return str(error)
+    return f"{folder.path} holds none" if found is None else found[0]

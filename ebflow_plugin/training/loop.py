@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ebflow_plugin.discovery import find_flow
 from ebflow_plugin.ema import EMA
-from ebflow_plugin.errors import EBFlowError, TrainingError
+from ebflow_plugin.errors import EBFlowError, TrainingError, WriteError
 from ebflow_plugin.objectives import Objective
 from ebflow_plugin.objectives.base import waits_for_data
 from ebflow_plugin.training.batches import Batches, LoaderBatches
@@ -242,8 +242,11 @@ class Run:
         if self.folder is None:
             return ""
         state, path = self._state(0.0), self.folder.path / f"failed-{step:08d}.pt"
-        if self.processes.first:
-            atomic_write(path, lambda file: torch.save(state, file))
+        try:
+            if self.processes.first:
+                atomic_write(path, lambda file: torch.save(state, file))
+        except WriteError as error:  # the failure that brought us here is what matters
+            return f"The state could not be saved: {error} "
         return f"The state is in {path}; fit(…, resume=True) goes on from the last checkpoint before it. "
 
     def _record(self, mark: tuple[float, int]) -> tuple[float, int]:
@@ -295,6 +298,8 @@ class Run:
         """NLL on the validation data with the averaged weights, calibrated if asked for; keeps the best ones."""
         try:
             return self._likelihood(validation)
+        except WriteError:
+            raise
         except EBFlowError as error:
             step = self.progress.step
             raise TrainingError(f"step {step}: {error}\n{self._save_failure(step)}") from error
@@ -387,6 +392,12 @@ class Run:
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "facts": self._facts,
         }
+
+    def seek_best_again(self) -> None:
+        """Begins the search for the best weights anew, with the present ones: those of before are lost."""
+        self.progress.best_nll = self.progress.best_step = self.best_state = None
+        if self.validation is not None:
+            self._evaluate(self.validation)
 
     def save(self, since: float) -> None:
         """Writes a checkpoint, from the first process."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from ebflow_plugin.errors import InputError
-from ebflow_plugin.training.checkpoints import atomic_write
+from ebflow_plugin.training.checkpoints import atomic_write, not_written
 
 __all__ = ["Display", "JsonLines", "PlainDisplay", "Record", "RichDisplay", "TensorBoard", "display"]
 
@@ -180,8 +180,11 @@ class JsonLines:
 
     def record(self, record: Record) -> None:
         """Adds a line."""
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(_line(record))
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(_line(record))
+        except OSError as error:
+            raise not_written(self.path, error) from error
 
 
 class TensorBoard:
