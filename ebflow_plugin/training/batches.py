@@ -155,6 +155,13 @@ class LoaderBatches:
                 "__len__, or pass a map-style Dataset"
             ) from None
 
+    @property
+    def rows(self) -> int:
+        """How many rows an epoch has, about."""
+        size = self._loader.batch_size or getattr(self._loader.batch_sampler, "batch_size", None)
+        dataset = self._loader.dataset
+        return len(self) * size if size else len(dataset) if isinstance(dataset, Sized) else len(self)
+
     def __str__(self) -> str:
         return f"a DataLoader of {len(self)} batches"
 

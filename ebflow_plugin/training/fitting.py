@@ -139,14 +139,16 @@ def fit(
         batch_size: Rows in a batch. Rows that do not fill one are left to the next epoch, which has another order.
         validation: Data as in ``data``, whose exact NLL is computed at each evaluation.
         evaluate_every: Steps between two evaluations, each of which is one record of the metrics. By default 20 in a
-            run, and at least every 1000 steps.
+            run, and at least every 1000 steps; but fewer, and not less than 3 in a run, where an evaluation would go
+            through more rows (of the validation data, and to calibrate of the data) than the steps before it.
         patience: Stops after so many evaluations without a better NLL.
         ema: Evaluates, and keeps as the best, averaged weights: True, or an :class:`~ebflow_plugin.EMA` of the model.
         scheduler: A learning-rate schedule, or a function that makes one from the optimizer; it moves at each step
             (``ReduceLROnPlateau`` at each evaluation, by the NLL of the validation data).
         clip_norm: The largest norm of the gradient of all parameters together.
         checkpoint: A folder for checkpoints (the last two), the best weights and the metrics.
-        checkpoint_every: Steps between two checkpoints; as ``evaluate_every`` by default.
+        checkpoint_every: Steps between two checkpoints; as ``evaluate_every`` by default, or 20 in a run, and at least
+            every 1000 steps.
         resume: Goes on from the last checkpoint of the folder, if there is one. Otherwise they are removed.
         callbacks: Functions of an :class:`~ebflow_plugin.training.loop.Event`, called at each evaluation; one that
             returns True ends the run.
@@ -160,7 +162,8 @@ def fit(
         compile: Compiles the energy, for objectives that allow it.
         calibrate: Calibrates the model at each evaluation (``"full"``, which True means too, or ``"diagonal"``; see
             :meth:`EBFlow.calibrate <ebflow_plugin.EBFlow.calibrate>`), and takes the NLL after it for the NLL: the
-            best weights are the calibrated best. Training goes on without. One pass over the data each time.
+            best weights are the calibrated best. Training goes on without. One pass over the data each time, which
+            makes evaluations rarer by default.
         metrics: A file for the metrics as JSON lines, ``metrics.jsonl`` in the checkpoint folder by default. A run
             that begins anew begins the file anew.
         tensorboard: A log folder for TensorBoard.
@@ -211,11 +214,12 @@ def fit(
             )  # fmt: skip
         elif patience is not None or calibrate:
             raise InputError("patience and calibrate need validation data, whose NLL they go by")
+        kind = _calibration(calibrate)
         settings = numbers(
             source, steps, epochs, evaluate_every, checkpoint_every, accumulate, clip_norm, conditioning, patience,
             seed, on_non_finite,
+            evaluated=0 if held_out is None else held_out.rows + (source.rows if kind is not None else 0),
         )  # fmt: skip
-        kind = _calibration(calibrate)
         generators = stack.enter_context(seeded(objective, seed, group))
         for name, part in (("data", source), ("validation", held_out)):
             if part is not None:

@@ -23,7 +23,7 @@ from ebflow_plugin.objectives.base import waits_for_data
 from ebflow_plugin.training.batches import Batches, LoaderBatches
 from ebflow_plugin.training.checkpoints import CheckpointFolder, atomic_write, compare, identity, write_weights
 from ebflow_plugin.training.distributed import Processes, parallel
-from ebflow_plugin.training.evaluation import evaluate
+from ebflow_plugin.training.evaluation import evaluate, evaluate_calibrated
 from ebflow_plugin.training.guards import ConditionWatch, Finding, FiniteWatch, diagnose, failure
 from ebflow_plugin.training.interrupts import Interrupts
 from ebflow_plugin.training.progress import Display, JsonLines, NoDisplay, Record, TensorBoard
@@ -143,7 +143,7 @@ class Run:
         Raises:
             KeyboardInterrupt: On Ctrl-C; with a folder for checkpoints, when the next step is saved.
         """
-        self.display.start(self.progress.step, self.settings.steps)
+        self.display.start(self.progress.step, self.settings.steps, self.settings.evaluate_every)
         interrupts = Interrupts(listen=self.folder is not None and self.processes.world == 1)
         try:
             with interrupts:
@@ -279,9 +279,10 @@ class Run:
         record["seconds"] = progress.seconds
         record["steps_per_second"] = (progress.step - mark[1]) / passed if passed > 0 else 0.0
         progress.history.append(record)
-        for sink in (self.metrics, self.tensorboard, self.display):
+        for sink in (self.metrics, self.tensorboard):
             if sink is not None:
                 sink.record(record)
+        self.display.record({**record, "evaluation_seconds": time.monotonic() - now})
         for callback in self.callbacks:
             if callback(Event(progress.step, record, self.model, self.ema)) is True:
                 progress.stopped = "callback"
@@ -290,9 +291,10 @@ class Run:
     def _look_at_the_start(self) -> None:
         """Evaluates before the first step: a good start can be the best there is."""
         assert self.validation is not None
+        started = time.monotonic()
         record = {"step": 0, **self._evaluate(self.validation), "best_nll": self.progress.best_nll}
         self.progress.start_nll = self.progress.best_nll
-        self.display.record(record)
+        self.display.record({**record, "evaluation_seconds": time.monotonic() - started})
 
     def _evaluate(self, validation: Source) -> Record:
         """NLL on the validation data with the averaged weights, calibrated if asked for; keeps the best ones."""
@@ -306,23 +308,23 @@ class Run:
 
     def _likelihood(self, validation: Source) -> Record:
         progress, seed = self.progress, self.settings.seed
-        with self.ema.applied() if self.ema is not None else nullcontext():
-            nll, bits = evaluate(self.model, validation, seed, self.processes)
-            found: Record = {"nll": nll, "bits_per_dim": bits}
-            with self._calibrated():
-                if self.calibrate is not None:
-                    nll, bits = evaluate(self.model, validation, seed, self.processes)
-                    found = {"nll": nll, "bits_per_dim": bits, "nll_uncalibrated": found["nll"]}
-                if math.isnan(nll):
-                    raise TrainingError("the NLL on the validation data is not a number")
-                progress.stale += 1
-                if progress.best_nll is None or nll < progress.best_nll:
-                    progress.best_nll, progress.best_step, progress.stale = nll, progress.step, 0
-                    self.best_state = {
-                        name: tensor.detach().cpu().clone() for name, tensor in self.model.state_dict().items()
-                    }
-                    if self.folder is not None and self.processes.first:
-                        self.folder.save_best(self.best_state, {"step": progress.step, **found})
+        with self.ema.applied() if self.ema is not None else nullcontext(), self._calibrated():
+            found: Record = {}
+            if self.calibrate is None:
+                nll, bits = evaluate(self.model, validation, seed, self.processes)
+            else:
+                nll, bits, found["nll_uncalibrated"] = evaluate_calibrated(self.model, validation, seed, self.processes)
+            found = {"nll": nll, "bits_per_dim": bits, **found}
+            if math.isnan(nll):
+                raise TrainingError("the NLL on the validation data is not a number")
+            progress.stale += 1
+            if progress.best_nll is None or nll < progress.best_nll:
+                progress.best_nll, progress.best_step, progress.stale = nll, progress.step, 0
+                self.best_state = {
+                    name: tensor.detach().cpu().clone() for name, tensor in self.model.state_dict().items()
+                }
+                if self.folder is not None and self.processes.first:
+                    self.folder.save_best(self.best_state, {"step": progress.step, **found})
         return found
 
     @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from math import ceil
 from numbers import Integral
 
 from torch import nn
@@ -22,6 +23,7 @@ __all__ = ["average", "listeners", "numbers", "optimizer_of", "scheduler_of", "s
 
 EVALUATIONS = 20  # in a run, unless evaluate_every says otherwise
 AT_LEAST_EVERY = 1000
+FEWEST = 3  # evaluations in a run, however many rows they go through
 
 
 def numbers(
@@ -36,8 +38,13 @@ def numbers(
     patience: int | None,
     seed: int,
     on_non_finite: str,
+    evaluated: int = 0,
 ) -> Settings:
-    """Checks the numbers, and completes those that depend on how long the run is."""
+    """Checks the numbers, and completes those that depend on how long the run is.
+
+    How often to evaluate follows from the number of rows that an evaluation goes through (``evaluated``), not from a
+    clock, so that the same seed gives the same run.
+    """
     if (steps is None) == (epochs is None):
         raise InputError(f"fit needs either steps or epochs, got steps={steps!r} and epochs={epochs!r}")
     steps, epochs = _count("steps", steps), _count("epochs", epochs)
@@ -56,11 +63,12 @@ def numbers(
         raise InputError(
             f"{epochs} epochs of {len(source)} batches are less than one step of accumulate={accumulate} batches"
         )
-    often = evaluate_every or min(AT_LEAST_EVERY, max(1, total // EVALUATIONS))
+    often = min(AT_LEAST_EVERY, max(1, total // EVALUATIONS))
+    worth = ceil(evaluated * len(source) / (source.rows * accumulate))  # steps that go through as many rows
     return Settings(
         steps=total,
-        evaluate_every=often,
-        checkpoint_every=checkpoint_every or often,
+        evaluate_every=evaluate_every or max(often, min(worth, ceil(total / FEWEST))),
+        checkpoint_every=checkpoint_every or evaluate_every or often,
         accumulate=accumulate,
         clip_norm=clip_norm,
         conditioning=float(conditioning),
