@@ -188,7 +188,7 @@ class EMA:
 
 
 def _is_decay(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and 0.0 <= value < 1.0
+    return isinstance(value, Real) and not isinstance(value, bool) and 0.0 <= float(value) < 1.0
 
 
 def _are_tensors(value: object) -> bool:

@@ -50,6 +50,8 @@ class Dequantize(nn.Module):
         tensor(True)
     """
 
+    levels: int
+
     def __init__(self, levels: int = 256) -> None:
         super().__init__()
         if isinstance(levels, bool) or not isinstance(levels, Integral) or levels < 2:

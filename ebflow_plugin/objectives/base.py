@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from functools import partial
 from numbers import Real
-from typing import ClassVar, TypedDict
+from typing import Any, ClassVar, TypedDict
 
 import torch
 from torch import Generator, Tensor, nn
@@ -200,7 +200,7 @@ class WeightedSum(Objective):
             self.generator = generator
 
     @property
-    def generator(self) -> Generator | None:  # type: ignore[override]
+    def generator(self) -> Generator | None:
         """The generator of all terms; None if they have none, or not the same. Setting it gives it to all of them."""
         first, *others = (term.generator for term in self._parts())
         return first if all(other is first for other in others) else None
@@ -311,7 +311,7 @@ def _generator(generator: object) -> Generator | None:
 
 
 def _listed(terms: object) -> list[tuple[float, Objective]]:
-    found = list(terms) if isinstance(terms, Iterable) else [terms]
+    found: list[Any] = list(terms) if isinstance(terms, Iterable) else [terms]
     for pair in found:
         if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[1], Objective)):
             raise InputError(f"the terms of a sum are pairs of a weight and an objective, got {pair!r}")

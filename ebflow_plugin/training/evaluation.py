@@ -38,8 +38,8 @@ def evaluate(
         >>> abs(nll + model.log_prob(x).mean().item()) < 1e-5
         True
     """
-    nll, bits = _means(model, source, seed, processes, lambda u, context: [model.core.log_prob(u, context)])
-    return nll[0], bits[0]
+    (nll,), (bits,) = _means(model, source, seed, processes, lambda u, context: [model.core.log_prob(u, context)])
+    return nll, bits
 
 
 @torch.no_grad()
@@ -80,8 +80,8 @@ def evaluate_calibrated(
             found.append((value if log_det is None else value + log_det) - constant)
         return found
 
-    nll, bits = _means(model, source, seed, processes, log_probs, count=2)
-    return nll[0], bits[0], nll[1]
+    (fitted_nll, bare_nll), (fitted_bits, _) = _means(model, source, seed, processes, log_probs, count=2)
+    return fitted_nll, fitted_bits, bare_nll
 
 
 def _means(

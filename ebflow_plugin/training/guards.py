@@ -99,10 +99,10 @@ def diagnose(model: EBFlow, x: Tensor, context: Tensor | None) -> list[str]:
     for name, tensor in (("the batch", x), ("its context", context)):
         if tensor is not None and not _finite(tensor):
             lines.append(f"{name} holds NaN or inf in {_bad_rows(tensor)} of {len(tensor)} rows")
-    for step in model.preprocessing:
-        if isinstance(step, Dequantize):
+    for module in model.preprocessing:
+        if isinstance(module, Dequantize):
             try:
-                step.refuse(x)
+                module.refuse(x)
             except InputError as error:  # which is not raised at every step on CUDA
                 lines.append(str(error))
     broken = [name for name, parameter in model.named_parameters() if not _finite(parameter)]
