@@ -24,6 +24,7 @@ from ebflow_plugin.errors import (
     UnknownNameError,
     UnsupportedStepError,
     VerificationError,
+    WriteError,
 )
 from ebflow_plugin.langevin import denoise, impute, langevin
 from ebflow_plugin.objectives import objective, register_objective
@@ -54,6 +55,7 @@ __all__ = [
     "UnknownNameError",
     "UnsupportedStepError",
     "VerificationError",
+    "WriteError",
     "__version__",
     "denoise",
     "describe",

@@ -2,7 +2,7 @@ r"""Exponential moving average of a model's parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Real
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ebflow_plugin.errors import EBFlowError, InputError
+from ebflow_plugin.inputs import flag
 from ebflow_plugin.wrapper import EBFlow
 
 __all__ = ["EMA"]
@@ -58,11 +59,11 @@ class EMA:
         if not isinstance(model, EBFlow):
             kind = f"{type(model).__module__}.{type(model).__qualname__}"
             raise InputError(f"EMA needs an EBFlow, got {kind}; wrap it first: EMA(ebflow_plugin.wrap(flow))")
-        if not isinstance(decay, Real) or isinstance(decay, bool) or not 0.0 <= decay < 1.0:
+        if not _is_decay(decay):
             raise InputError(f"decay must be a number, at least 0 and below 1, got {decay!r}")
         self.model = model
         self.decay = float(decay)
-        self.warmup = bool(warmup)
+        self.warmup = flag("warmup", warmup)
         self.updates = 0
         self._applied = False
         self._averages: dict[str, Tensor] = {}
@@ -148,9 +149,12 @@ class EMA:
         Raises:
             InputError: If names or shapes differ; nothing is loaded then.
         """
-        lacking = {"decay", "warmup", "updates", "averages", "buffers"} - set(state)
+        lacking = sorted(name for name in _STATE if not isinstance(state, Mapping) or name not in state)
         if lacking:
-            raise InputError(f"this is no state of an EMA: it lacks {', '.join(sorted(lacking))}")
+            raise InputError(f"this is no state of an EMA: it lacks {', '.join(lacking)}")
+        wrong = [f"{name}={state[name]!r}"[:60] for name, fits in _STATE.items() if not fits(state[name])]
+        if wrong:
+            raise InputError(f"this is no state of an EMA: it has {', '.join(wrong)}")
         self._follow()
         target, source = {**self._averages, **self._copies}, {**state["averages"], **state["buffers"]}
         _compare("the state", source, target)
@@ -181,6 +185,23 @@ class EMA:
             if targets:
                 torch._foreach_copy_(targets, sources)
         model._adapter.release(model.flow)
+
+
+def _is_decay(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and 0.0 <= float(value) < 1.0
+
+
+def _are_tensors(value: object) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(tensor, Tensor) for tensor in value.values())
+
+
+_STATE: dict[str, Callable[[Any], bool]] = {
+    "decay": _is_decay,
+    "warmup": lambda value: isinstance(value, bool),
+    "updates": lambda value: isinstance(value, int) and value >= 0,
+    "averages": _are_tensors,
+    "buffers": _are_tensors,
+}
 
 
 def _tensors(model: EBFlow) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -20,6 +20,7 @@ __all__ = [
     "UnknownNameError",
     "UnsupportedStepError",
     "VerificationError",
+    "WriteError",
     "blame",
     "suggest",
 ]
@@ -63,6 +64,10 @@ class TrainingError(EBFlowError, RuntimeError):
 
 class VerificationError(EBFlowError, AssertionError):
     """:func:`~ebflow_plugin.verify` found that the model does not do what it should."""
+
+
+class WriteError(EBFlowError, OSError):
+    """A file cannot be written: the disk is full, or the folder does not allow it."""
 
 
 def blame(error: Exception, step: Any, value: Any, context: Any) -> NoReturn:

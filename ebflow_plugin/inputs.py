@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable
-from numbers import Real
+from numbers import Integral, Real
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -12,7 +14,7 @@ from torch import Tensor
 from ebflow_plugin.errors import InputError, suggest
 from ebflow_plugin.plan import Shape
 
-__all__ = ["check_input", "is_number", "one_of", "positive", "refuse_non_finite", "whole"]
+__all__ = ["check_input", "flag", "is_number", "one_of", "path_of", "positive", "refuse_non_finite", "whole"]
 
 
 def check_input(
@@ -108,9 +110,35 @@ def whole(name: str, value: object) -> int:
         Traceback (most recent call last):
         ebflow_plugin.errors.InputError: projections must be a whole number, at least 1, got 0
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise InputError(f"{name} must be a whole number, at least 1, got {value!r}")
-    return value
+    return int(value)
+
+
+def flag(name: str, value: object) -> bool:
+    """Returns a truth value, or raises an error that names the option: the word "no" is true to Python.
+
+    Example:
+        >>> flag("resume", "no")
+        Traceback (most recent call last):
+        ebflow_plugin.errors.InputError: resume must be True or False, got 'no'
+    """
+    if isinstance(value, bool):
+        return value
+    raise InputError(f"{name} must be True or False, got {value!r}")
+
+
+def path_of(name: str, value: object) -> Path:
+    """Returns a path, or raises an error that names the option.
+
+    Example:
+        >>> path_of("checkpoint", 3)
+        Traceback (most recent call last):
+        ebflow_plugin.errors.InputError: checkpoint must be a path, got 3
+    """
+    if isinstance(value, (str, os.PathLike)) and str(value):
+        return Path(value)
+    raise InputError(f"{name} must be a path, got {value!r}")
 
 
 def one_of(name: str, value: object, allowed: Iterable[str]) -> str:

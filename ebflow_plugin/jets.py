@@ -32,7 +32,17 @@ from torch import Tensor
 from ebflow_plugin.errors import blame
 from ebflow_plugin.plan import Plan, Step, Value, pop
 
-__all__ = ["Derivatives", "End", "Expansion", "closed_steps", "derivatives", "dot", "gaussian_end", "summed"]
+__all__ = [
+    "Derivatives",
+    "End",
+    "Expansion",
+    "closed_steps",
+    "derivatives",
+    "dot",
+    "gaussian_end",
+    "summed",
+    "transformed",
+]
 
 
 class Expansion(NamedTuple):
@@ -201,9 +211,19 @@ def summed(values: Tensor) -> Tensor:
     return values.flatten(1).sum(1)
 
 
+def transformed() -> bool:
+    """Whether the caller runs in ``torch.compile`` or a transform of ``torch.func``, where no value is at hand.
+
+    Example:
+        >>> transformed(), torch.func.vmap(lambda x: x + transformed())(torch.zeros(2))
+        (False, tensor([1., 1.]))
+    """
+    return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def _differentiated_twice(plan: Plan, start: int, stack: Sequence[Tensor], context: Tensor | None, curved: bool) -> End:
     """The steps from ``start`` on, and the base, by autograd."""
-    if torch.compiler.is_compiling():
+    if transformed():
         return _transformed(plan, start, tuple(stack), context)
     graph = torch.is_grad_enabled()
     with torch.enable_grad():
@@ -220,7 +240,7 @@ def _differentiated_twice(plan: Plan, start: int, stack: Sequence[Tensor], conte
 
 
 def _transformed(plan: Plan, start: int, points: tuple[Tensor, ...], context: Tensor | None) -> End:
-    """The same by ``torch.func``, which torch.compile takes, while it cannot take a double backward."""
+    """The same by ``torch.func``, in ``torch.compile`` and its own transforms: neither takes a double backward."""
 
     def total(*points: Tensor) -> tuple[Tensor, Tensor]:
         energy = plan.energy_behind(start, points, context)

@@ -15,7 +15,7 @@ from ebflow_plugin.discovery import Found, find_flow
 from ebflow_plugin.errors import InputError, suggest
 from ebflow_plugin.estimate import Estimate
 from ebflow_plugin.inputs import check_input, refuse_non_finite
-from ebflow_plugin.moments import batches
+from ebflow_plugin.moments import batches, meet
 from ebflow_plugin.normalizer import Normalizer, estimate_log_z
 from ebflow_plugin.plan import Plan, Shape
 from ebflow_plugin.preprocess import Dequantize, DequantizeStep, boundary, preprocessing_steps
@@ -233,6 +233,9 @@ class EBFlow(nn.Module):
         whitening map of what reaches it, from which score matching learns in seconds what takes it minutes from the
         paper's start.
 
+        Under ``torchrun``, with ``whiten=True`` or ``gaussianize=True``, all processes must call it together, each with
+        its own part of the data: the moments are those of all. One that calls alone gets an error after two minutes.
+
         Arguments:
             x: A batch; with ``whiten=True`` all training data, as a tensor, a pair ``(x, context)`` or a loader.
             context: The context of a batch.
@@ -248,6 +251,7 @@ class EBFlow(nn.Module):
         """
         self.plan.refuse()
         if whiten or gaussianize:
+            meet("model.initialize(whiten=True)")
             data = batches(x if context is None else (x, context), self._check)
             starts.whiten(self._bare, data, gaussianize)
         else:
@@ -260,6 +264,9 @@ class EBFlow(nn.Module):
 
         It is the maximum-likelihood choice among all affine maps, and is held as one more linear step of this model:
         the flow stays as it is. O(N·D² + D³) for a full covariance, O(N·D) for a diagonal one, in one pass.
+
+        Under ``torchrun`` all processes must call it together, each with its own part of the data: the fit is that of
+        all. One that calls alone gets an error after two minutes.
 
         Arguments:
             data: Training data: a tensor, a pair ``(x, context)``, or a loader of either.
@@ -281,6 +288,7 @@ class EBFlow(nn.Module):
         if shrinkage is not None and not 0.0 <= shrinkage <= 1.0:
             raise InputError(f"shrinkage must lie in [0, 1], got {shrinkage!r}")
         self._bare.refuse()
+        meet("model.calibrate()")
         tensors, report = calibration.calibrate_plan(
             self._bare, batches(data, self._check), self._like(), kind, shrinkage
         )

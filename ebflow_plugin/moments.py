@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
-from ebflow_plugin.errors import InputError
+from ebflow_plugin.errors import EBFlowError, InputError
 
-__all__ = ["Moments", "batches"]
+__all__ = ["Moments", "batches", "meet"]
 
 CHUNK = 1000  # rows that go through a model, or into a scatter, at once
+PATIENCE = timedelta(minutes=2)  # for other processes
 
 
 class Moments:
@@ -109,6 +112,46 @@ class Moments:
     def second_moments(self, around: Tensor) -> Tensor:
         """The mean of the squares, or outer products, of deviations from a point; with the shape of the scatter."""
         return self.covariance(unbiased=False) + self._outer(self.mean - around)
+
+
+_met: Counter[str] = Counter()  # how often the processes met for each call: the next meeting needs a new name
+
+
+def meet(call: str, patience: timedelta = PATIENCE) -> None:
+    """Waits for all processes of a distributed run, before a call that they can only make together.
+
+    Whoever calls alone gets an error instead of waiting for an answer that never comes. Asks the store that the
+    processes met at first, which needs no answer from processes that are busy elsewhere; without one, nothing is asked.
+
+    Arguments:
+        call: What all of them are to call.
+        patience: How long to wait for the last of them.
+
+    Raises:
+        EBFlowError: If some do not come; it names them.
+
+    Example:
+        >>> meet("model.calibrate()")  # one process: nobody to wait for
+    """
+    if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
+        return
+    store, world = distributed.distributed_c10d._get_default_store(), distributed.get_world_size()
+    names = [f"ebflow_plugin/{call}/{_met[call]}/{rank}" for rank in range(world)]
+    mine = names[distributed.get_rank()]
+    store.set(mine, "here")
+    try:
+        store.wait(names, patience)
+    except RuntimeError as error:  # a timeout
+        lacking = [rank for rank, name in enumerate(names) if not store.check([name])]
+        if not lacking:
+            raise
+        store.delete_key(mine)
+        raise EBFlowError(
+            f"{call} is for all of the {world} processes together, and {', '.join(map(str, lacking))} did not come "
+            f"within {patience.total_seconds():g} s. Call it in every process, each with its own part of the data (if "
+            "one is slow to come: torch.distributed.barrier() before it)."
+        ) from error
+    _met[call] += 1
 
 
 def batches(data: Any, check: Callable[[Tensor, Tensor | None], Tensor]) -> Iterator[tuple[Tensor, Tensor | None]]:

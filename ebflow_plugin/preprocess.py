@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import log, prod
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 
 from ebflow_plugin.elementwise import Curve, ElementwiseStep, logit_curve, sigmoid_curve
 from ebflow_plugin.errors import InputError, UnknownNameError, suggest
-from ebflow_plugin.jets import Expansion
+from ebflow_plugin.inputs import is_number
+from ebflow_plugin.jets import Expansion, transformed
 from ebflow_plugin.plan import LinearStep, Plan, Shape, Step
 
 __all__ = ["Dequantize", "DequantizeStep", "Logit", "Rescale", "boundary", "preprocessing_steps"]
@@ -28,6 +30,11 @@ class Dequantize(nn.Module):
 
     The density of the result, in the units of x, is a lower bound on the probability of the integers (in the
     mean over u), so that ``-log_prob`` in bits is what papers report.
+
+    Other values, such as pixels of 8 bits for 32 levels, or grey levels in [0, 1], would give a plausible number. They
+    are refused: on the CPU in every call; on another device, where looking means waiting for it, in the first call (and
+    so before :func:`~ebflow_plugin.fit` takes a step). From then on they become NaN there, which nothing takes for a
+    result: ``fit`` stops and says so, for the training data as for the validation data.
 
     Arguments:
         levels: How many values there are; 256 for 8-bit images.
@@ -43,11 +50,36 @@ class Dequantize(nn.Module):
         tensor(True)
     """
 
+    levels: int
+
     def __init__(self, levels: int = 256) -> None:
         super().__init__()
-        if isinstance(levels, bool) or not isinstance(levels, int) or levels < 2:
+        if isinstance(levels, bool) or not isinstance(levels, Integral) or levels < 2:
             raise InputError(f"levels must be a whole number, at least 2, got {levels!r}")
-        self.levels = levels
+        self.levels = int(levels)
+
+    def odd(self, x: Tensor) -> Tensor:
+        """Where x is no whole number from 0 to ``levels - 1``; NaN, which stays what it is, does not count."""
+        return ((x < 0) | (x >= self.levels) | (x != x.floor())) & ~x.isnan()
+
+    def refuse(self, x: Tensor) -> None:
+        """Raises if x holds anything but whole numbers from 0 to ``levels - 1``. Waits for the device.
+
+        Example:
+            >>> Dequantize(32).refuse(torch.tensor([[3.0, 200.0]]))
+            Traceback (most recent call last):
+            ebflow_plugin.errors.InputError: x holds 1 of 2 values that are no whole numbers from 0 to 31, ...
+        """
+        odd = self.odd(x)
+        count = int(odd.sum())
+        if count:
+            first = odd.nonzero()[0].tolist()
+            raise InputError(
+                f"x holds {count} of {x.numel()} values that are no whole numbers from 0 to {self.levels - 1}, which "
+                f"Dequantize({self.levels}) takes; the first is {x[tuple(first)].item():g} at {first}. Give the levels "
+                "that the data have, or bring the data to these: (x * levels).floor() for x in [0, 1), "
+                "x * levels // 256 for 8 bits."
+            )
 
     def extra_repr(self) -> str:
         return f"levels={self.levels}"
@@ -68,10 +100,14 @@ class Rescale(nn.Module):
 
     def __init__(self, low: float, high: float, source: tuple[float, float] = (0.0, 1.0)) -> None:
         super().__init__()
-        if not low < high or not source[0] < source[1]:
-            raise InputError(f"Rescale needs low < high in both intervals, got {(low, high)} and source {source}")
-        self.scale = (high - low) / (source[1] - source[0])
-        self.shift = low - source[0] * self.scale
+        pair = isinstance(source, (tuple, list)) and len(source) == 2
+        if not pair or not all(map(is_number, (low, high, *source))) or not low < high or not source[0] < source[1]:
+            raise InputError(
+                f"Rescale needs finite numbers low < high, and such a pair for source, got {low!r}, {high!r} and "
+                f"source={source!r}"
+            )
+        self.scale = float((high - low) / (source[1] - source[0]))
+        self.shift = float(low - source[0] * self.scale)
 
     def extra_repr(self) -> str:
         return f"scale={self.scale:g}, shift={self.shift:g}"
@@ -93,12 +129,17 @@ class DequantizeStep(LinearStep):
 
     reason = "adds noise, divides"
     generator: torch.Generator | None = None
+    _seen = False  # whether a batch was looked at
 
     def apply(self, x: Tensor) -> Tensor:
+        if not (x.is_meta or transformed()) and (x.device.type == "cpu" or not self._seen):
+            self.module.refuse(x)
+            self._seen = True
         device = x.device if self.generator is None else self.generator.device
         noise = torch.rand(x.shape, generator=self.generator, device=device, dtype=x.dtype).to(x.device)
         top = 1.0 - torch.finfo(x.dtype).eps / 2  # (255 + u) / 256 can round to 1, where a logit is infinite
-        return ((x + noise) / self.module.levels).clamp(max=top)
+        unit = ((x + noise) / self.module.levels).clamp(max=top)
+        return unit.masked_fill(self.module.odd(x), float("nan"))
 
     def invert(self, y: Tensor) -> Tensor:
         return torch.floor(y * self.module.levels).clamp(0, self.module.levels - 1)

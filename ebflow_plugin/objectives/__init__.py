@@ -90,8 +90,7 @@ def register_objective(name: str, *, force: bool = False) -> Callable[[T], T]:
     """Registers an objective of your own, so that :func:`objective` makes it by name.
 
     Decorates a subclass of :class:`Objective`, or a plain function ``f(model, x, context)`` that returns a scalar.
-    What the function takes besides are its options. It gets the model in data space, and no gradient flows to ``x``
-    and ``context``.
+    What the function takes besides are its options. It gets the model in data space, and no gradient flows to ``x``.
 
     Arguments:
         name: The name.

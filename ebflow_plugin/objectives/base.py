@@ -3,11 +3,11 @@ r"""What all objectives share: options, the way from the data to the matched var
 from __future__ import annotations
 
 import inspect
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from functools import partial
 from numbers import Real
-from typing import ClassVar, TypedDict
+from typing import Any, ClassVar, TypedDict
 
 import torch
 from torch import Generator, Tensor, nn
@@ -30,13 +30,13 @@ class Common(TypedDict, total=False):
     reduction: str
 
 
-class Objective(nn.Module):
+class Objective(nn.Module, ABC):
     r"""A loss of an :class:`~ebflow_plugin.EBFlow`: called on a batch, it gives a scalar to minimise.
 
     It holds the model as a submodule, so that ``objective.parameters()`` are the flow's. Sums run over all dimensions
-    but the batch, means over the batch. Gradients reach the flow's parameters (an ``embedding_net`` included), never
-    the ``x`` and the ``context`` that were given. Objectives can be scaled and added:
-    ``0.9 * SSM(model) + 0.1 * ML(model)``.
+    but the batch, means over the batch. Gradients reach the flow's parameters (an ``embedding_net`` included), and the
+    ``context``, so that an encoder in front of it is trained as by ``log_prob``; never the ``x`` that was given.
+    Objectives can be scaled and added: ``0.9 * SSM(model) + 0.1 * ML(model)``.
 
     What is matched is the variable behind the model's preprocessing (MaP), ``model.core``. A data-dependent
     initialisation that is still due in training mode (ActNorm) happens first, on the clean batch.
@@ -82,13 +82,11 @@ class Objective(nn.Module):
         if not isinstance(model, EBFlow):
             kind = f"{type(model).__module__}.{type(model).__qualname__}"
             raise InputError(f"{name} needs an EBFlow, got {kind}; wrap it first: {name}(ebflow_plugin.wrap(flow))")
-        if generator is not None and not isinstance(generator, Generator):
-            raise InputError(f"generator must be a torch.Generator or None, got {generator!r}")
         if not is_number(energy_weight) or energy_weight < 0:
             raise InputError(f"energy_weight must be a finite number, at least 0, got {energy_weight!r}")
         self.model = model
         self.training = model.training
-        self.generator = generator
+        self.generator = _generator(generator)
         self.energy_weight = float(energy_weight)
         self.reduction = one_of("reduction", reduction, REDUCTIONS)
 
@@ -98,7 +96,7 @@ class Objective(nn.Module):
 
         Arguments:
             x: The matched variable, with shape ``(B, *)``: clean, detached, not empty.
-            context: The context, detached, with ``B`` rows.
+            context: The context, with ``B`` rows, and the graph that it came with.
 
         Returns:
             The values, and the energies of x if they were computed on the way (else None), each with shape ``(B,)``.
@@ -120,7 +118,7 @@ class Objective(nn.Module):
         u, log_det = self.model.preprocess(x, self.generator)
         core = self.model.core  # behind preprocess(), which walks a flow again that was rebuilt
         core._check(u, context)
-        u, context = _own(u), None if context is None else _own(context)
+        u, context = _usable(u).detach(), None if context is None else _usable(context)
         if u.shape[0] == 0:
             if self.reduction == "mean":
                 raise InputError('x holds no samples, so that there is no mean; use reduction="none" for empty batches')
@@ -162,6 +160,7 @@ class WeightedSum(Objective):
 
     Arguments:
         terms: Pairs of a weight and an objective.
+        generator: Given to all terms, in the place of their own.
 
     Example:
         >>> import ebflow_plugin as ebf
@@ -176,9 +175,9 @@ class WeightedSum(Objective):
 
     weights: tuple[float, ...]
 
-    def __init__(self, terms: Iterable[tuple[float, Objective]]) -> None:
+    def __init__(self, terms: Iterable[tuple[float, Objective]], *, generator: Generator | None = None) -> None:
         nn.Module.__init__(self)
-        flat = [pair for weight, term in terms for pair in _flatten(weight, term)]
+        flat = [pair for term in _listed(terms) for pair in _flatten(*term)]
         if not flat:
             raise InputError("a weighted sum needs at least one objective")
         first = flat[0][1]
@@ -197,6 +196,22 @@ class WeightedSum(Objective):
         self.terms = nn.ModuleList(term for _, term in flat)
         self.reduction = first.reduction
         self.training = first.training
+        if generator is not None:
+            self.generator = generator
+
+    @property
+    def generator(self) -> Generator | None:
+        """The generator of all terms; None if they have none, or not the same. Setting it gives it to all of them."""
+        first, *others = (term.generator for term in self._parts())
+        return first if all(other is first for other in others) else None
+
+    @generator.setter
+    def generator(self, generator: Generator | None) -> None:
+        for term in self._parts():
+            term.generator = _generator(generator)
+
+    def _parts(self) -> list[Objective]:
+        return list(self.terms)  # type: ignore[arg-type]
 
     @property
     def model(self) -> EBFlow:  # type: ignore[override]
@@ -222,7 +237,8 @@ class WeightedSum(Objective):
 class FunctionObjective(Objective):
     """A user's function as an objective: ``function(model, x, context, **options)`` gives a scalar.
 
-    The function gets the whole model, in data space, and the batch as it was given, without gradients to it.
+    The function gets the whole model, in data space, and the batch as it was given: x without a gradient to it, and the
+    context with the graph that it came with.
 
     Arguments:
         model: An EBFlow.
@@ -256,7 +272,7 @@ class FunctionObjective(Objective):
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         """Calls the function."""
         self.model._check(x, context)
-        value = self.function(self.model, x.detach(), None if context is None else context.detach())
+        value = self.function(self.model, x.detach(), context)
         if not isinstance(value, Tensor) or value.dim() != 0:
             shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise InputError(f"{self.name} must return a scalar tensor, got {shape}; take the mean over the batch")
@@ -283,9 +299,23 @@ def waits_for_data(plan: Plan) -> bool:
     )
 
 
-def _own(tensor: Tensor) -> Tensor:
-    """The user's values outside of the user's graph."""
-    return tensor.clone() if tensor.is_inference() else tensor.detach()
+def _usable(tensor: Tensor) -> Tensor:
+    """The tensor itself, or a copy if it was made in inference mode: those cannot be part of a graph."""
+    return tensor.clone() if tensor.is_inference() else tensor
+
+
+def _generator(generator: object) -> Generator | None:
+    if generator is not None and not isinstance(generator, Generator):
+        raise InputError(f"generator must be a torch.Generator or None, got {generator!r}")
+    return generator
+
+
+def _listed(terms: object) -> list[tuple[float, Objective]]:
+    found: list[Any] = list(terms) if isinstance(terms, Iterable) else [terms]
+    for pair in found:
+        if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[1], Objective)):
+            raise InputError(f"the terms of a sum are pairs of a weight and an objective, got {pair!r}")
+    return found
 
 
 def _flatten(weight: float, term: Objective) -> list[tuple[float, Objective]]:

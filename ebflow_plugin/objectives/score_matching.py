@@ -15,8 +15,8 @@ from torch import Generator, Tensor
 
 from ebflow_plugin.conditioners import Smoothness
 from ebflow_plugin.errors import InputError
-from ebflow_plugin.inputs import one_of, positive, whole
-from ebflow_plugin.jets import Derivatives, derivatives, dot
+from ebflow_plugin.inputs import flag, one_of, positive, whole
+from ebflow_plugin.jets import Derivatives, derivatives, dot, transformed
 from ebflow_plugin.objectives import checks
 from ebflow_plugin.objectives.base import Common, Objective
 from ebflow_plugin.wrapper import EBFlow
@@ -36,7 +36,7 @@ class ScoreObjective(Objective):
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         """Computes the loss of a batch; see :meth:`Objective.forward`."""
         value = super().forward(x, context)
-        if self._blind.open:
+        if self._blind.open and not transformed():  # a search asks for values
             self._blind.look_again(x, context)
         return value
 
@@ -139,7 +139,7 @@ class SSM(ScoreObjective):
         super().__init__(model, **common)
         self.projections = whole("projections", projections)
         self.projection = one_of("projection", projection, PROJECTIONS)
-        self.projected = bool(projected)
+        self.projected = flag("projected", projected)
         checks.refuse_false_derivatives(self)
         checks.warn_about_jumps(self, checks.EVERY_JUMP)
 
@@ -287,8 +287,10 @@ def gaussian(like: Tensor, generator: Generator | None) -> Tensor:
 def rademacher(like: Tensor, generator: Generator | None) -> Tensor:
     """Entries of +1 and -1."""
     where = like.device if generator is None else generator.device
-    drawn = torch.empty(like.shape, device=where, dtype=like.dtype)  # the same draws for any memory format
-    return drawn.bernoulli_(0.5, generator=generator).mul_(2.0).sub_(1.0).to(like.device, non_blocking=True)
+    bits = torch.randint(
+        2, like.shape, generator=generator, device=where, dtype=like.dtype
+    )  # vmap has no in-place draws
+    return (bits * 2.0 - 1.0).to(like.device, non_blocking=True)
 
 
 def sphere(like: Tensor, generator: Generator | None) -> Tensor:

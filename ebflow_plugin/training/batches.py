@@ -16,7 +16,7 @@ from ebflow_plugin.inputs import refuse_non_finite
 from ebflow_plugin.training.randomness import RandomState, mix, random_state, set_random_state
 from ebflow_plugin.wrapper import EBFlow
 
-__all__ = ["Batch", "Batches", "LoaderBatches", "batches", "refuse_useless_labels"]
+__all__ = ["Batch", "Batches", "LoaderBatches", "batches", "refuse_useless_context"]
 
 Batch = tuple[Tensor, Tensor | None]
 
@@ -155,6 +155,13 @@ class LoaderBatches:
                 "__len__, or pass a map-style Dataset"
             ) from None
 
+    @property
+    def rows(self) -> int:
+        """How many rows an epoch has, about."""
+        size = self._loader.batch_size or getattr(self._loader.batch_sampler, "batch_size", None)
+        dataset = self._loader.dataset
+        return len(self) * size if size else len(dataset) if isinstance(dataset, Sized) else len(self)
+
     def __str__(self) -> str:
         return f"a DataLoader of {len(self)} batches"
 
@@ -242,8 +249,13 @@ def batches(
         data = data.tensors if len(data.tensors) > 1 else data.tensors[0]
     if isinstance(data, Tensor):
         data = (data,)
+    if isinstance(data, list) and data and all(isinstance(part, Tensor) for part in data):
+        raise InputError(
+            f"{name} is a list of {len(data)} tensors, which could be batches or a context; pass torch.cat(…) for rows "
+            "of one kind, or a tuple (x, context)"
+        )
     fetch: Callable[[Tensor], Any]
-    if isinstance(data, (tuple, list)) and data and all(isinstance(part, Tensor) for part in data):
+    if isinstance(data, tuple) and data and all(isinstance(part, Tensor) for part in data):
         parts: tuple[Tensor, ...] = tuple(data)
         pair(parts, name)
         rows = {len(part) if part.dim() else 0 for part in parts}
@@ -265,6 +277,7 @@ def batches(
         raise InputError(
             f"{name} must be a tensor, a pair (tensor, context), a Dataset with a length or a DataLoader, "
             f"got {type(data).__module__}.{type(data).__qualname__}"
+            + (f"; torch.from_numpy({name}) makes a tensor of it" if type(data).__module__ == "numpy" else "")
         )
     if not count:
         raise InputError(f"{name} is empty: 0 rows")
@@ -292,16 +305,17 @@ def pair(item: Any, name: str = "a batch") -> Batch:
     )
 
 
-def refuse_useless_labels(model: EBFlow, x: Tensor, context: Tensor | None) -> None:
-    """Raises if a batch comes with whole numbers, such as labels, that the model makes no use of.
+def refuse_useless_context(model: EBFlow, x: Tensor, context: Tensor | None) -> None:
+    """Raises if a batch comes with values, such as labels or targets, that the model makes no use of.
 
     Looks at a perturbed copy of the model, since fresh couplings do not see their context.
     """
-    if context is None or context.is_floating_point():
+    if context is None:
         return
     fix = (
-        "Drop the labels: pass the tensor alone, or DataLoader(…, collate_fn=lambda rows: torch.stack([row[0] for row "
-        "in rows])). To condition on them, give the flow an embedding of them."
+        f"Drop the {'targets' if context.is_floating_point() else 'labels'}: pass the tensor alone, or DataLoader(…, "
+        "collate_fn=lambda rows: torch.stack([row[0] for row in rows])). To condition on them, give the flow a "
+        "context, or an embedding of labels."
     )
     what = f"each batch comes with {context.dtype} values of shape {tuple(context.shape)}"
     twin = copy.deepcopy(model)
@@ -317,9 +331,16 @@ def refuse_useless_labels(model: EBFlow, x: Tensor, context: Tensor | None) -> N
             if isinstance(error, EBFlowError) and "context" not in str(error):
                 raise
             raise InputError(f"{what}, and the model cannot take them as a context ({error}). {fix}") from error
-        try:
-            used = not torch.equal(seen, twin.core.energy(u, None))
-        except Exception:  # it needs a context
-            return
-    if not used:
-        raise InputError(f"{what}, and the model makes no use of a context. {fix}")
+        used = _differs(seen, twin, u, None)
+        if not used and context.is_floating_point():  # other labels need not be labels
+            used = _differs(seen, twin, u, context + torch.randn(context.shape, generator=generator).to(context))
+        if used is False:
+            raise InputError(f"{what}, and the model makes no use of a context. {fix}")
+
+
+def _differs(seen: Tensor, model: EBFlow, u: Tensor, context: Tensor | None) -> bool | None:
+    """Whether a model has other energies with this context; None if it does not take it."""
+    try:
+        return not torch.equal(seen, model.core.energy(u, context))
+    except Exception:
+        return None

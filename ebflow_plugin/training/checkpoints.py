@@ -1,18 +1,23 @@
 """Checkpoints of a training run: written atomically, the last two kept, read with a fallback to the older one.
 
 A checkpoint is one file, ``step-00001000.pt``, that ``torch.load(weights_only=True)`` reads. The weights with the best
-validation NLL stand beside it in ``best.safetensors`` (``best.pt`` without the safetensors package).
+validation NLL stand beside it in ``best.safetensors`` (``best.pt`` without the safetensors package). Every byte of all
+of them is checked against a sum in the file.
 """
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import io
 import json
 import os
-import tempfile
+import secrets
+import sys
 import warnings
 import zipfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
@@ -23,7 +28,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ebflow_plugin.ema import EMA
-from ebflow_plugin.errors import InputError
+from ebflow_plugin.errors import InputError, WriteError
+from ebflow_plugin.inputs import path_of
 from ebflow_plugin.objectives import Objective, WeightedSum
 from ebflow_plugin.wrapper import EBFlow
 
@@ -32,28 +38,39 @@ __all__ = ["CheckpointFolder", "atomic_write", "compare", "load_best"]
 FORMAT = "ebflow_plugin.fit"
 VERSION = 1
 KEPT = 2
+NO_SUM = b"0" * 64  # stands where the checksum will, while it is computed
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def atomic_write(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """Writes a file that is either there as a whole or not at all, whatever happens on the way.
 
-    The bytes go to a temporary file in the same folder, to the disk, and under their name, in this order.
+    The bytes go to a temporary file in the same folder, to the disk, and under their name, in this order. Who may read
+    it is up to the umask, as for any new file.
+
+    Raises:
+        WriteError: If the disk is full, or the folder cannot be written to; what was there before stays.
 
     Example:
+        >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     atomic_write(Path(folder) / "a.txt", lambda file: file.write(b"whole"))
         ...     [(file.name, file.read_text()) for file in Path(folder).iterdir()]
         [('a.txt', 'whole')]
     """
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    temporary, handled = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp"), sys.exception()
     try:
-        with os.fdopen(handle, "wb") as file:
+        with temporary.open("xb") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+    except BaseException as error:
+        with suppress(OSError):  # of a folder that is gone
+            temporary.unlink(missing_ok=True)
+        reason = _reason(error, handled)
+        if reason is not None and isinstance(error, Exception):
+            raise not_written(path, reason) from reason
         raise
     if hasattr(os, "O_DIRECTORY"):  # the name is on the disk too once its folder is
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
@@ -61,6 +78,21 @@ def atomic_write(path: Path, write: Callable[[IO[bytes]], object]) -> None:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def not_written(path: Path, reason: OSError) -> WriteError:
+    """The error of a file that cannot be written."""
+    hint = " Make room, and go on from what was written before." if reason.errno in FULL else ""
+    return WriteError(f"{path} cannot be written: {reason.strerror or reason}.{hint}")
+
+
+def _reason(error: BaseException | None, handled: BaseException | None) -> OSError | None:
+    """The new error of the disk behind another one: torch.save tells of a full disk in its own words."""
+    while error is not None and error is not handled:
+        if isinstance(error, OSError):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
 
 
 class CheckpointFolder:
@@ -73,6 +105,7 @@ class CheckpointFolder:
         InputError: If it cannot be made or written to.
 
     Example:
+        >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as path:
         ...     folder = CheckpointFolder(path)
         ...     for step in (10, 20, 30):
@@ -89,7 +122,7 @@ class CheckpointFolder:
             (self.path / ".writable").unlink(missing_ok=True)
         except OSError as error:
             raise InputError(
-                f"the checkpoint folder {self.path} cannot be written to: {error}. Choose another one, or make room."
+                f"the checkpoint folder {self.path} cannot be written to: {error} Choose another one, or make room."
             ) from error
 
     def files(self) -> list[Path]:
@@ -140,7 +173,8 @@ class CheckpointFolder:
         from safetensors.torch import save
 
         path = self.path / "best.safetensors"
-        content = save(tensors, metadata={"ebflow_plugin": json.dumps(dict(facts))})
+        content = save(tensors, metadata={"ebflow_plugin": json.dumps(dict(facts)), "sha256": NO_SUM.decode()})
+        content = content.replace(NO_SUM, _sum_of(content), 1)
         atomic_write(path, lambda file: file.write(content))
         return path
 
@@ -163,23 +197,28 @@ def read(path: Path) -> dict[str, Any]:
     Raises:
         InputError: If it is truncated, damaged, or no checkpoint of this library.
     """
-    try:
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-        if damaged is not None:
-            raise InputError(f"{path} is damaged ({damaged} has a wrong checksum)")
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except InputError:
-        raise
-    except zipfile.BadZipFile as error:
-        raise InputError(f"{path} is truncated, or no checkpoint ({error})") from error
-    except Exception as error:
-        raise InputError(f"{path} cannot be read ({type(error).__name__}: {str(error).splitlines()[0]})") from error
+    state = _unzip(path)
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise InputError(f"{path} is no checkpoint of ebflow_plugin.fit")
     if state["version"] > VERSION:
         raise InputError(f"{path} was written by a newer version of ebflow_plugin")
     return state
+
+
+def _unzip(path: Path) -> Any:
+    """What torch.save wrote, checked against the sums that are in every zip file."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise InputError(f"{path} is damaged ({damaged} has a wrong checksum)")
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except InputError:
+        raise
+    except zipfile.BadZipFile as error:
+        raise InputError(f"{path} is truncated, or no checkpoint ({error})") from error
+    except Exception as error:
+        raise InputError(f"{path} cannot be read ({type(error).__name__}: {_first_line(error)})") from error
 
 
 def compare(path: Path, here: Mapping[str, str], there: Mapping[str, str], fatal: tuple[str, ...]) -> bool:
@@ -241,12 +280,14 @@ def load_best(model: EBFlow, folder: str | os.PathLike[str]) -> dict[str, Any]:
         >>> from nflows import distributions, flows, transforms
         >>> model = ebf.wrap(flows.Flow(transforms.LULinear(2), distributions.StandardNormal([2])))
         >>> x = torch.randn(64, 2, generator=torch.Generator().manual_seed(0))
+        >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     result = fit(ebf.objectives.ML(model), x, steps=4, validation=x, checkpoint=folder, progress=False)
         ...     load_best(model, folder)["nll"] == result.best_nll
         True
     """
-    kept = CheckpointFolder(folder).load_best() if Path(folder).is_dir() else None
+    path = path_of("folder", folder)
+    kept = CheckpointFolder(path).load_best() if path.is_dir() else None
     if kept is None:
         raise InputError(f"{folder} holds no best weights; fit(…, validation=…, checkpoint=folder) writes them")
     weights, facts = kept
@@ -264,19 +305,37 @@ def write_weights(model: EBFlow, weights: Mapping[str, Tensor], what: str) -> No
 
 
 def _read_best(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    if path.suffix == ".pt":
+        kept = _unzip(path)
+        if not isinstance(kept, dict) or not {"weights", "facts"} <= set(kept):
+            raise InputError(f"{path} holds no best weights of ebflow_plugin.fit")
+        return kept["weights"], kept["facts"]
     try:
-        if path.suffix == ".pt":
-            kept = torch.load(path, map_location="cpu", weights_only=True)
-            return kept["weights"], kept["facts"]
         from safetensors import safe_open
-
-        with safe_open(path, framework="pt") as file:
-            facts = json.loads((file.metadata() or {}).get("ebflow_plugin", "{}"))
-            return {name: file.get_tensor(name) for name in file.keys()}, facts  # noqa: SIM118
+        from safetensors.torch import load
     except ImportError as error:
         raise InputError(f"{path} needs the safetensors package: pip install safetensors") from error
+    try:
+        content = path.read_bytes()
+        with safe_open(path, framework="pt") as file:
+            known = file.metadata() or {}
+        weights = load(content)
     except Exception as error:
-        raise InputError(f"{path} cannot be read ({type(error).__name__}: {error})") from error
+        raise InputError(
+            f"{path} is truncated, damaged, or no safetensors file ({type(error).__name__}: {_first_line(error)})"
+        ) from error
+    written = known.get("sha256", "").encode()
+    if len(written) != len(NO_SUM) or _sum_of(content.replace(written, NO_SUM, 1)) != written:
+        raise InputError(f"{path} is damaged (wrong checksum), or was not written by this version of ebflow_plugin.fit")
+    return weights, json.loads(known.get("ebflow_plugin", "{}"))
+
+
+def _sum_of(content: bytes) -> bytes:
+    return hashlib.sha256(content).hexdigest().encode()
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "")
 
 
 def _shorten(there: str, here: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,14 +17,15 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ebflow_plugin.ema import EMA
 from ebflow_plugin.errors import InputError
-from ebflow_plugin.inputs import one_of, refuse_non_finite, whole
+from ebflow_plugin.inputs import flag, one_of, path_of, refuse_non_finite, whole
 from ebflow_plugin.objectives import Objective
+from ebflow_plugin.preprocess import Dequantize
 from ebflow_plugin.training.acceleration import bf16_conditioners, compiled_energy
-from ebflow_plugin.training.batches import Batches, LoaderBatches, batches, refuse_useless_labels
+from ebflow_plugin.training.batches import Batches, LoaderBatches, batches, refuse_useless_context
 from ebflow_plugin.training.checkpoints import CheckpointFolder, check_saveable, write_weights
 from ebflow_plugin.training.distributed import Processes, processes
 from ebflow_plugin.training.loop import Event, Run
-from ebflow_plugin.training.options import average, listeners, numbers, optimizer_of, scheduler_of
+from ebflow_plugin.training.options import average, listeners, numbers, optimizer_of, scheduler_of, seed_of
 from ebflow_plugin.training.progress import JsonLines, Record, TensorBoard, display
 from ebflow_plugin.training.randomness import mix, seeded
 from ebflow_plugin.wrapper import EBFlow
@@ -127,22 +129,26 @@ def fit(
     Arguments:
         objective: The loss; it holds the model.
         data: A tensor, a pair ``(tensor, context)``, a Dataset with a length, or a DataLoader. A DataLoader keeps its
-            own batch size and order, which resuming finds again if its randomness comes from torch's generators.
-        optimizer: An optimizer of the model's parameters, or a function that makes one from them; Adam with a
-            learning rate of 0.001 by default.
+            own batch size and order, which resuming finds again if its randomness comes from torch's generators. A
+            context that the model makes no use of is refused.
+        optimizer: An optimizer of all of the model's trainable parameters, or a function that makes one from them;
+            Adam with a learning rate of 0.001 by default. To train some of them, freeze the others. None that needs a
+            closure (LBFGS).
         steps: How many steps to take in all. This or ``epochs``.
         epochs: How often to go through the data. This or ``steps``.
         batch_size: Rows in a batch. Rows that do not fill one are left to the next epoch, which has another order.
         validation: Data as in ``data``, whose exact NLL is computed at each evaluation.
         evaluate_every: Steps between two evaluations, each of which is one record of the metrics. By default 20 in a
-            run, and at least every 1000 steps.
+            run, and at least every 1000 steps; but fewer, and not less than 3 in a run, where an evaluation would go
+            through more rows (of the validation data, and to calibrate of the data) than the steps before it.
         patience: Stops after so many evaluations without a better NLL.
         ema: Evaluates, and keeps as the best, averaged weights: True, or an :class:`~ebflow_plugin.EMA` of the model.
         scheduler: A learning-rate schedule, or a function that makes one from the optimizer; it moves at each step
-            (``ReduceLROnPlateau`` at each evaluation, by NLL).
+            (``ReduceLROnPlateau`` at each evaluation, by the NLL of the validation data).
         clip_norm: The largest norm of the gradient of all parameters together.
         checkpoint: A folder for checkpoints (the last two), the best weights and the metrics.
-        checkpoint_every: Steps between two checkpoints; as ``evaluate_every`` by default.
+        checkpoint_every: Steps between two checkpoints; as ``evaluate_every`` by default, or 20 in a run, and at least
+            every 1000 steps.
         resume: Goes on from the last checkpoint of the folder, if there is one. Otherwise they are removed.
         callbacks: Functions of an :class:`~ebflow_plugin.training.loop.Event`, called at each evaluation; one that
             returns True ends the run.
@@ -156,7 +162,8 @@ def fit(
         compile: Compiles the energy, for objectives that allow it.
         calibrate: Calibrates the model at each evaluation (``"full"``, which True means too, or ``"diagonal"``; see
             :meth:`EBFlow.calibrate <ebflow_plugin.EBFlow.calibrate>`), and takes the NLL after it for the NLL: the
-            best weights are the calibrated best. Training goes on without. One pass over the data each time.
+            best weights are the calibrated best. Training goes on without. One pass over the data each time, which
+            makes evaluations rarer by default.
         metrics: A file for the metrics as JSON lines, ``metrics.jsonl`` in the checkpoint folder by default. A run
             that begins anew begins the file anew.
         tensorboard: A log folder for TensorBoard.
@@ -188,7 +195,13 @@ def fit(
         raise InputError('fit needs an objective with reduction="mean", whose value is a scalar')
     model = objective.model
     device = model._like().device
-    told = listeners(callbacks)
+    told, seed = listeners(callbacks), seed_of(seed)
+    for name, value in (("resume", resume), ("amp", amp), ("compile", compile), ("progress", progress)):
+        flag(name, value)
+    path, board, place = (
+        None if value is None else path_of(name, value)
+        for name, value in (("metrics", metrics), ("tensorboard", tensorboard), ("checkpoint", checkpoint))
+    )
     with ExitStack() as stack, torch.inference_mode(False), torch.enable_grad():
         group = processes(device)
         size = whole("batch_size", batch_size)
@@ -201,21 +214,22 @@ def fit(
             )  # fmt: skip
         elif patience is not None or calibrate:
             raise InputError("patience and calibrate need validation data, whose NLL they go by")
+        kind = _calibration(calibrate)
         settings = numbers(
             source, steps, epochs, evaluate_every, checkpoint_every, accumulate, clip_norm, conditioning, patience,
             seed, on_non_finite,
+            evaluated=0 if held_out is None else held_out.rows + (source.rows if kind is not None else 0),
         )  # fmt: skip
-        kind = _calibration(calibrate)
         generators = stack.enter_context(seeded(objective, seed, group))
         for name, part in (("data", source), ("validation", held_out)):
             if part is not None:
                 _check_first(model, part, name, device)
         chosen = optimizer_of(objective, optimizer)
-        schedule = scheduler_of(chosen, scheduler)
+        schedule = scheduler_of(chosen, scheduler, validated=held_out is not None)
         check_saveable(
             optimizer=chosen.state_dict(), **({} if schedule is None else {"scheduler": schedule.state_dict()})
         )
-        folder = None if checkpoint is None else group.on_first(lambda: CheckpointFolder(checkpoint))
+        folder = None if place is None else group.on_first(lambda: CheckpointFolder(place))
         _initialise(model, source, group, device, seed)
         run = Run(
             objective,
@@ -238,13 +252,13 @@ def fit(
         run.callbacks, run.folder, run.calibrate = told, folder, kind
         if folder is not None:
             _resume(run, folder, group, resume)
-        path = None if folder is None else folder.path / "metrics.jsonl"
-        path = path if metrics is None else Path(metrics)
+        if path is None and folder is not None:
+            path = folder.path / "metrics.jsonl"
         if path is not None:
             lines = group.on_first(lambda: JsonLines(path, run.progress.history))
             run.metrics = lines if group.first else None
-        if tensorboard is not None and group.first:
-            run.tensorboard = TensorBoard(Path(tensorboard), run.progress.step)
+        if board is not None and group.first:
+            run.tensorboard = TensorBoard(board, run.progress.step)
             stack.callback(run.tensorboard.close)
         if amp:
             stack.enter_context(bf16_conditioners(model))
@@ -272,10 +286,13 @@ def _check_first(model: EBFlow, source: Batches | LoaderBatches, name: str, devi
     x, context = source.first()
     try:
         x, context = x.to(device), None if context is None else context.to(device)
-        refuse_useless_labels(model, x, context)
         model._check(x, context)
         if x.is_floating_point():
             refuse_non_finite("its first batch", x)
+        for step in model.preprocessing:
+            if isinstance(step, Dequantize):
+                step.refuse(x)
+        refuse_useless_context(model, x, context)
     except InputError as error:
         raise InputError(f"{name}: {error}") from error
 
@@ -312,5 +329,23 @@ def _resume(run: Run, folder: CheckpointFolder, group: Processes, resume: bool) 
         return
     run.load(folder.path, state)
     if state["best_nll"] is not None:
-        best = group.on_first(folder.load_best)
-        run.best_state = None if best is None else best[0]
+        best = group.on_first(lambda: _read_best(folder))
+        if isinstance(best, str):
+            if group.first:
+                warnings.warn(
+                    f"the best weights so far are lost: {best}. The run goes on, and the best are those from step "
+                    f"{state['step']} on.",
+                    stacklevel=3,
+                )
+            run.seek_best_again()
+        else:
+            run.best_state = best
+
+
+def _read_best(folder: CheckpointFolder) -> dict[str, Tensor] | str:
+    """The best weights of a run, or why there are none: the checkpoints are enough to go on."""
+    try:
+        found = folder.load_best()
+    except InputError as error:
+        return str(error)
+    return f"{folder.path} holds none" if found is None else found[0]

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ebflow_plugin.errors import TrainingError
+from ebflow_plugin.errors import InputError, TrainingError
 from ebflow_plugin.plan import Step, Value
+from ebflow_plugin.preprocess import Dequantize
 from ebflow_plugin.training.distributed import Processes
 from ebflow_plugin.training.spectrum import FullLayer, Spectrum, estimate_spectrum
 from ebflow_plugin.wrapper import EBFlow
@@ -98,6 +99,12 @@ def diagnose(model: EBFlow, x: Tensor, context: Tensor | None) -> list[str]:
     for name, tensor in (("the batch", x), ("its context", context)):
         if tensor is not None and not _finite(tensor):
             lines.append(f"{name} holds NaN or inf in {_bad_rows(tensor)} of {len(tensor)} rows")
+    for module in model.preprocessing:
+        if isinstance(module, Dequantize):
+            try:
+                module.refuse(x)
+            except InputError as error:  # which is not raised at every step on CUDA
+                lines.append(str(error))
     broken = [name for name, parameter in model.named_parameters() if not _finite(parameter)]
     if broken:
         lines.append(f"{len(broken)} parameters hold NaN or inf, the first is {broken[0]}")

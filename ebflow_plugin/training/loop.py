@@ -17,13 +17,13 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ebflow_plugin.discovery import find_flow
 from ebflow_plugin.ema import EMA
-from ebflow_plugin.errors import EBFlowError, TrainingError
+from ebflow_plugin.errors import EBFlowError, TrainingError, WriteError
 from ebflow_plugin.objectives import Objective
 from ebflow_plugin.objectives.base import waits_for_data
 from ebflow_plugin.training.batches import Batches, LoaderBatches
 from ebflow_plugin.training.checkpoints import CheckpointFolder, atomic_write, compare, identity, write_weights
 from ebflow_plugin.training.distributed import Processes, parallel
-from ebflow_plugin.training.evaluation import evaluate
+from ebflow_plugin.training.evaluation import evaluate, evaluate_calibrated
 from ebflow_plugin.training.guards import ConditionWatch, Finding, FiniteWatch, diagnose, failure
 from ebflow_plugin.training.interrupts import Interrupts
 from ebflow_plugin.training.progress import Display, JsonLines, NoDisplay, Record, TensorBoard
@@ -143,7 +143,7 @@ class Run:
         Raises:
             KeyboardInterrupt: On Ctrl-C; with a folder for checkpoints, when the next step is saved.
         """
-        self.display.start(self.progress.step, self.settings.steps)
+        self.display.start(self.progress.step, self.settings.steps, self.settings.evaluate_every)
         interrupts = Interrupts(listen=self.folder is not None and self.processes.world == 1)
         try:
             with interrupts:
@@ -242,8 +242,11 @@ class Run:
         if self.folder is None:
             return ""
         state, path = self._state(0.0), self.folder.path / f"failed-{step:08d}.pt"
-        if self.processes.first:
-            atomic_write(path, lambda file: torch.save(state, file))
+        try:
+            if self.processes.first:
+                atomic_write(path, lambda file: torch.save(state, file))
+        except WriteError as error:  # the failure that brought us here is what matters
+            return f"The state could not be saved: {error} "
         return f"The state is in {path}; fit(…, resume=True) goes on from the last checkpoint before it. "
 
     def _record(self, mark: tuple[float, int]) -> tuple[float, int]:
@@ -276,9 +279,10 @@ class Run:
         record["seconds"] = progress.seconds
         record["steps_per_second"] = (progress.step - mark[1]) / passed if passed > 0 else 0.0
         progress.history.append(record)
-        for sink in (self.metrics, self.tensorboard, self.display):
+        for sink in (self.metrics, self.tensorboard):
             if sink is not None:
                 sink.record(record)
+        self.display.record({**record, "evaluation_seconds": time.monotonic() - now})
         for callback in self.callbacks:
             if callback(Event(progress.step, record, self.model, self.ema)) is True:
                 progress.stopped = "callback"
@@ -287,37 +291,40 @@ class Run:
     def _look_at_the_start(self) -> None:
         """Evaluates before the first step: a good start can be the best there is."""
         assert self.validation is not None
+        started = time.monotonic()
         record = {"step": 0, **self._evaluate(self.validation), "best_nll": self.progress.best_nll}
         self.progress.start_nll = self.progress.best_nll
-        self.display.record(record)
+        self.display.record({**record, "evaluation_seconds": time.monotonic() - started})
 
     def _evaluate(self, validation: Source) -> Record:
         """NLL on the validation data with the averaged weights, calibrated if asked for; keeps the best ones."""
         try:
             return self._likelihood(validation)
+        except WriteError:
+            raise
         except EBFlowError as error:
             step = self.progress.step
             raise TrainingError(f"step {step}: {error}\n{self._save_failure(step)}") from error
 
     def _likelihood(self, validation: Source) -> Record:
         progress, seed = self.progress, self.settings.seed
-        with self.ema.applied() if self.ema is not None else nullcontext():
-            nll, bits = evaluate(self.model, validation, seed, self.processes)
-            found: Record = {"nll": nll, "bits_per_dim": bits}
-            with self._calibrated():
-                if self.calibrate is not None:
-                    nll, bits = evaluate(self.model, validation, seed, self.processes)
-                    found = {"nll": nll, "bits_per_dim": bits, "nll_uncalibrated": found["nll"]}
-                if math.isnan(nll):
-                    raise TrainingError("the NLL on the validation data is not a number")
-                progress.stale += 1
-                if progress.best_nll is None or nll < progress.best_nll:
-                    progress.best_nll, progress.best_step, progress.stale = nll, progress.step, 0
-                    self.best_state = {
-                        name: tensor.detach().cpu().clone() for name, tensor in self.model.state_dict().items()
-                    }
-                    if self.folder is not None and self.processes.first:
-                        self.folder.save_best(self.best_state, {"step": progress.step, **found})
+        with self.ema.applied() if self.ema is not None else nullcontext(), self._calibrated():
+            found: Record = {}
+            if self.calibrate is None:
+                nll, bits = evaluate(self.model, validation, seed, self.processes)
+            else:
+                nll, bits, found["nll_uncalibrated"] = evaluate_calibrated(self.model, validation, seed, self.processes)
+            found = {"nll": nll, "bits_per_dim": bits, **found}
+            if math.isnan(nll):
+                raise TrainingError("the NLL on the validation data is not a number")
+            progress.stale += 1
+            if progress.best_nll is None or nll < progress.best_nll:
+                progress.best_nll, progress.best_step, progress.stale = nll, progress.step, 0
+                self.best_state = {
+                    name: tensor.detach().cpu().clone() for name, tensor in self.model.state_dict().items()
+                }
+                if self.folder is not None and self.processes.first:
+                    self.folder.save_best(self.best_state, {"step": progress.step, **found})
         return found
 
     @contextmanager
@@ -387,6 +394,12 @@ class Run:
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
             "facts": self._facts,
         }
+
+    def seek_best_again(self) -> None:
+        """Begins the search for the best weights anew, with the present ones: those of before are lost."""
+        self.progress.best_nll = self.progress.best_step = self.best_state = None
+        if self.validation is not None:
+            self._evaluate(self.validation)
 
     def save(self, since: float) -> None:
         """Writes a checkpoint, from the first process."""

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import math
+import inspect
 from collections.abc import Callable, Iterable
-from numbers import Real
+from math import ceil
+from numbers import Integral
 
 from torch import nn
 from torch.optim import Adam, Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ebflow_plugin.ema import EMA
 from ebflow_plugin.errors import InputError
-from ebflow_plugin.inputs import one_of, positive, whole
+from ebflow_plugin.inputs import is_number, one_of, positive, whole
 from ebflow_plugin.objectives import Objective
 from ebflow_plugin.training.batches import Batches, LoaderBatches
 from ebflow_plugin.training.loop import Event, Settings
 from ebflow_plugin.wrapper import EBFlow
 
-__all__ = ["average", "listeners", "numbers", "optimizer_of", "scheduler_of"]
+__all__ = ["average", "listeners", "numbers", "optimizer_of", "scheduler_of", "seed_of"]
 
 EVALUATIONS = 20  # in a run, unless evaluate_every says otherwise
 AT_LEAST_EVERY = 1000
+FEWEST = 3  # evaluations in a run, however many rows they go through
 
 
 def numbers(
@@ -36,32 +38,37 @@ def numbers(
     patience: int | None,
     seed: int,
     on_non_finite: str,
+    evaluated: int = 0,
 ) -> Settings:
-    """Checks the numbers, and completes those that depend on how long the run is."""
+    """Checks the numbers, and completes those that depend on how long the run is.
+
+    How often to evaluate follows from the number of rows that an evaluation goes through (``evaluated``), not from a
+    clock, so that the same seed gives the same run.
+    """
     if (steps is None) == (epochs is None):
         raise InputError(f"fit needs either steps or epochs, got steps={steps!r} and epochs={epochs!r}")
-    given = {"steps": steps, "epochs": epochs, "evaluate_every": evaluate_every, "checkpoint_every": checkpoint_every}
-    for name, value in {**given, "accumulate": accumulate, "patience": patience}.items():
-        if value is not None:
-            whole(name, value)
+    steps, epochs = _count("steps", steps), _count("epochs", epochs)
+    evaluate_every, checkpoint_every = (
+        _count("evaluate_every", evaluate_every),
+        _count("checkpoint_every", checkpoint_every),
+    )
+    accumulate, patience = whole("accumulate", accumulate), _count("patience", patience)
     if clip_norm is not None:
         positive("clip_norm", clip_norm)
-    number = isinstance(conditioning, Real) and not isinstance(conditioning, bool)
-    if not number or not math.isfinite(conditioning) or conditioning < 0:
+    if not is_number(conditioning) or conditioning < 0:
         raise InputError(f"conditioning must be a number, at least 0, got {conditioning!r}")
-    if not isinstance(seed, int) or isinstance(seed, bool):
-        raise InputError(f"seed must be a whole number, got {seed!r}")
     skip = one_of("on_non_finite", on_non_finite, ("stop", "skip")) == "skip"
     total = steps if steps is not None else (epochs or 0) * len(source) // accumulate
     if total < 1:
         raise InputError(
             f"{epochs} epochs of {len(source)} batches are less than one step of accumulate={accumulate} batches"
         )
-    often = evaluate_every or min(AT_LEAST_EVERY, max(1, total // EVALUATIONS))
+    often = min(AT_LEAST_EVERY, max(1, total // EVALUATIONS))
+    worth = ceil(evaluated * len(source) / (source.rows * accumulate))  # steps that go through as many rows
     return Settings(
         steps=total,
-        evaluate_every=often,
-        checkpoint_every=checkpoint_every or often,
+        evaluate_every=evaluate_every or max(often, min(worth, ceil(total / FEWEST))),
+        checkpoint_every=checkpoint_every or evaluate_every or often,
         accumulate=accumulate,
         clip_norm=clip_norm,
         conditioning=float(conditioning),
@@ -71,10 +78,21 @@ def numbers(
     )
 
 
+def seed_of(seed: object) -> int:
+    """The seed as a plain number: others of the same value would give other streams."""
+    if not isinstance(seed, Integral) or isinstance(seed, bool):
+        raise InputError(f"seed must be a whole number, got {seed!r}")
+    return int(seed)
+
+
+def _count(name: str, value: int | None) -> int | None:
+    return None if value is None else whole(name, value)
+
+
 def listeners(callbacks: Iterable[Callable[[Event], object]]) -> tuple[Callable[[Event], object], ...]:
     """Checks the callbacks."""
-    if callable(callbacks):
-        raise InputError("callbacks must be a list of functions: callbacks=[function]")
+    if callable(callbacks) or not isinstance(callbacks, Iterable):
+        raise InputError(f"callbacks must be a list of functions: callbacks=[function], got {callbacks!r}")
     found = tuple(callbacks)
     for place, callback in enumerate(found):
         if not callable(callback):
@@ -85,8 +103,16 @@ def listeners(callbacks: Iterable[Callable[[Event], object]]) -> tuple[Callable[
 def optimizer_of(
     objective: Objective, optimizer: Optimizer | Callable[[list[nn.Parameter]], Optimizer] | None
 ) -> Optimizer:
-    """The optimizer that was given, or made by the function that was given, or Adam."""
-    parameters = [parameter for parameter in objective.parameters() if parameter.requires_grad]
+    """The optimizer that was given, or made by the function that was given, or Adam. It holds what is to be trained."""
+    named = {name: parameter for name, parameter in objective.model.named_parameters() if parameter.requires_grad}
+    parameters = list(named.values())
+    known = {id(parameter) for parameter in objective.model.parameters()}
+    own = [name for name, p in objective.named_parameters() if p.requires_grad and id(p) not in known]
+    if own:
+        raise InputError(
+            f"{type(objective).__name__} has parameters besides those of its model, which fit does not train: "
+            f"{_some(own)}. Put them in the flow (an embedding_net, say), or freeze them."
+        )
     if not parameters:
         raise InputError("the model has no parameters that require a gradient: there is nothing to train")
     if optimizer is None:
@@ -99,13 +125,36 @@ def optimizer_of(
         if not isinstance(made, Optimizer):
             raise InputError(f"the function given as optimizer must return a torch.optim.Optimizer, got {made!r}")
     held = {id(parameter) for group in made.param_groups for parameter in group["params"]}
-    if not any(id(parameter) in held for parameter in parameters):
+    lacking = [name for name, parameter in named.items() if id(parameter) not in held]
+    if len(lacking) == len(parameters):
         raise InputError("the optimizer holds none of the model's parameters; make it from objective.parameters()")
+    if lacking:
+        raise InputError(
+            f"the optimizer lacks {len(lacking)} of {len(parameters)} trainable parameters of the model: "
+            f"{_some(lacking)}. Make it from objective.parameters(), or freeze what is to stay as it is: "
+            "requires_grad_(False)."
+        )
+    if held - known:
+        raise InputError(
+            f"the optimizer holds {len(held - known)} parameters that are not the model's, which fit does not train; "
+            "put them in the flow (an embedding_net, say), or train them in a loop of your own"
+        )
+    closure = inspect.signature(type(made).step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise InputError(
+            f"{type(made).__name__} computes the loss of a step several times, which fit does not do: each batch has "
+            "noise of its own, computed once. Take an optimizer such as Adam or SGD, or a loop of your own with "
+            "optimizer.step(closure)."
+        )
     return made
 
 
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
 def scheduler_of(
-    optimizer: Optimizer, scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None
+    optimizer: Optimizer, scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None, validated: bool
 ) -> LRScheduler | None:
     """The scheduler that was given, or made by the function that was given."""
     if scheduler is None:
@@ -117,6 +166,10 @@ def scheduler_of(
         )
     if made.optimizer is not optimizer:
         raise InputError("the scheduler is of another optimizer; pass a function: scheduler=lambda optimizer: …")
+    if isinstance(made, ReduceLROnPlateau) and not validated:
+        raise InputError(
+            "ReduceLROnPlateau goes by the NLL of validation data, and would never move without: pass some"
+        )
     return made
 
 

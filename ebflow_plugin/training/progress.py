@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from ebflow_plugin.errors import InputError
-from ebflow_plugin.training.checkpoints import atomic_write
+from ebflow_plugin.training.checkpoints import atomic_write, not_written
 
 __all__ = ["Display", "JsonLines", "PlainDisplay", "Record", "RichDisplay", "TensorBoard", "display"]
 
@@ -21,14 +21,14 @@ Record = dict[str, Any]
 class Display(Protocol):
     """Shows how a run goes."""
 
-    def start(self, step: int, total: int) -> None:
-        """Begins, at a step."""
+    def start(self, step: int, total: int, every: int = 0) -> None:
+        """Begins, at a step, with so many steps between two evaluations."""
 
     def advance(self, step: int, loss: float | None) -> None:
         """Tells of a step; the loss is given now and then."""
 
     def record(self, record: Record) -> None:
-        """Tells of an evaluation."""
+        """Tells of an evaluation, and with ``evaluation_seconds`` how long it took."""
 
     def stop(self) -> None:
         """Ends."""
@@ -37,7 +37,7 @@ class Display(Protocol):
 class NoDisplay:
     """Shows nothing."""
 
-    def start(self, step: int, total: int) -> None:
+    def start(self, step: int, total: int, every: int = 0) -> None:
         """Does nothing."""
 
     def advance(self, step: int, loss: float | None) -> None:
@@ -65,18 +65,19 @@ class PlainDisplay(NoDisplay):
 
     def __init__(self, file: IO[str] | None = None) -> None:
         self._file = file
-        self._total = 0
+        self._total = self._every = 0
 
-    def start(self, step: int, total: int) -> None:
+    def start(self, step: int, total: int, every: int = 0) -> None:
         """Keeps the number of steps."""
-        self._total = total
+        self._total, self._every = total, every
 
     def record(self, record: Record) -> None:
         """Writes the line."""
         parts = [f"step {record['step']}/{self._total}", *describe(record)]
         speed = record.get("steps_per_second")
         if speed:
-            parts += [f"{speed:.1f} steps/s", f"{_clock((self._total - record['step']) / speed)} left"]
+            left = time_left(record["step"], self._total, self._every, speed, record.get("evaluation_seconds", 0.0))
+            parts += [f"{speed:.1f} steps/s", f"{_clock(left)} left"]
         print("  ".join(parts), file=self._file or sys.stderr, flush=True)
 
 
@@ -90,41 +91,45 @@ class RichDisplay:
     def __init__(self, console: Any = None) -> None:
         from rich.console import Console
         from rich.live import Live
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
         self._bar = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
             BarColumn(),
             TextColumn("{task.fields[speed]}"),
-            TimeRemainingColumn(),
-            TextColumn("left"),
+            TextColumn("{task.fields[left]}"),
         )
         self._task: Any = None
         self._loss: float | None = None
         self._last: Record = {}
-        self._started = (0.0, 0)
+        self._mark = (0.0, 0)  # when, and at which step, training went on last
+        self._total = self._every = 0
         self._live = Live(
             self._bar, console=console or Console(stderr=True), refresh_per_second=4, get_renderable=self._render
         )
 
-    def start(self, step: int, total: int) -> None:
+    def start(self, step: int, total: int, every: int = 0) -> None:
         """Opens the display."""
-        self._task = self._bar.add_task("", total=total, completed=step, speed="")
-        self._started = time.monotonic(), step
+        self._total, self._every = total, every
+        self._task = self._bar.add_task("", total=total, completed=step, speed="", left="")
+        self._mark = time.monotonic(), step
         self._live.start()
 
     def advance(self, step: int, loss: float | None) -> None:
         """Moves the bar."""
         self._loss = self._loss if loss is None else loss
-        passed = time.monotonic() - self._started[0]
-        speed = (step - self._started[1]) / passed if passed > 0 else 0.0
-        self._bar.update(self._task, completed=step, speed=f"{speed:.1f} steps/s")
+        self._bar.update(self._task, completed=step)
+        passed, done = time.monotonic() - self._mark[0], step - self._mark[1]
+        if done and passed > 0:
+            left = time_left(step, self._total, self._every, done / passed, self._last.get("evaluation_seconds", 0.0))
+            self._bar.update(self._task, speed=f"{done / passed:.1f} steps/s", left=f"{_clock(left)} left")
 
     def record(self, record: Record) -> None:
         """Shows an evaluation."""
         self._last = record
         self._loss = record.get("loss")
+        self._mark = time.monotonic(), record["step"]
 
     def stop(self) -> None:
         """Closes the display, leaving its last state on the screen."""
@@ -180,8 +185,11 @@ class JsonLines:
 
     def record(self, record: Record) -> None:
         """Adds a line."""
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(_line(record))
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(_line(record))
+        except OSError as error:
+            raise not_written(self.path, error) from error
 
 
 class TensorBoard:
@@ -253,6 +261,24 @@ def describe(record: Mapping[str, Any], conditions: bool = True) -> list[str]:
     if record.get("skipped"):
         parts.append(f"{record['skipped']} batches skipped")
     return parts
+
+
+def time_left(step: int, total: int, every: int, speed: float, evaluation: float) -> float:
+    """How long a run will take, in seconds: the steps, and the evaluations among them.
+
+    Arguments:
+        step: Where it is.
+        total: How many steps there are.
+        every: Steps between two evaluations; there is one at the end too. 0 for none.
+        speed: Steps in a second.
+        evaluation: Seconds for an evaluation.
+
+    Example:
+        >>> time_left(step=100, total=250, every=100, speed=10.0, evaluation=5.0)
+        25.0
+    """
+    evaluations = total // every - step // every + (total % every > 0) if every and step < total else 0
+    return (total - step) / speed + evaluations * evaluation
 
 
 def _line(record: Record) -> str:

@@ -242,6 +242,11 @@ def test_states_that_do_not_fit():
     before = copy.deepcopy(ema.state_dict()["averages"])
     with pytest.raises(ebf.InputError, match="no state of an EMA: it lacks averages, buffers, decay, updates, warmup"):
         ema.load_state_dict({})
+    with pytest.raises(ebf.InputError, match="no state of an EMA: it lacks averages"):
+        ema.load_state_dict(None)
+    for name, value in {"decay": "a", "warmup": 1, "updates": -3, "averages": 3, "buffers": {"a": 3}}.items():
+        with pytest.raises(ebf.InputError, match=f"no state of an EMA: it has {name}="):
+            ema.load_state_dict({**ema.state_dict(), name: value})
     with pytest.raises(ebf.InputError, match=r"(?s)the state does not have .*bias: shape \(4,\), not \(3,\)"):
         ema.load_state_dict(EMA(make_model(4)).state_dict())
     assert all(torch.equal(value, before[name]) for name, value in ema.state_dict()["averages"].items())

@@ -115,6 +115,9 @@ def test_bad_choices():
         (lambda: [ebf.Dequantize(2.5)], "levels must be a whole number"),
         (lambda: [ebf.Rescale(1.0, 0.0)], "low < high"),
         (lambda: [ebf.Rescale(0.0, 1.0, source=(1.0, 1.0))], "low < high"),
+        (lambda: [ebf.Rescale("a", 1)], "finite numbers low < high.*'a'"),
+        (lambda: [ebf.Rescale(0.0, math.inf)], "finite numbers"),
+        (lambda: [ebf.Rescale(0.0, 1.0, source=3)], "source=3"),
     ],
 )
 def test_bad_preprocessing(make, message):
@@ -178,6 +181,52 @@ def test_the_probabilities_of_integers_sum_to_at_most_one():
     log_p = -model.bits_per_dim(x) * math.log(2.0)
     total = log_p.reshape(4, 4000).mean(1).exp().sum().item()
     assert 0.8 < total <= 1.0
+
+
+ODD = {
+    "too many levels": (torch.arange(6).reshape(2, 3) * 40, r"values .* 0 to 7.*first is 40 at \[0, 1\]"),
+    "one above": (torch.tensor([[0.0, 7.0, 8.0]]).double(), r"no whole numbers.*first is 8 at \[0, 2\]"),
+    "negative": (torch.tensor([[-1, 0, 1]]), r"first is -1 at \[0, 0\]"),
+    "grey levels in [0, 1]": (unit_data(2), r"no whole numbers.*\(x \* levels\).floor\(\)"),
+    "infinite": (torch.tensor([[0.0, math.inf, 1.0]]).double(), r"first is inf|1 NaN or inf"),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_values_that_are_no_levels_are_refused_everywhere(kind):
+    x, words = ODD[kind]
+    model = preprocessed()
+    calls = [
+        model.energy,
+        model.log_prob,
+        model.bits_per_dim,
+        model.preprocess,
+        ebf.objectives.ML(model),
+        ebf.objectives.DSM(model),
+        lambda x: model.calibrate(x.repeat(20, 1)),
+        lambda x: ebf.fit(ebf.objectives.ML(model), x, steps=1, progress=False),
+        lambda x: ebf.fit(ebf.objectives.ML(model), torch.ones(4, D).long(), steps=1, validation=x, progress=False),
+    ]
+    for call in calls:
+        for _ in range(2):
+            with pytest.raises(ebf.InputError, match=words):
+                call(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bool, torch.float64])
+def test_whole_numbers_of_any_dtype_are_taken(dtype):
+    x = torch.tensor([[0, 1, 1]]).to(dtype)
+    assert preprocessed().log_prob(x).isfinite().all()
+    if dtype != torch.bool:
+        assert preprocessed().log_prob(x * 7).isfinite().all()
+
+
+def test_where_no_value_can_be_asked_for_odd_ones_become_nan():
+    """As on CUDA after the first batch: no wait, and no plausible number."""
+    model = preprocessed()
+    x = torch.tensor([[0.0, 7.0, 3.0], [0.0, 8.0, 3.0], [0.5, 1.0, 2.0], [-1.0, 0.0, 1.0]]).double()
+    found = torch.func.vmap(lambda row: model.log_prob(row.unsqueeze(0)), randomness="different")(x)
+    assert found.isnan().flatten().tolist() == [False, True, True, True]
 
 
 def test_samples_come_back_as_integers():

@@ -101,6 +101,7 @@ def test_an_unknown_option_is_named_with_those_there_are(model, name, option, me
         ("ssm", {"projections": 1.5}, "projections must be a whole number"),
         ("ssm", {"projections": True}, "projections must be a whole number"),
         ("ssm", {"projection": "gausian"}, "unknown projection 'gausian'. Did you mean 'gaussian'"),
+        ("ssm", {"projected": "no"}, "projected must be True or False, got 'no'"),
         ("ssm", {"projection": None}, "unknown projection None. Valid names: gaussian, rademacher, sphere"),
         ("fdssm", {"eps": 0}, "eps must be a positive number, got 0"),
         ("fdssm", {"eps": -0.1}, "eps must be a positive number, got -0.1"),
@@ -175,6 +176,27 @@ def test_sums_start_at_zero(model, x):
     torch.testing.assert_close(sum(terms)(x), ML(model)(x) + SM(model)(x))
 
 
+def test_a_sum_draws_from_its_generator(model, x):
+    loss = 0.5 * SSM(model) + 0.5 * DSM(model)
+    assert loss.generator is None
+    loss.generator = seeded()
+    assert all(term.generator is loss.generator for term in loss.terms)
+    first = loss(x)
+    loss.generator = seeded()
+    assert torch.equal(loss(x), first)
+    assert not torch.equal(loss(x), first)
+    made = WeightedSum([(0.5, SSM(model)), (0.5, DSM(model))], generator=seeded())
+    assert torch.equal(made(x), first)
+    with pytest.raises(ebf.InputError, match="generator must be a torch.Generator or None, got 0"):
+        loss.generator = 0
+    assert (SSM(model, generator=seeded()) + DSM(model, generator=seeded())).generator is None
+
+
+def test_an_objective_without_a_formula_cannot_be_made(model):
+    with pytest.raises(TypeError, match="abstract.*per_sample"):
+        Objective(model)
+
+
 def test_sums_that_make_no_sense(model):
     with pytest.raises(ebf.InputError, match="SSM and ML are objectives of different models"):
         SSM(model) + ML(make_model())
@@ -184,6 +206,9 @@ def test_sums_that_make_no_sense(model):
         math.nan * ML(model)
     with pytest.raises(ebf.InputError, match="at least one objective"):
         WeightedSum([])
+    for terms in ([ML(model)], [(1.0, "ml")], ML(model), 3):
+        with pytest.raises(ebf.InputError, match="the terms of a sum are pairs of a weight and an objective"):
+            WeightedSum(terms)
     for other in (1.0, "ml", None):
         with pytest.raises(TypeError):
             ML(model) + other

@@ -23,10 +23,10 @@ def load_script():
     return module
 
 
-def run_together(folder):
+def run_together(folder, script=SCRIPT):
     """What each of two processes under torchrun found."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", SCRIPT, folder]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script, folder]
     log = folder / "log"
     with log.open("w") as file:
         running = subprocess.Popen(command, env=environment, stdout=file, stderr=file, start_new_session=True)
@@ -50,6 +50,16 @@ def test_two_processes_train_together(tmp_path):
     check_that_second_order_losses_train_together(found, together)
     check_that_parameters_that_the_loss_does_not_see_do_no_harm(found)
     check_that_a_resumed_run_equals_an_uninterrupted_one(found)
+
+
+def test_one_that_calls_alone_what_is_for_all_gets_an_error(tmp_path):
+    """It would wait for ever; afterwards, all of them together can still make the call."""
+    first, second = run_together(tmp_path, TESTS / "scripts" / "lonely_calls.py")
+    assert second["found"] == []
+    assert len(first["found"]) == 2
+    for name, message in zip(("model.calibrate()", "model.initialize(whiten=True)"), first["found"], strict=True):
+        assert message.startswith(f"{name} is for all of the 2 processes together, and 1 did not come within 1 s.")
+    assert same(first["weights"], second["weights"])
 
 
 def check_that_gradients_are_those_of_the_joined_batch(processes, script):

@@ -1,14 +1,17 @@
 """What fit() refuses, before any work is lost."""
 
+import warnings
+
+import numpy as np
 import pytest
 import torch
-from nflows import distributions, flows
+from nflows import distributions, flows, transforms
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import ebflow_plugin as ebf
 from ebflow_nflows import SmoothLeakyReLU
 from ebflow_plugin.errors import EBFlowError, InputError
-from ebflow_plugin.objectives import ML
+from ebflow_plugin.objectives import DSM, ML
 from ebflow_plugin.training import fit
 from training_models import make_data, make_model, same, weights
 
@@ -33,6 +36,28 @@ def nan_data():
     return x
 
 
+class WithEncoder(ML):
+    def __init__(self, model):
+        super().__init__(model)
+        self.encoder = torch.nn.Linear(4, 4)
+
+
+class Ignoring(transforms.LULinear):
+    """Needs a context, and makes no use of it."""
+
+    def forward(self, inputs, context=None):
+        if context is None:
+            raise ValueError("no context")
+        return super().forward(inputs)
+
+
+def ignoring_its_context():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about the unknown class
+        return ebf.wrap(flows.Flow(Ignoring(4), distributions.StandardNormal([4])))
+
+
+SPARE = torch.nn.Parameter(torch.zeros(3))
 LABELS = torch.arange(200) % 10
 REFUSED = {
     "no objective": (lambda m: fit(m, make_data(), steps=1), r"needs an objective, such as ebf.objectives.SSM"),
@@ -57,6 +82,31 @@ REFUSED = {
     "a list": (lambda m: fit(ML(m), [1, 2], steps=1), "a Dataset with a length or a DataLoader, got builtins.list"),
     "dicts": (lambda m: fit(ML(m), Dicts(), steps=1), "(?s)got a dict of 1.*collate_fn"),
     "triple": (lambda m: fit(ML(m), (make_data(), LABELS, LABELS), steps=1), "a pair .x, context., got a tuple of 3"),
+    "a list of tensors": (
+        lambda m: fit(ML(m), [make_data(), make_data(seed=1)], steps=1),
+        r"(?s)data is a list of 2 tensors.*torch.cat.*tuple \(x, context\)",
+    ),
+    "validation in a list": (
+        lambda m: fit(ML(m), make_data(), steps=1, validation=[make_data()]),
+        "validation is a list of 1 tensors",
+    ),
+    "an array": (lambda m: fit(ML(m), make_data().numpy(), steps=1), "got numpy.ndarray; torch.from_numpy"),
+    "targets": (
+        lambda m: fit(ML(m), (make_data(), make_data(seed=1)), steps=1),
+        "(?s)torch.float32 values.*makes no use of a context.*Drop the targets",
+    ),
+    "targets in a dataset": (
+        lambda m: fit(ML(m), TensorDataset(make_data(), make_data(seed=1)), steps=1),
+        "makes no use of a context",
+    ),
+    "targets to validate": (
+        lambda m: fit(ML(m), make_data(), steps=1, validation=(make_data(), make_data(seed=1))),
+        "validation: .*makes no use of a context",
+    ),
+    "targets that no step reads": (
+        lambda m: fit(ML(ignoring_its_context()), (make_data(), make_data(seed=1)), steps=1),
+        "makes no use of a context",
+    ),
     "rows": (lambda m: fit(ML(m), (make_data(), make_data(7)), steps=1), "200 and 7 rows"),
     "NaN": (lambda m: fit(ML(m), nan_data(), steps=1), r"5 NaN or inf in 2 of 50 rows, the first at \[7, 2\]"),
     "NaN to validate": (lambda m: fit(ML(m), make_data(), steps=1, validation=nan_data()), "validation holds 5 NaN"),
@@ -81,6 +131,31 @@ REFUSED = {
         lambda m: fit(ML(m), make_data(), steps=1, optimizer=torch.optim.SGD(make_model().parameters(), lr=0.1)),
         "holds none of the model's parameters",
     ),
+    "half an optimizer": (
+        lambda m: fit(ML(m), make_data(), steps=1, optimizer=torch.optim.SGD(list(m.parameters())[:1], lr=0.1)),
+        r"lacks 3 of 4 trainable parameters of the model: flow\..*bias, .*requires_grad_\(False\)",
+    ),
+    "more than an optimizer": (
+        lambda m: fit(ML(m), make_data(), steps=1, optimizer=torch.optim.SGD([*m.parameters(), SPARE], lr=0.1)),
+        "holds 1 parameters that are not the model's",
+    ),
+    "an objective with parameters": (
+        lambda m: fit(WithEncoder(m), make_data(), steps=1),
+        "WithEncoder has parameters besides those of its model.*: encoder.weight, encoder.bias",
+    ),
+    "LBFGS": (
+        lambda m: fit(ML(m), make_data(), steps=1, optimizer=torch.optim.LBFGS),
+        r"LBFGS computes the loss of a step several times.*optimizer.step\(closure\)",
+    ),
+    "plateau": (
+        lambda m: fit(ML(m), make_data(), steps=1, scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau),
+        "ReduceLROnPlateau goes by the NLL of validation data",
+    ),
+    "no callbacks": (lambda m: fit(ML(m), make_data(), steps=1, callbacks=None), "callbacks must be a list.*got None"),
+    "resume": (lambda m: fit(ML(m), make_data(), steps=1, resume="no"), "resume must be True or False, got 'no'"),
+    "amp": (lambda m: fit(ML(m), make_data(), steps=1, amp="bf16"), "amp must be True or False, got 'bf16'"),
+    "path": (lambda m: fit(ML(m), make_data(), steps=1, checkpoint=3), "checkpoint must be a path, got 3"),
+    "path of metrics": (lambda m: fit(ML(m), make_data(), steps=1, metrics=""), "metrics must be a path, got ''"),
     "scheduler": (lambda m: fit(ML(m), make_data(), steps=1, scheduler="cosine"), "scheduler must be"),
     "ema": (lambda m: fit(ML(m), make_data(), steps=1, ema=0.99), "ema must be True"),
     "other ema": (lambda m: fit(ML(m), make_data(), steps=1, ema=ebf.EMA(make_model())), "of another model"),
@@ -113,3 +188,19 @@ def test_the_smooth_activation_is_no_full_layer():
     flow = flows.Flow(SmoothLeakyReLU(0.3), distributions.StandardNormal([4]))
     with pytest.raises(InputError, match="nothing to train"):
         fit(ML(ebf.wrap(flow)), make_data(), steps=1)
+
+
+def test_counts_of_numpy_are_counts():
+    runs = []
+    for kind in (int, np.int64):
+        model = make_model(actnorm=False)
+        result = fit(DSM(model), make_data(), steps=kind(3), batch_size=kind(8), seed=kind(5), progress=False)
+        assert result.steps == 3
+        runs.append(weights(model))
+    assert same(*runs)
+
+
+def test_a_context_that_is_read_is_taken():
+    made = transforms.MaskedAffineAutoregressiveTransform(4, 8, context_features=3, num_blocks=1, activation=torch.tanh)
+    model = ebf.wrap(flows.Flow(made, distributions.StandardNormal([4])))
+    assert fit(ML(model), (make_data(), make_data(size=3)), steps=1, progress=False).steps == 1

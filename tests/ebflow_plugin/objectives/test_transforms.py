@@ -1,0 +1,62 @@
+"""Objectives inside of torch.func: gradients for each sample, by vmap(grad), and in swapped weights."""
+
+import warnings
+
+import pytest
+import torch
+from nflows import distributions, flows, transforms
+from torch.func import functional_call, grad, vmap
+
+import ebflow_plugin as ebf
+from case import perturb
+from ebflow_plugin.objectives import DSM, FDSSM, ML, SM, SSM
+from training_models import make_data
+from training_models import make_model as make_closed
+
+
+def make_network():
+    torch.manual_seed(0)
+    made = transforms.MaskedAffineAutoregressiveTransform(4, 8, num_blocks=1, activation=torch.tanh)
+    flow = flows.Flow(made, distributions.StandardNormal([4])).double().eval()
+    perturb(flow, 0.2)
+    return ebf.wrap(flow)
+
+
+MODELS = {"closed forms": lambda: make_closed(actnorm=False, dtype=torch.float64), "network": make_network}
+OBJECTIVES = {
+    "ml": ML,
+    "sm": SM,
+    "ssm": SSM,
+    "ssm, sphere": lambda model: SSM(model, projection="sphere"),
+    "ssm, projected": lambda model: SSM(model, projected=True),
+    "dsm": lambda model: DSM(model, sigma=0.5),
+    "dsm, list": lambda model: DSM(model, sigma=[0.5, 1.0]),
+    "fdssm": lambda model: FDSSM(model, eps=0.5),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("loss", OBJECTIVES)
+def test_gradients_for_each_sample(name, loss):
+    x = make_data(5, dtype=torch.float64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch about its own torch.jit
+        objective = OBJECTIVES[loss](MODELS[name]())
+        weights = {key: value.detach() for key, value in objective.named_parameters()}
+
+        def value(weights, row):
+            return functional_call(objective, weights, (row.unsqueeze(0),))
+
+        torch.manual_seed(0)
+        found = vmap(grad(value), in_dims=(None, 0), randomness="different")(weights, x)
+        torch.manual_seed(0)
+        alone = grad(value)(weights, x[0])
+        torch.manual_seed(0)
+        plain = objective(x[:1])
+    named = dict(objective.named_parameters())
+    expected = torch.autograd.grad(plain, list(named.values()), allow_unused=True, materialize_grads=True)
+    for key, wanted in zip(named, expected, strict=True):
+        assert found[key].shape == (5, *wanted.shape)
+        torch.testing.assert_close(alone[key], wanted, msg=lambda text, key=key: f"{key}: {text}")
+        if loss in ("ml", "sm"):  # nothing is drawn
+            torch.testing.assert_close(found[key][0], wanted, msg=lambda text, key=key: f"{key}: {text}")
