@@ -233,7 +233,7 @@ def calibrate_plan(
             moments.add(rows[~held])
         if bool(held.any()):
             held_out.add(rows[held])
-            nll = -plan.base.log_prob(latents, embedded)
+            nll = -plan.base_log_prob(latents, embedded)
             losses.add(torch.stack([nll, nll if log_det is None else nll - log_det], dim=1)[held])
     if held_out.count < 2 or moments.count < 2:
         raise InputError(f"calibrate needs at least 20 data points, got {index}")

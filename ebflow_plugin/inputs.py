@@ -12,7 +12,7 @@ from torch import Tensor
 from ebflow_plugin.errors import InputError, suggest
 from ebflow_plugin.plan import Shape
 
-__all__ = ["check_input", "is_number", "one_of", "positive", "refuse_non_finite", "whole"]
+__all__ = ["check_context", "check_input", "is_number", "one_of", "positive", "refuse_non_finite", "whole"]
 
 
 def check_input(
@@ -51,19 +51,28 @@ def check_input(
             raise InputError(f"x is on {x.device}, the flow is on {anchor.device}; move one with .to()")
         _same_dtype("x", x, anchor)
     if context is not None:
-        _check_context(context, x, anchor)
+        check_context(context, x if anchor is None else anchor)
+        if context.shape[0] != x.shape[0]:
+            raise InputError(f"context must have {x.shape[0]} rows, as x has, got shape {tuple(context.shape)}")
     return x
 
 
-def _check_context(context: Tensor, x: Tensor, anchor: Tensor | None) -> None:
+def check_context(context: Tensor, like: Tensor) -> None:
+    """Refuses what is no context: one row for each sample, on the device and, if it is floating point, in the dtype.
+
+    Example:
+        >>> check_context([1.0], torch.empty(0))
+        Traceback (most recent call last):
+        ebflow_plugin.errors.InputError: context must be a tensor, got list
+    """
     if not isinstance(context, Tensor):
         raise InputError(f"context must be a tensor, got {type(context).__name__}")
-    if context.dim() == 0 or context.shape[0] != x.shape[0]:
-        raise InputError(f"context must have {x.shape[0]} rows, as x has, got shape {tuple(context.shape)}")
-    if context.device != x.device:
-        raise InputError(f"context is on {context.device}, x is on {x.device}; move one with .to()")
-    if anchor is not None and context.is_floating_point():
-        _same_dtype("context", context, anchor)
+    if context.dim() == 0:
+        raise InputError("context must have a row for each sample, got a scalar")
+    if context.device != like.device:
+        raise InputError(f"context is on {context.device}, the flow is on {like.device}; move one with .to()")
+    if context.is_floating_point():
+        _same_dtype("context", context, like)
 
 
 def _same_dtype(name: str, tensor: Tensor, anchor: Tensor) -> None:
