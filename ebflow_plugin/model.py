@@ -287,24 +287,26 @@ class EBFlow(Wrapped):
             kind: ``"full"`` or ``"diagonal"``.
             shrinkage: How far to move the covariance towards its diagonal, 0 to 1. By default what makes the rows that
                 are held out for it (every tenth) most likely.
-            fold: Puts the map into the flow's last layer instead, which must be a FullLinear. This edits the flow.
+            fold: Puts the map into the flow's last layer instead, which must be a FullLinear that shares its numbers
+                with nothing else. This edits the flow.
 
         Returns:
             The NLL of held-out rows before and after. Where calibrating would have made it worse, nothing is done,
             and the report says so.
 
         Raises:
-            InputError: If the base is not a Gaussian with a diagonal covariance.
+            InputError: If the base is not a Gaussian with a diagonal covariance, or the last layer cannot take the map.
             SingularError: If the covariance is singular and must not be shrunk.
         """
         one_of("kind", kind, ("full", "diagonal"))
         if shrinkage is not None and not (is_number(shrinkage) and 0.0 <= shrinkage <= 1.0):
-            raise InputError(f"shrinkage must be a number in [0, 1], got {shrinkage!r}")
+            raise InputError(f"shrinkage must lie in [0, 1], got {shrinkage!r}")
         bare = self._walked().bare
         bare.refuse()
+        layer = calibration.last_layer(bare).module if fold else None
         tensors, report = calibration.calibrate_plan(bare, batches(data, self._check), self._like(), kind, shrinkage)
-        if fold and tensors:
-            calibration.fold(tensors, bare)
+        if layer is not None and tensors:
+            calibration.fold(tensors, layer)
             tensors = {}
         self.calibration.set(**tensors)
         return report
