@@ -43,7 +43,7 @@ def draw(
     if batch_size is not None:
         at_least(1, "batch_size", batch_size)
     if context is not None:
-        check_context(context, like)
+        check_context(context, like, None, like.device)
     if n == 0:
         shape = plan.event_shape
         if shape is None:
