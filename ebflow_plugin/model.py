@@ -127,8 +127,9 @@ class EBFlow(Wrapped):
         Returns:
             Energies, with shape ``(B,)``.
         """
-        plan = self.plan
-        x = self._checked(plan, x, context)
+        walked = self._walked()
+        plan = walked.plan
+        x = self._checked(walked, x, context)
         plan.refuse()
         self._seen = tuple(x.shape[1:]), x.device, x.dtype
         if x.shape[0] == 0:
@@ -324,7 +325,7 @@ class EBFlow(Wrapped):
             ``log_prob(x) == core.log_prob(u) + log_det``.
         """
         walked = self._walked()
-        x = self._checked(walked.plan, x, None)
+        x = self._checked(walked, x, None)
         refuse_trainable(walked.prefix)
         u, start = _dequantized(walked.prefix, x, generator)
         (matched,), log_det = walked.prefix.encode(u, start=start)
@@ -352,7 +353,7 @@ class EBFlow(Wrapped):
 
     def _like(self) -> Tensor:
         """An empty tensor with the device and dtype of the flow, or of the data if the flow has no parameters."""
-        anchor = self._anchor()
+        anchor = self._anchor(self._walked())
         if anchor is not None:
             return anchor.detach().new_empty(0)
         if self._seen is not None:
@@ -360,21 +361,21 @@ class EBFlow(Wrapped):
         buffer = next((buffer for buffer in self.flow.buffers() if buffer.is_floating_point()), torch.empty(0))
         return buffer.new_empty(0)
 
-    def _anchor(self) -> Tensor | None:
+    def _anchor(self, walked: Walked) -> Tensor | None:
         """A parameter that tells the device and dtype of the flow, looked up anew: it may be moved or swapped."""
-        path = self._walked().anchor
-        if path is None:
+        if walked.anchor is None:
             return None
-        owner, _, name = path.rpartition(".")
+        owner, _, name = walked.anchor.rpartition(".")
         anchor: Tensor | None = getattr(self.flow.get_submodule(owner), name, None)
         return anchor
 
     def _check(self, x: Tensor, context: Tensor | None) -> Tensor:
         """Refuses input that the flow cannot take, in our words. Gives x to go on with."""
-        return self._checked(self.plan, x, context)
+        return self._checked(self._walked(), x, context)
 
-    def _checked(self, plan: Plan, x: Tensor, context: Tensor | None) -> Tensor:
-        x = check_input(x, context, plan.event_shape, self._anchor(), integers=_takes_integers(plan))
+    def _checked(self, walked: Walked, x: Tensor, context: Tensor | None) -> Tensor:
+        plan = walked.plan
+        x = check_input(x, context, plan.event_shape, self._anchor(walked), integers=_takes_integers(plan))
         if self._options.check_finite:
             refuse_non_finite("x", x)
             if context is not None:
