@@ -195,10 +195,9 @@ def gaussianize(plan: Plan, place: int, sample: Tensor) -> None:
     layer.weight.mul_(scale[:, None])
     layer.bias.mul_(scale).add_(shift)
     following = plan.steps[place + 2].module if place + 2 < len(plan.steps) else None
-    takes_it_in = (
-        isinstance(following, FullLinear) and following.bias is not None and not plan.steps[place + 2].inverted
-    )
-    if takes_it_in and not share_memory(following, layer):
+    if isinstance(following, FullLinear) and following.bias is not None and not plan.steps[place + 2].inverted:
+        if share_memory(following, layer):
+            return
         bent, _ = bend.encode(layer.transform(sample), None)
         mean, spread = _agreed(bent.mean(0), bent.std(0))
         following.weight.div_(spread)
