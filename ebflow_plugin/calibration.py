@@ -20,9 +20,17 @@ from ebflow_plugin.errors import InputError, SingularError
 from ebflow_plugin.layers import FullLinear
 from ebflow_plugin.matrix_steps import FullStep
 from ebflow_plugin.moments import Moments
-from ebflow_plugin.plan import Base, LinearStep, Plan, Shape
+from ebflow_plugin.plan import Base, LinearStep, Plan, Shape, own_tensors
 
-__all__ = ["Calibration", "CalibrationReport", "CalibrationStep", "calibrate_plan", "fold"]
+__all__ = [
+    "Calibration",
+    "CalibrationReport",
+    "CalibrationStep",
+    "calibrate_plan",
+    "fold",
+    "last_layer",
+    "share_memory",
+]
 
 
 class Calibration(nn.Module):
@@ -233,7 +241,7 @@ def calibrate_plan(
             moments.add(rows[~held])
         if bool(held.any()):
             held_out.add(rows[held])
-            nll = -plan.base.log_prob(latents, embedded)
+            nll = -plan.base_log_prob(latents, embedded)
             losses.add(torch.stack([nll, nll if log_det is None else nll - log_det], dim=1)[held])
     if held_out.count < 2 or moments.count < 2:
         raise InputError(f"calibrate needs at least 20 data points, got {index}")
@@ -250,9 +258,8 @@ def calibrate_plan(
     return {name: t.to(like) for name, t in tensors.items()}, CalibrationReport(before, before - gain, rho, kind)
 
 
-@torch.no_grad()
-def fold(tensors: Mapping[str, Tensor], plan: Plan) -> None:
-    """Puts the map of a calibration into the last layer of a flow, which must be a FullLinear.
+def last_layer(plan: Plan) -> FullStep:
+    """The layer at the end of a flow that can take a calibration in: a FullLinear with numbers of its own.
 
     Raises:
         InputError: If the flow ends otherwise.
@@ -261,9 +268,43 @@ def fold(tensors: Mapping[str, Tensor], plan: Plan) -> None:
     if not (isinstance(last, FullStep) and isinstance(last.module, FullLinear) and not last.inverted):
         where = "nothing" if last is None else last.where
         raise InputError(f"only a FullLinear at the end of the flow can take a calibration in; it ends with {where}")
-    layer, matrix = last.module, tensors["to_base"]
-    if layer.bias is None:
+    if last.module.bias is None:
         raise InputError(f"{last.where} has no bias, and cannot take a calibration in")
+    if not {"weight", "bias"} <= dict(last.module.named_parameters(recurse=False)).keys():
+        raise InputError(f"{last.where} computes its weight (a parametrization), and cannot take a calibration in")
+    tied = [part.where for part in plan.parts() if part is not last and share_memory(part.module, last.module)]
+    if tied:
+        raise InputError(
+            f"{last.where} shares its numbers with other parts of the flow, which would change with it\n  "
+            + "\n  ".join(tied)
+            + "\nCalibrate without fold=True, or untie them."
+        )
+    return last
+
+
+def share_memory(one: Any, other: Any) -> bool:
+    """Whether two modules have numbers in common, so that editing one edits the other.
+
+    Example:
+        >>> a, b = nn.Linear(2, 2), nn.Linear(2, 2)
+        >>> before = share_memory(a, b)
+        >>> b.bias = a.bias
+        >>> before, share_memory(a, b)
+        (False, True)
+    """
+    ours, theirs = ({_memory(tensor) for tensor in own_tensors(module)} for module in (one, other))
+    return not ours.isdisjoint(theirs)
+
+
+def _memory(tensor: Tensor) -> tuple[torch.device, int]:
+    return tensor.device, tensor.untyped_storage().data_ptr() or id(tensor)  # a meta tensor has no address
+
+
+@torch.no_grad()
+def fold(tensors: Mapping[str, Tensor], layer: FullLinear) -> None:
+    """Puts the map of a calibration into the last layer of a flow."""
+    matrix = tensors["to_base"]
     matrix = torch.diag(matrix) if matrix.dim() == 1 else matrix
+    assert layer.bias is not None
     layer.weight.copy_(matrix @ layer.weight)
     layer.bias.copy_(matrix @ (layer.bias - tensors["mean"]) + tensors["center"])

@@ -18,12 +18,19 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ebflow_plugin.errors import AdapterError, NotAFlowError, UnknownNameError, UnsupportedStepError, suggest
-from ebflow_plugin.plan import Plan, Step
-from ebflow_plugin.registry import resolve
+from ebflow_plugin.errors import (
+    AdapterError,
+    InputError,
+    NotAFlowError,
+    UnknownNameError,
+    UnsupportedStepError,
+    suggest,
+)
+from ebflow_plugin.plan import LinearStep, Plan, Step
+from ebflow_plugin.registry import altered_part, resolve
 from ebflow_plugin.rules import TAUGHT, Container, OpaqueStep, Rule, Taught, TaughtLinearStep
 
-__all__ = ["Adapter", "Found", "adapters", "comes_from", "find_flow", "takes_context"]
+__all__ = ["Adapter", "Found", "Wrapped", "adapters", "comes_from", "find_flow", "takes_context"]
 
 
 class Adapter(ABC):
@@ -116,6 +123,8 @@ class Adapter(ABC):
             rule, why = resolve(module, lambda cls: TAUGHT.get(cls) or self.rule(cls))
         while rule is not None and not isinstance(rule, (type, Container, Taught)):
             rule = rule(module)
+        if isinstance(rule, type) and issubclass(rule, LinearStep) and (part := altered_part(module)) is not None:
+            rule, why = None, f"unknown: {part} inside of it was hooked or patched"  # which linear steps never call
         if isinstance(rule, Container):
             children = list(rule.children(module))
             for child in reversed(children) if inverted else children:
@@ -192,6 +201,10 @@ def adapters() -> tuple[Adapter, ...]:
     return tuple(loaded)
 
 
+class Wrapped(nn.Module):
+    """What :func:`~ebflow_plugin.wrap` makes of a flow: an :class:`~ebflow_plugin.EBFlow`."""
+
+
 @dataclass(frozen=True)
 class Found:
     """A flow, the adapter that knows it, and where it stood in the object that was given."""
@@ -205,6 +218,7 @@ def find_flow(model: object) -> Found:
     """Finds the flow that an object is, or the only one that it holds.
 
     Raises:
+        InputError: If it is, or holds, a flow that is wrapped already: its preprocessing and calibration would be lost.
         NotAFlowError: If there is none, or more than one.
     """
     found = list(_flows_in(model))
@@ -222,6 +236,12 @@ def find_flow(model: object) -> Found:
 
 def _flows_in(model: object, depth: int = 2) -> Iterator[Found]:
     """Outermost flows, in the object, in its modules, and in the attributes of objects that are no modules."""
+    if isinstance(model, Wrapped):
+        raise InputError(
+            "a flow is wanted here, and this is an EBFlow, or holds one: what wrap() and calibrate() put around its "
+            "flow would be lost. Go on with that EBFlow, or give its .flow; where that is edited in place "
+            "(in_place=True), the EBFlow follows."
+        )
     for adapter in adapters():
         if adapter.is_flow(model):
             assert isinstance(model, nn.Module)

@@ -9,6 +9,9 @@ import difflib
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
+import torch
+from torch import nn
+
 __all__ = [
     "AdapterError",
     "EBFlowError",
@@ -70,13 +73,34 @@ class WriteError(EBFlowError, OSError):
     """A file cannot be written: the disk is full, or the folder does not allow it."""
 
 
-def blame(error: Exception, step: Any, value: Any, context: Any) -> NoReturn:
-    """Lets an error from inside a step say where it happened. Its type stays, so that callers can catch it."""
-    if not isinstance(error, EBFlowError) or step.path not in str(error):
-        shape = [tuple(part.shape) for part in value] if isinstance(value, tuple) else tuple(value.shape)
+def blame(error: Exception, part: Any, value: Any, context: Any) -> NoReturn:
+    """Lets an error from inside a step or a base say where it happened. Its type stays, so that callers can catch it.
+
+    But for one cause that torch tells in matrix sizes: a context was forgotten.
+    """
+    if context is None and _may_come_from_a_missing_context(error) and _is_conditional(part.module):
+        raise InputError(
+            f"{part.where} is conditional, and failed without a context ({type(error).__name__}: {error}). "
+            "Pass context=."
+        ) from error
+    if not isinstance(error, EBFlowError) or part.path not in str(error):
+        shape = [tuple(one.shape) for one in value] if isinstance(value, tuple) else tuple(value.shape)
         given = "without a context" if context is None else f"with a context of shape {tuple(context.shape)}"
-        error.add_note(f"in step {step.where}, on an input of shape {shape}, {given}")
+        error.add_note(f"in step {part.where}, on an input of shape {shape}, {given}")
     raise error
+
+
+def _may_come_from_a_missing_context(error: Exception) -> bool:
+    kinds = (TypeError, ValueError, AttributeError, RuntimeError)
+    return isinstance(error, kinds) and not isinstance(error, (EBFlowError, torch.OutOfMemoryError))
+
+
+def _is_conditional(module: Any) -> bool:
+    """Whether something inside of a module is named after a context: its features, its channels, its encoder."""
+    if not isinstance(module, nn.Module):
+        return False
+    members = (item for part in module.modules() for item in (*vars(part).items(), *part._modules.items()))
+    return any("context" in name and value for name, value in members)
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

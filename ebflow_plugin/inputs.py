@@ -14,7 +14,17 @@ from torch import Tensor
 from ebflow_plugin.errors import InputError, suggest
 from ebflow_plugin.plan import Shape
 
-__all__ = ["check_input", "flag", "is_number", "one_of", "path_of", "positive", "refuse_non_finite", "whole"]
+__all__ = [
+    "check_context",
+    "check_input",
+    "flag",
+    "is_number",
+    "one_of",
+    "path_of",
+    "positive",
+    "refuse_non_finite",
+    "whole",
+]
 
 
 def check_input(
@@ -53,17 +63,32 @@ def check_input(
             raise InputError(f"x is on {x.device}, the flow is on {anchor.device}; move one with .to()")
         _same_dtype("x", x, anchor)
     if context is not None:
-        _check_context(context, x, anchor)
+        check_context(context, anchor, x.shape[0], x.device)
     return x
 
 
-def _check_context(context: Tensor, x: Tensor, anchor: Tensor | None) -> None:
+def check_context(context: Tensor, anchor: Tensor | None, rows: int | None, device: torch.device) -> None:
+    """Refuses what is no context: on the device and, if it is floating point, in the dtype of the flow.
+
+    Arguments:
+        context: What was given.
+        anchor: A tensor with the flow's dtype, if it has one.
+        rows: How many rows it must have, as x has; None where any number will do.
+        device: Where it must be.
+
+    Example:
+        >>> check_context([1.0], None, None, torch.device("cpu"))
+        Traceback (most recent call last):
+        ebflow_plugin.errors.InputError: context must be a tensor, got list
+    """
     if not isinstance(context, Tensor):
         raise InputError(f"context must be a tensor, got {type(context).__name__}")
-    if context.dim() == 0 or context.shape[0] != x.shape[0]:
-        raise InputError(f"context must have {x.shape[0]} rows, as x has, got shape {tuple(context.shape)}")
-    if context.device != x.device:
-        raise InputError(f"context is on {context.device}, x is on {x.device}; move one with .to()")
+    if context.dim() == 0 or rows not in (None, context.shape[0]):
+        wanted = "rows, one for each set of samples" if rows is None else f"{rows} rows, as x has"
+        raise InputError(f"context must have {wanted}, got shape {tuple(context.shape)}")
+    if context.device != device:
+        other = "the flow" if rows is None else "x"
+        raise InputError(f"context is on {context.device}, {other} is on {device}; move one with .to()")
     if anchor is not None and context.is_floating_point():
         _same_dtype("context", context, anchor)
 

@@ -145,7 +145,10 @@ def derivatives(
         for tangent, before in zip(tangents, moved, strict=True):
             tangent.extend(_listed(made.push(before)))
     if closed and count == len(plan.steps) and plan.base.closed:
-        end: End = plan.base.expand(tuple(stack), context)
+        try:
+            end: End = plan.base.expand(tuple(stack), context)
+        except Exception as error:
+            blame(error, plan.base, tuple(stack), context)
     else:
         end = _differentiated_twice(plan, count, stack, context, bool(directions))
     curvatures = end.curvatures(tangents)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
 from math import log
 from typing import Any
 
@@ -10,96 +9,112 @@ import torch
 from torch import Tensor, nn
 
 from ebflow_plugin import calibration, starts
-from ebflow_plugin.calibration import Calibration, CalibrationReport, CalibrationStep
-from ebflow_plugin.discovery import Found, find_flow
-from ebflow_plugin.errors import InputError, suggest
+from ebflow_plugin.calibration import Calibration, CalibrationReport
+from ebflow_plugin.discovery import Adapter, Found, Wrapped, find_flow
+from ebflow_plugin.errors import InputError
 from ebflow_plugin.estimate import Estimate
-from ebflow_plugin.inputs import check_input, refuse_non_finite
+from ebflow_plugin.inputs import check_input, is_number, one_of, refuse_non_finite
 from ebflow_plugin.moments import batches, meet
 from ebflow_plugin.normalizer import Normalizer, estimate_log_z
 from ebflow_plugin.plan import Plan, Shape
-from ebflow_plugin.preprocess import Dequantize, DequantizeStep, boundary, preprocessing_steps
+from ebflow_plugin.preprocess import DequantizeStep, refuse_trainable
 from ebflow_plugin.report import FlowReport
 from ebflow_plugin.sampling import draw
+from ebflow_plugin.walked import Options, Walked, walk
 
-__all__ = ["EBFlow", "Options"]
-
-
-@dataclass(frozen=True)
-class Options:
-    """What :func:`wrap` was asked for: enough to build the plan of a copy again."""
-
-    match_after: str | int | None = "auto"
-    preprocess: tuple[nn.Module, ...] = ()
-    overrides: dict[str, str] = field(default_factory=dict)
-    check_finite: bool = False
-    skipped: int = 0  # how many leading steps a core leaves to its model
-
-    def behind(self, count: int) -> Options:
-        """The options of the core that begins behind the first steps."""
-        return replace(self, match_after=None, skipped=count)
-
-    def plan(self, found: Found) -> Plan:
-        """The plan of a flow, with the preprocessing in front."""
-        plan = found.adapter.plan(found.flow, self.overrides)
-        return replace(plan, steps=(*preprocessing_steps(self.preprocess), *plan.steps)[self.skipped :])
+__all__ = ["EBFlow"]
 
 
-class EBFlow(nn.Module):
+class EBFlow(Wrapped):
     """An energy-based view of a flow, made by :func:`wrap`.
+
+    It follows the flow: where a layer was replaced, a method patched or a hook added, the next call walks the flow
+    again (see :meth:`rebuild`).
 
     Attributes:
         flow: The user's own flow, the same object.
-        core: The energy-based flow of the matched variable, which objectives train; the model itself where there is
-            no preprocessing. It has the same parameters.
-        plan: The steps from data to noise.
+        preprocessing: The modules that :func:`wrap` put in front of it.
+        calibration: The affine map behind it, which :meth:`calibrate` fits.
     """
 
-    core: EBFlow
-
-    def __init__(self, found: Found, options: Options, calibration: Calibration | None = None) -> None:
+    def __init__(
+        self, found: Found, options: Options, calibration: Calibration | None = None, whole: EBFlow | None = None
+    ) -> None:
         super().__init__()
         self.flow = found.flow
-        self.preprocessing = nn.ModuleList(options.preprocess[options.skipped :])
+        self.preprocessing = nn.ModuleList(options.preprocess)
         self.calibration = Calibration() if calibration is None else calibration
         self.training = found.flow.training
         self._inside = found.inside
         self._options = options
         self._seen: tuple[Shape, torch.device, torch.dtype] | None = None
-        self._settle(found)
-        self.register_load_state_dict_post_hook(_settle_again)
+        # In lists, past nn.Module: a core and its model have the same parameters, which are not listed twice.
+        self._whole = [] if whole is None else [whole]
+        self._cores: list[EBFlow] = []
+        self._last: Walked | None = None
+        if whole is None:
+            self._last = walk(found, options, self.calibration)
+        self.register_load_state_dict_post_hook(_move_calibration)
 
-    def _settle(self, found: Found) -> None:
-        """Makes what refers to the flow's modules from outside, and is never copied with them."""
-        self._adapter = found.adapter
-        self._bare = self._options.plan(found)
-        self.plan = self._bare
-        if self.calibration.ready:
-            step = CalibrationStep(self.calibration, self._latent_shapes())
-            self.plan = replace(self._bare, steps=(*self._bare.steps, step))
-        self._normalizer = Normalizer(self.plan)
-        # A hook makes a step unknown, since it may change what the step does: watched like the modules themselves.
-        steps = [step.module for step in self._bare.steps if isinstance(step.module, nn.Module)]
-        self._hooks = [hooks for module in steps for hooks in (module._forward_hooks, module._forward_pre_hooks)]
-        self._hook_counts = list(map(len, self._hooks))
-        self._structure = [
-            (part._modules, tuple(part._modules.values())) for part in _arrangement(self._bare, self.flow)
-        ]
-        # The largest parameter: some are of a dtype of their own (the mixture of normflows, a number inside Residual).
-        sizes = {name: p.numel() for name, p in self.flow.named_parameters() if p.is_floating_point()}
-        self._anchor_name = max(sizes, key=sizes.__getitem__, default=None)
-        count = boundary(self.plan, self._options.match_after)
-        self._prefix = replace(self.plan, steps=self.plan.steps[:count])
-        core: EBFlow = self
-        if count:
-            core = EBFlow(found, self._options.behind(count), self.calibration)
-        self.__dict__["core"] = core  # past nn.Module: the core's parameters are the flow's, and are not listed twice
+    def rebuild(self) -> None:
+        """Walks the flow again.
+
+        A model does so by itself after a module of the flow was replaced, added, removed, hooked or patched. Call it
+        where that cannot be noticed: after a class was registered, or a plain list inside of a module of your own
+        was edited.
+        """
+        if self._whole:
+            self._whole[0].rebuild()
+        else:
+            self._last = walk(find_flow(self.flow), self._options, self.calibration)
+
+    def _walked(self) -> Walked:
+        """The flow as it is now: every method goes through here, once."""
+        if self._whole:
+            return self._whole[0]._walked().core
+        if self._last is None or not self._last.is_current():
+            self.rebuild()
+        assert self._last is not None
+        return self._last
+
+    @property
+    def plan(self) -> Plan:
+        """The steps from data to noise, and the base."""
+        return self._walked().plan
+
+    @property
+    def core(self) -> EBFlow:
+        """The energy-based flow of the matched variable, which objectives train, with the same parameters.
+
+        The model itself where there is no preprocessing.
+        """
+        start = self._walked().start
+        if start == 0:
+            return self
+        if not self._cores:
+            behind = Options(None, self._options.preprocess[start:], check_finite=self._options.check_finite)
+            found = Found(self.flow, self._adapter, self._inside)
+            self._cores.append(EBFlow(found, behind, self.calibration, whole=self))
+        return self._cores[0]
+
+    @property
+    def _adapter(self) -> Adapter:
+        return self._walked().adapter
+
+    @property
+    def _prefix(self) -> Plan:
+        """The steps in front of the matched variable."""
+        return self._walked().prefix
+
+    @property
+    def _normalizer(self) -> Normalizer:
+        return self._walked().normalizer
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         """:meth:`energy`, so that any library's losses and samplers for energy-based models take the model."""
         return self.energy(x, context)
 
-    def energy(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+    def energy(self, x: Tensor, context: Tensor | None = None, *, generator: torch.Generator | None = None) -> Tensor:
         """Computes E(x) = -log p_u(g(x)) - the log-dets of the nonlinear steps (Eq. 9).
 
         No determinant of a linear step is computed, and nothing waits for the device.
@@ -107,32 +122,36 @@ class EBFlow(nn.Module):
         Arguments:
             x: Data, with shape ``(B, *)``.
             context: What the flow is conditioned on, with ``B`` rows.
+            generator: Draws the noise of a :class:`~ebflow_plugin.Dequantize`. Nothing else is random.
 
         Returns:
             Energies, with shape ``(B,)``.
         """
-        x = self._check(x, context)
-        self.plan.refuse()
+        walked = self._walked()
+        plan = walked.plan
+        x = self._checked(walked, x, context)
+        plan.refuse()
         self._seen = tuple(x.shape[1:]), x.device, x.dtype
         if x.shape[0] == 0:
             return x.flatten(1).sum(1)
-        return self.plan.energy(x, context)
+        x, start = _dequantized(plan, x, generator)
+        return plan.energy_behind(start, (x,), plan.embed(context))
 
-    def score(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+    def score(self, x: Tensor, context: Tensor | None = None, *, generator: torch.Generator | None = None) -> Tensor:
         """Computes the score, d log p(x) / dx = -dE(x)/dx, with the shape of x.
 
         It carries a graph if grad mode is on, so that losses of the score can be trained. One forward and one
-        backward pass.
+        backward pass. A generator draws the noise of a :class:`~ebflow_plugin.Dequantize`.
         """
         x = self._check(x, context)
-        if torch._C._functorch.is_functorch_wrapped_tensor(x):  # inside of jvp, vmap and the like
-            score: Tensor = -torch.func.grad(lambda point: self.energy(point, context).sum())(x)
+        if torch._C._functorch.peek_interpreter_stack() is not None:  # inside of grad, jvp, vmap and the like
+            score: Tensor = -torch.func.grad(lambda point: self.energy(point, context, generator=generator).sum())(x)
             return score
         differentiable = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         with torch.inference_mode(False), torch.enable_grad():
             if not (differentiable and x.requires_grad):
                 x = (x.clone() if x.is_inference() else x).detach().requires_grad_()
-            energy = self.energy(x, context).sum()
+            energy = self.energy(x, context, generator=generator).sum()
             if not energy.requires_grad:  # a flat base density, and linear steps alone
                 return torch.zeros_like(x)
             (gradient,) = torch.autograd.grad(
@@ -140,12 +159,13 @@ class EBFlow(nn.Module):
             )
         return -gradient
 
-    def log_prob(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+    def log_prob(self, x: Tensor, context: Tensor | None = None, *, generator: torch.Generator | None = None) -> Tensor:
         """Computes log p(x) = -E(x) - log Z exactly, with shape ``(B,)``; equal to the flow's own ``log_prob``.
 
-        log Z is computed once and kept while no gradient is asked for: evaluate under ``torch.no_grad()``.
+        log Z is computed once and kept while no gradient is asked for: evaluate under ``torch.no_grad()``. A generator
+        draws the noise of a :class:`~ebflow_plugin.Dequantize`, so that the value is repeatable.
         """
-        energy = self.energy(x, context)
+        energy = self.energy(x, context, generator=generator)
         if x.shape[0] == 0:
             return -energy
         return -energy - self._normalizer.exact(tuple(x.shape[1:]), energy)
@@ -220,8 +240,9 @@ class EBFlow(nn.Module):
             NoInverseError: If a step has no inverse; it names the step.
             InputError: If the base density has no temperature.
         """
-        self.plan.refuse()
-        return draw(self.plan, n, context, generator, self._like(), temperature=temperature, batch_size=batch_size)
+        plan = self.plan
+        plan.refuse()
+        return draw(plan, n, context, generator, self._like(), temperature=temperature, batch_size=batch_size)
 
     def initialize(
         self, x: Any, context: Tensor | None = None, *, whiten: bool = False, gaussianize: bool = False
@@ -249,13 +270,14 @@ class EBFlow(nn.Module):
             InputError: If no layer can whiten, or no elementwise nonlinearity is behind it.
             SingularError: If the data have no variance in some direction.
         """
-        self.plan.refuse()
+        walked = self._walked()
+        walked.plan.refuse()
         if whiten or gaussianize:
             meet("model.initialize(whiten=True)")
             data = batches(x if context is None else (x, context), self._check)
-            starts.whiten(self._bare, data, gaussianize)
+            starts.whiten(walked.bare, data, gaussianize)
         else:
-            self.plan.initialize(self._check(x, context), context)
+            walked.plan.initialize(self._check(x, context), context)
 
     def calibrate(
         self, data: Any, kind: str = "full", *, shrinkage: float | None = None, fold: bool = False
@@ -273,39 +295,30 @@ class EBFlow(nn.Module):
             kind: ``"full"`` or ``"diagonal"``.
             shrinkage: How far to move the covariance towards its diagonal, 0 to 1. By default what makes the rows that
                 are held out for it (every tenth) most likely.
-            fold: Puts the map into the flow's last layer instead, which must be a FullLinear. This edits the flow.
+            fold: Puts the map into the flow's last layer instead, which must be a FullLinear that shares its numbers
+                with nothing else. This edits the flow.
 
         Returns:
             The NLL of held-out rows before and after. Where calibrating would have made it worse, nothing is done,
             and the report says so.
 
         Raises:
-            InputError: If the base is not a Gaussian with a diagonal covariance.
+            InputError: If the base is not a Gaussian with a diagonal covariance, or the last layer cannot take the map.
             SingularError: If the covariance is singular and must not be shrunk.
         """
-        if kind not in ("full", "diagonal"):
-            raise InputError(f"unknown kind {kind!r}. {suggest(kind, ('full', 'diagonal'))}")
-        if shrinkage is not None and not 0.0 <= shrinkage <= 1.0:
+        one_of("kind", kind, ("full", "diagonal"))
+        if shrinkage is not None and not (is_number(shrinkage) and 0.0 <= shrinkage <= 1.0):
             raise InputError(f"shrinkage must lie in [0, 1], got {shrinkage!r}")
-        self._bare.refuse()
+        bare = self._walked().bare
+        bare.refuse()
+        layer = calibration.last_layer(bare).module if fold else None
         meet("model.calibrate()")
-        tensors, report = calibration.calibrate_plan(
-            self._bare, batches(data, self._check), self._like(), kind, shrinkage
-        )
-        if fold and tensors:
-            calibration.fold(tensors, self._bare)
+        tensors, report = calibration.calibrate_plan(bare, batches(data, self._check), self._like(), kind, shrinkage)
+        if layer is not None and tensors:
+            calibration.fold(tensors, layer)
             tensors = {}
         self.calibration.set(**tensors)
-        self._settle(find_flow(self.flow))
         return report
-
-    def _latent_shapes(self) -> tuple[Shape, ...]:
-        """The event shapes of the latents; one flat vector if nobody tells."""
-        if self._bare.base.shapes is not None:
-            return self._bare.base.shapes
-        mean = self.calibration.mean
-        assert mean is not None
-        return ((len(mean),),)
 
     @torch.no_grad()
     def preprocess(self, x: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
@@ -319,37 +332,36 @@ class EBFlow(nn.Module):
             The matched variable, and the log-det of the way to it with shape ``(B,)``, so that
             ``log_prob(x) == core.log_prob(u) + log_det``.
         """
-        x = self._check(x, None)
-        boundary(self.plan, len(self._prefix.steps) - 1 if self._prefix.steps else None)  # still without parameters?
-        noisy = next((step for step in self._prefix.steps if isinstance(step, DequantizeStep)), None)
-        if noisy is not None:
-            noisy.generator = generator
-        try:
-            (matched,), log_det = self._prefix.encode(x)
-        finally:
-            if noisy is not None:
-                noisy.generator = None
+        walked = self._walked()
+        x = self._checked(walked, x, None)
+        refuse_trainable(walked.prefix)
+        u, start = _dequantized(walked.prefix, x, generator)
+        (matched,), log_det = walked.prefix.encode(u, start=start)
         total = x.new_zeros(len(x)) if log_det is None else log_det
-        for _, constant in self._prefix.log_dets(tuple(x.shape[1:])):
+        for _, constant in walked.prefix.log_dets(tuple(x.shape[1:]), x):
             total = total + constant
         return matched, total
 
-    def bits_per_dim(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+    def bits_per_dim(
+        self, x: Tensor, context: Tensor | None = None, *, generator: torch.Generator | None = None
+    ) -> Tensor:
         """Computes -log2 p(x) / D, with shape ``(B,)``: bits per dimension, in the units of x.
 
         With a :class:`~ebflow_plugin.Dequantize` in front, x are integers, and this is an upper bound (in the
-        mean over the noise) on the bits that the integers cost.
+        mean over the noise, which a generator makes repeatable) on the bits that the integers cost.
         """
-        return -self.log_prob(x, context) / (max(1, x[:1].numel()) * log(2.0))
+        log_prob = self.log_prob(x, context, generator=generator)
+        return -log_prob / (max(1, x[:1].numel()) * log(2.0))
 
     @property
     def report(self) -> FlowReport:
         """What was found in the flow, as :func:`describe` reports it."""
-        return FlowReport.of(self.plan, self._inside, len(self._prefix.steps))
+        walked = self._walked()
+        return FlowReport.of(walked.plan, self._inside, walked.start)
 
     def _like(self) -> Tensor:
         """An empty tensor with the device and dtype of the flow, or of the data if the flow has no parameters."""
-        anchor = self._anchor()
+        anchor = self._anchor(self._walked())
         if anchor is not None:
             return anchor.detach().new_empty(0)
         if self._seen is not None:
@@ -357,21 +369,21 @@ class EBFlow(nn.Module):
         buffer = next((buffer for buffer in self.flow.buffers() if buffer.is_floating_point()), torch.empty(0))
         return buffer.new_empty(0)
 
-    def _anchor(self) -> Tensor | None:
+    def _anchor(self, walked: Walked) -> Tensor | None:
         """A parameter that tells the device and dtype of the flow, looked up anew: it may be moved or swapped."""
-        if self._anchor_name is None:
+        if walked.anchor is None:
             return None
-        owner, _, name = self._anchor_name.rpartition(".")
+        owner, _, name = walked.anchor.rpartition(".")
         anchor: Tensor | None = getattr(self.flow.get_submodule(owner), name, None)
         return anchor
 
     def _check(self, x: Tensor, context: Tensor | None) -> Tensor:
         """Refuses input that the flow cannot take, in our words. Gives x to go on with."""
-        rebuilt = any(tuple(members.values()) != held for members, held in self._structure)
-        if rebuilt or list(map(len, self._hooks)) != self._hook_counts:
-            self._settle(find_flow(self.flow))  # a transform was swapped, added or taken out, or got a hook
-        integers = len(self.preprocessing) > 0 and isinstance(self.preprocessing[0], Dequantize)
-        x = check_input(x, context, self.plan.event_shape, self._anchor(), integers)
+        return self._checked(self._walked(), x, context)
+
+    def _checked(self, walked: Walked, x: Tensor, context: Tensor | None) -> Tensor:
+        plan = walked.plan
+        x = check_input(x, context, plan.event_shape, self._anchor(walked), integers=_takes_integers(plan))
         if self._options.check_finite:
             refuse_non_finite("x", x)
             if context is not None:
@@ -381,27 +393,21 @@ class EBFlow(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out what refers to the flow's modules from outside: it is made anew for the copy."""
         self._adapter.release(self.flow)
-        left_out = ("plan", "core", "_bare", "_structure", "_hooks", "_prefix", "_normalizer", "_adapter")
-        return {key: value for key, value in self.__dict__.items() if key not in left_out}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._settle(find_flow(self.flow))
+        return {**self.__dict__, "_last": None, "_cores": []}
 
 
-def _arrangement(plan: Plan, flow: nn.Module) -> list[nn.Module]:
-    """The modules that hold the steps and the base of a plan: what changes when a flow is rebuilt."""
-    owners = {""}
-    for part in plan.parts():
-        names = part.path.split(".")
-        owners.update(".".join(names[:depth]) for depth in range(1, len(names)))
-    known = dict(flow.named_modules(remove_duplicate=False))
-    return [known[owner] for owner in owners if owner in known]
+def _takes_integers(plan: Plan) -> bool:
+    return bool(plan.steps) and isinstance(plan.steps[0], DequantizeStep)
 
 
-def _settle_again(model: nn.Module, keys: Any) -> None:
-    """After a checkpoint was loaded: it may bring a calibration, from another device or in another dtype, or none."""
+def _dequantized(plan: Plan, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, int]:
+    """Takes the one random step, if there is one, with the noise of a generator. Gives the next step's index too."""
+    first = plan.steps[0] if plan.steps else None
+    return (first.dequantize(x, generator), 1) if isinstance(first, DequantizeStep) else (x, 0)
+
+
+def _move_calibration(model: nn.Module, keys: Any) -> None:
+    """After a checkpoint was loaded: it may bring a calibration from another device or in another dtype."""
     assert isinstance(model, EBFlow)
     like = model._like()
     model.calibration.to(device=like.device, dtype=like.dtype)
-    model._settle(find_flow(model.flow))

@@ -165,10 +165,13 @@ def batches(data: Any, check: Callable[[Tensor, Tensor | None], Tensor]) -> Iter
         parts: Iterable[Any] = data.split(CHUNK)
     elif isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, Tensor) for part in data):
         parts = zip(data[0].split(CHUNK), data[1].split(CHUNK), strict=True)
-    elif isinstance(data, Iterable):
+    elif isinstance(data, Iterable) and not hasattr(data, "__array__"):
         parts = data
     else:
-        raise InputError(f"data must be a tensor, a pair (x, context) or a loader of these, got {type(data).__name__}")
+        raise InputError(
+            f"data must be a tensor, a pair (x, context) or a loader of these, got {type(data).__name__}; "
+            "torch.as_tensor makes a tensor of an array"
+        )
     empty = True
     for part in parts:
         x, context = (part, None) if isinstance(part, Tensor) else _pair(part)

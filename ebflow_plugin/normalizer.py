@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from ebflow_plugin.lanczos import log_abs_det
 from ebflow_plugin.layers import FullConv2d, FullLinear
 from ebflow_plugin.matrix_steps import FullStep, MatrixStep
 from ebflow_plugin.memo import Memo
-from ebflow_plugin.plan import LinearStep, Plan, Shape
+from ebflow_plugin.plan import LinearStep, Plan, Shape, own_tensors
 from ebflow_plugin.proposals import Gaussian, Proposal
 from ebflow_plugin.rules import TaughtLinearStep
 
@@ -54,26 +54,31 @@ class Normalizer:
         Where a gradient can be asked for (grad mode is on, a linear step has parameters that require one) it is
         computed anew, with its graph: that is what maximum likelihood pays for. Otherwise it is kept.
         """
-        sources = self._sources()
+        steps = self._linear_steps()
+        sources = list({id(tensor): tensor for step in steps for tensor in own_tensors(step.module)}.values())
         if torch.is_grad_enabled() and any(source.requires_grad for source in sources):
             return self._plan.log_z(event_shape, like)
+        if any(isinstance(step, TaughtLinearStep) for step in steps):
+            return self._plan.log_z(event_shape, like)  # nobody can tell what a user's layer depends on
         with torch.no_grad():
-            if any(isinstance(step, TaughtLinearStep) and not _tensors(step.module) for step in self._plan.steps):
-                return self._plan.log_z(event_shape, like)  # a user's layer with nothing to watch for changes
-            key = (event_shape, like.dtype, like.device)
+            key = (
+                event_shape,
+                like.dtype,
+                like.device,
+                *(number for step in steps for number in _numbers(step.module)),
+            )
             return self._memo.get(sources, lambda: self._plan.log_z(event_shape, like), key)
 
-    def _sources(self) -> list[Tensor]:
-        """All tensors that log Z depends on, each once."""
-        tensors: dict[int, Tensor] = {}
-        for step in self._plan.steps:
-            if step.linearity == "linear":
-                tensors.update((id(tensor), tensor) for tensor in _tensors(step.module))
-        return list(tensors.values())
+    def _linear_steps(self) -> list[LinearStep]:
+        return [step for step in self._plan.steps if isinstance(step, LinearStep)]
 
 
-def _tensors(module: Any) -> list[Tensor]:
-    return [*module.parameters(), *module.buffers()] if isinstance(module, nn.Module) else []
+def _numbers(module: Any) -> Iterator[Hashable]:
+    """The plain numbers that a module holds, the scale of a Rescale, say."""
+    for part in module.modules() if isinstance(module, nn.Module) else ():
+        yield from (
+            value for name, value in vars(part).items() if isinstance(value, (int, float)) and name != "training"
+        )
 
 
 @dataclass(frozen=True)
@@ -132,7 +137,7 @@ def _lanczos(
         try:
             with torch.no_grad():
                 if _is_cheap(step, shapes):
-                    total += sign * _number(step.log_abs_det(shape))
+                    total += _number(step.log_det(shapes, like))
                     continue
                 found = log_abs_det(
                     step.apply,
@@ -300,7 +305,7 @@ def _matched_shape(model: EBFlow, event_shape: Shape) -> Shape:
 
 def _in_data_space(model: EBFlow, event_shape: Shape, found: Estimate) -> Estimate:
     """Adds the linear steps in front of the matched variable, which are fixed and known."""
-    fixed = sum(_number(value) for _, value in model._prefix.log_dets(event_shape))
+    fixed = sum(_number(value) for _, value in model._prefix.log_dets(event_shape, model._like()))
     value = model._like().new_tensor(float(found) - fixed)
     return Estimate.of(value, found.std_error, found.method, found.effective_sample_size)
 

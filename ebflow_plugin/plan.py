@@ -22,10 +22,10 @@ from enum import Enum
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ebflow_plugin.conditioners import Smoothness, first_reason, smoothness_of, unsteady_parts
-from ebflow_plugin.errors import NoInverseError, SingularError, UnsupportedStepError, blame
+from ebflow_plugin.errors import EBFlowError, InputError, NoInverseError, SingularError, UnsupportedStepError, blame
 
 __all__ = [
     "Base",
@@ -37,6 +37,7 @@ __all__ = [
     "Shape",
     "Step",
     "Value",
+    "own_tensors",
     "per_sample",
     "pop",
 ]
@@ -196,8 +197,13 @@ class LinearStep(Step):
     def decode(self, z: Any, context: Tensor | None) -> Any:
         return self.apply(z) if self.inverted else self.invert(z)
 
-    def log_det(self, shapes: Shapes) -> Tensor | float:
-        """log|det| of :meth:`encode` for inputs with these event shapes."""
+    def log_det(self, shapes: Shapes, like: Tensor | None = None) -> Tensor | float:
+        """log|det| of :meth:`encode` for inputs with these event shapes.
+
+        Arguments:
+            shapes: The event shapes before the step.
+            like: Has the device and dtype of the data, for steps that must be run to tell.
+        """
         if self.inverted:
             return -self.log_abs_det(self.inverse_shapes(shapes)[0])
         return self.log_abs_det(shapes[0])
@@ -270,24 +276,42 @@ class Plan:
     Attributes:
         steps: The steps, in density order.
         base: The base density.
-        embed: What the flow does to a context before its steps see it (an nflows ``embedding_net``).
+        embedding: What the flow does to a context before its steps see it (an nflows ``embedding_net``), if anything.
         adapter: The name of the adapter that made the plan.
         event_shape: The event shape of the data, if the base tells that of its latents and every step is known.
     """
 
     steps: tuple[Step, ...]
     base: Base
-    embed: Callable[[Tensor | None], Tensor | None] = field(default=lambda context: context)
+    embedding: Callable[[Tensor | None], Tensor | None] | None = None
     adapter: str = ""
     event_shape: Shape | None = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "event_shape", self._event_shape())  # once, and not in a property: torch.compile
-        object.__setattr__(self, "_embedding", unsteady_parts(self.embed))
+        object.__setattr__(self, "_embedding", unsteady_parts(self.embedding))
 
     def parts(self) -> tuple[Part, ...]:
         """The steps and the base."""
         return (*self.steps, self.base)
+
+    def embed(self, context: Tensor | None) -> Tensor | None:
+        """What the steps and the base see of a context.
+
+        Raises:
+            InputError: If there is none, and the network that embeds it cannot do without.
+        """
+        if self.embedding is None:
+            return context
+        try:
+            return self.embedding(context)
+        except Exception as error:
+            if context is None and not isinstance(error, EBFlowError):
+                raise InputError(
+                    f"the flow is conditional, and no context was given: its {type(self.embedding).__name__} embeds "
+                    "one. Pass context=."
+                ) from error
+            raise
 
     def energy(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         """Computes E(x) (Eq. 9), with shape ``(B,)``. No log-det of a linear step is computed."""
@@ -296,8 +320,15 @@ class Plan:
     def energy_behind(self, start: int, stack: tuple[Tensor, ...], context: Tensor | None) -> Tensor:
         """What the base and the steps from ``start`` on add to E, given all that reaches them."""
         latents, log_det = self.encode(stack, context, start=start)
-        log_prob = per_sample(self.base.log_prob(latents, context), stack[0])
+        log_prob = self.base_log_prob(latents, context)
         return -log_prob if log_det is None else -(log_prob + log_det)
+
+    def base_log_prob(self, latents: tuple[Tensor, ...], context: Tensor | None) -> Tensor:
+        """Log p_u of latents, with shape ``(B,)``. The context is the embedded one."""
+        try:
+            return per_sample(self.base.log_prob(latents, context), latents[0])
+        except Exception as error:
+            blame(error, self.base, latents, context)
 
     def encode(
         self,
@@ -358,12 +389,12 @@ class Plan:
             yield step, shapes
             stack.extend(step.encoded_shapes(shapes))
 
-    def log_dets(self, event_shape: Shape) -> Iterator[tuple[LinearStep, Tensor | float]]:
+    def log_dets(self, event_shape: Shape, like: Tensor) -> Iterator[tuple[LinearStep, Tensor | float]]:
         """log|det| of each linear step, for data of this event shape. The O(D^3) work is here, and only here."""
         for step, shapes in self.shapes(event_shape):
             if isinstance(step, LinearStep):
                 try:
-                    yield step, step.log_det(shapes)
+                    yield step, step.log_det(shapes, like)
                 except SingularError:  # the layer saw it first; log_z says which layers these are
                     yield step, float("-inf")
 
@@ -375,7 +406,7 @@ class Plan:
         """
         terms = [
             (step, torch.as_tensor(value, dtype=like.dtype, device=like.device).reshape(()))
-            for step, value in self.log_dets(event_shape)
+            for step, value in self.log_dets(event_shape, like)
         ]
         if not terms:
             return like.new_zeros(())
@@ -437,6 +468,22 @@ def per_sample(log_det: Any, x: Tensor) -> Tensor:
         f"a log-det of shape {tuple(log_det.shape)} came back for a batch of {x.shape[0]}: one value for each sample "
         f"was expected. Register the class with a log-det of shape (B,)."
     )
+
+
+def own_tensors(module: Any) -> Iterator[Tensor]:
+    """All tensors that a module holds: parameters, buffers, and plain attributes.
+
+    Example:
+        >>> layer = torch.nn.Linear(2, 2, bias=False)
+        >>> layer.scale = torch.ones(3)
+        >>> [tuple(tensor.shape) for tensor in own_tensors(layer)]
+        [(2, 2), (3,)]
+    """
+    if isinstance(module, nn.Module):
+        yield from module.parameters()
+        yield from module.buffers()
+        for part in module.modules():
+            yield from (value for value in vars(part).values() if isinstance(value, Tensor))
 
 
 def pop(stack: list[Tensor], count: int) -> Value:

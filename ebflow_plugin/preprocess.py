@@ -8,7 +8,7 @@ of the steps in front are added back in ``log_prob``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import log, prod
 from numbers import Integral
 from typing import Any
@@ -22,7 +22,7 @@ from ebflow_plugin.inputs import is_number
 from ebflow_plugin.jets import Expansion, transformed
 from ebflow_plugin.plan import LinearStep, Plan, Shape, Step
 
-__all__ = ["Dequantize", "DequantizeStep", "Logit", "Rescale", "boundary", "preprocessing_steps"]
+__all__ = ["Dequantize", "DequantizeStep", "Logit", "Rescale", "boundary", "preprocessing_steps", "refuse_trainable"]
 
 
 class Dequantize(nn.Module):
@@ -128,15 +128,18 @@ class DequantizeStep(LinearStep):
     """A :class:`Dequantize` in front of a flow. Its log-det is a constant."""
 
     reason = "adds noise, divides"
-    generator: torch.Generator | None = None
     _seen = False  # whether a batch was looked at
 
     def apply(self, x: Tensor) -> Tensor:
+        return self.dequantize(x)
+
+    def dequantize(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Adds noise, which a generator may draw, and divides."""
         if not (x.is_meta or transformed()) and (x.device.type == "cpu" or not self._seen):
             self.module.refuse(x)
             self._seen = True
-        device = x.device if self.generator is None else self.generator.device
-        noise = torch.rand(x.shape, generator=self.generator, device=device, dtype=x.dtype).to(x.device)
+        device = x.device if generator is None else generator.device
+        noise = torch.rand(x.shape, generator=generator, device=device, dtype=x.dtype).to(x.device)
         top = 1.0 - torch.finfo(x.dtype).eps / 2  # (255 + u) / 256 can round to 1, where a logit is infinite
         unit = ((x + noise) / self.module.levels).clamp(max=top)
         return unit.masked_fill(self.module.odd(x), float("nan"))
@@ -211,12 +214,13 @@ def boundary(plan: Plan, match_after: str | int | None) -> int:
 
     Arguments:
         plan: The whole plan.
-        match_after: ``"auto"`` for the longest leading run of steps without trainable parameters that ends in a
-            numerically sensitive one; the path or the index of the last preprocessing step; None for none (but for a
-            :class:`Dequantize`, which is always in front).
+        match_after: ``"auto"`` for the longest leading run of steps without parameters that ends in a numerically
+            sensitive one; the path or the index of the last preprocessing step; None for none (but for a
+            :class:`Dequantize`, which is always in front). Whether parameters are frozen decides nothing here: a
+            flow that is frozen, or fine-tuned in its last layer alone, has the same objective.
 
     Raises:
-        InputError: If a step of the prefix has trainable parameters, which would never be trained.
+        InputError: If the steps of the prefix leave more than one tensor.
         UnknownNameError: If the flow has no such step.
     """
     noisy = int(bool(plan.steps) and isinstance(plan.steps[0], DequantizeStep))  # integers have no score
@@ -225,7 +229,7 @@ def boundary(plan: Plan, match_after: str | int | None) -> int:
     if match_after == "auto":
         count = noisy
         for place, step in enumerate(plan.steps):
-            if _trainable(step) or step.takes != 1 or step.gives != 1:
+            if any(True for _ in _parameters(step)) or step.takes != 1 or step.gives != 1:
                 break
             if step.sensitive:
                 count = place + 1
@@ -242,17 +246,27 @@ def boundary(plan: Plan, match_after: str | int | None) -> int:
         if not inside:
             raise UnknownNameError(f"match_after names no step {match_after!r}. {suggest(str(match_after), paths)}")
         count = inside[-1] + 1
-    trained = [step.where for step in plan.steps[:count] if _trainable(step)]
-    if trained:
-        raise InputError(
-            f"match_after={match_after!r} puts {len(trained)} steps with trainable parameters in front of the matched "
-            "variable, where they would never be trained\n  " + "\n  ".join(trained) + "\nChoose an earlier step, or "
-            "freeze them with requires_grad_(False)."
-        )
     if any(step.takes != 1 or step.gives != 1 for step in plan.steps[:count]):
         raise InputError(f"match_after={match_after!r} stands behind a split: the matched variable must be one tensor")
     return count
 
 
-def _trainable(step: Step) -> bool:
-    return isinstance(step.module, nn.Module) and any(p.requires_grad for p in step.module.parameters())
+def refuse_trainable(prefix: Plan) -> None:
+    """Refuses to go on with a prefix that has trainable parameters.
+
+    Asked at each loss, since a user may unfreeze them at any time.
+
+    Raises:
+        InputError: If a step has such parameters, which would never be trained; it lists all of them.
+    """
+    trained = [step.where for step in prefix.steps if any(p.requires_grad for p in _parameters(step))]
+    if trained:
+        raise InputError(
+            f"match_after puts {len(trained)} steps with trainable parameters in front of the matched variable, where "
+            "they would never be trained\n  " + "\n  ".join(trained) + "\nChoose an earlier step, or freeze them with "
+            "requires_grad_(False)."
+        )
+
+
+def _parameters(step: Step) -> Iterator[nn.Parameter]:
+    return step.module.parameters() if isinstance(step.module, nn.Module) else iter(())

@@ -12,12 +12,14 @@ from torch import nn
 
 from ebflow_plugin.errors import EBFlowError, UnknownNameError, suggest
 
-__all__ = ["NameRegistry", "TypeRegistry", "changes_the_map"]
+__all__ = ["NameRegistry", "TypeRegistry", "altered_part", "changes_the_map", "has_hooks"]
 
 T = TypeVar("T")
 
 # What a subclass may define without changing the map that its parent stands for.
 _HARMLESS = frozenset({"extra_repr", "train", "eval", "state_dict", "load_state_dict"})
+# Of the special methods, those that change it.
+_DECIDING = frozenset({"__call__", "__getattr__", "__getattribute__"})
 
 
 class NameRegistry(Generic[T]):
@@ -89,7 +91,7 @@ def resolve(module: Any, find: Callable[[type], T | None]) -> tuple[T | None, st
     Returns:
         The value, or None with the reason.
     """
-    if isinstance(module, nn.Module) and (module._forward_hooks or module._forward_pre_hooks):
+    if has_hooks(module):
         return None, "unknown: forward hooks may change what it does"
     cls = type(module)
     for parent in cls.__mro__:
@@ -100,11 +102,36 @@ def resolve(module: Any, find: Callable[[type], T | None]) -> tuple[T | None, st
     return None, "unknown class"
 
 
+def has_hooks(module: Any) -> bool:
+    """Whether forward hooks may change what a module does.
+
+    Example:
+        >>> module = nn.Tanh()
+        >>> handle = module.register_forward_hook(lambda *args: None)
+        >>> has_hooks(module), handle.remove(), has_hooks(module)
+        (True, None, False)
+    """
+    return isinstance(module, nn.Module) and bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def altered_part(module: Any) -> str | None:
+    """Names a module inside of a module that somebody hooked or patched; None if all act as their classes do.
+
+    Example:
+        >>> net = nn.Sequential(nn.Tanh())
+        >>> net[0].forward = lambda x: 2 * x
+        >>> altered_part(net)
+        '0'
+    """
+    inside = module.named_modules() if isinstance(module, nn.Module) else ()
+    return next((path for path, part in inside if has_hooks(part) or changes_the_map(part, type(part))), None)
+
+
 def changes_the_map(module: Any, parent: type) -> str | None:
     """Names a method of ``parent`` that the module's class, or the module itself, overrides; None if it does not.
 
-    Any method counts, not ``forward`` and ``inverse`` alone: a parent's ``forward`` calls others of its methods.
-    ``__init__`` does not count.
+    Any method counts, not ``forward`` and ``inverse`` alone: a parent's ``forward`` calls others of its methods. Of
+    the methods with underscores on both sides those that decide what a call, or an attribute, is.
 
     Example:
         >>> class Doubled(nn.Tanh):
@@ -118,7 +145,8 @@ def changes_the_map(module: Any, parent: type) -> str | None:
     for names in layers:
         for name in names:
             inherited = getattr(parent, name, None)
-            if not name.startswith("__") and name not in _HARMLESS and _is_behaviour(inherited):
+            harmless = name in _HARMLESS or (name.startswith("__") and name not in _DECIDING)
+            if not harmless and _is_behaviour(inherited):
                 return name
     return None
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ebflow_plugin.conditioners import TAUGHT_NETWORKS, Smoothness
 from ebflow_plugin.errors import UnknownNameError, suggest
-from ebflow_plugin.plan import LinearStep, NonlinearStep, Shape, Step
+from ebflow_plugin.plan import LinearStep, NonlinearStep, Shape, Shapes, Step, own_tensors
 from ebflow_plugin.registry import TypeRegistry
 
 __all__ = [
@@ -101,10 +101,19 @@ class TaughtLinearStep(LinearStep):
         return result
 
     def log_abs_det(self, shape: Shape) -> Tensor | float:
+        return self._log_abs_det(shape, None)
+
+    def log_det(self, shapes: Shapes, like: Tensor | None = None) -> Tensor | float:
+        if self.inverted:
+            return -self._log_abs_det(self.inverse_shapes(shapes)[0], like)
+        return self._log_abs_det(shapes[0], like)
+
+    def _log_abs_det(self, shape: Shape, like: Tensor | None) -> Tensor | float:
         if self._rule.log_det is not None:
             return self._rule.log_det(self.module, shape)
-        anchor = next((p for p in self.module.parameters() if p.is_floating_point()), torch.empty(0))
-        log_det = self._caller.call_forward(anchor.new_zeros(1, *shape), None)[1]
+        anchor = next(filter(Tensor.is_floating_point, own_tensors(self.module)), like)
+        zero = torch.zeros(1, *shape) if anchor is None else anchor.new_zeros(1, *shape)
+        log_det = self._caller.call_forward(zero, None)[1]
         return log_det.reshape(-1)[0] if isinstance(log_det, Tensor) else float(log_det)
 
 
@@ -128,7 +137,7 @@ def register_linear(
             called and its log-det dropped: right, but not cheaper.
         invert: ``invert(module, y)``; by default the module's own inverse.
         log_det: ``log_det(module, event_shape)``, log|det| of the forward map; by default what the module's forward
-            gives for a zero input.
+            gives for a zero input. It is asked at each ``log_prob``, and not kept: nobody can tell what it depends on.
         cost: What the log-det costs, for the report.
         force: Replaces an earlier registration.
 

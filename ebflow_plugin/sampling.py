@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ebflow_plugin.draws import at_least, rows_in_chunks
-from ebflow_plugin.errors import InputError, NoInverseError
-from ebflow_plugin.inputs import positive
+from ebflow_plugin.errors import InputError, NoInverseError, blame
+from ebflow_plugin.inputs import check_context, positive
 from ebflow_plugin.plan import Base, Plan
 
 __all__ = ["draw", "seeded_by"]
@@ -42,25 +42,27 @@ def draw(
     positive("temperature", temperature)
     if batch_size is not None:
         at_least(1, "batch_size", batch_size)
-    if context is not None and context.device != like.device:
-        raise InputError(f"context is on {context.device}, the flow is on {like.device}; move one with .to()")
+    if context is not None:
+        check_context(context, like, None, like.device)
     if n == 0:
         shape = plan.event_shape
         if shape is None:
             raise InputError("n = 0 samples have no known shape: the base density does not tell it")
         return like.new_empty(*(() if context is None else context.shape[:1]), 0, *shape)
-    rows = None
     with seeded_by(generator):
-        if context is not None:
-            rows = plan.embed(context)
-            rows = None if rows is None else rows.repeat_interleave(n, dim=0)
+        rows = plan.embed(context)
+        rows = None if rows is None else rows.repeat_interleave(n, dim=0)
         count = n if context is None else n * context.shape[0]
+        if rows is not None and len(rows) != count:
+            raise InputError(f"the flow is conditional: pass context=, of which {n} samples are drawn for each row")
         try:
             latents = _latents(plan.base, count, rows, like, temperature)
         except NotImplementedError as error:
             raise NoInverseError(
                 f"the model cannot be sampled: its base density cannot\n  {plan.base.where}"
             ) from error
+        except Exception as error:
+            blame(error, plan.base, like, rows)
         pieces = [
             plan.decode(tuple(z[part] for z in latents), rows if rows is None else rows[part])
             for part in rows_in_chunks(count, batch_size)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 
+from ebflow_plugin.calibration import share_memory
 from ebflow_plugin.elementwise import ElementwiseStep
 from ebflow_plugin.errors import InputError, SingularError
 from ebflow_plugin.layers import FullLinear
@@ -37,24 +38,42 @@ SCALES = tuple(sign * 2.0**power for power in range(-1, 4) for sign in (1, -1))
 SHIFTS = (-8.0, -5.0, -3.0, -1.5, 0.0, 1.5, 3.0, 5.0, 8.0)
 MOVES = tuple((scale, shift) for scale in (-1, 0, 1) for shift in (-1, 0, 1) if scale or shift)
 ROUNDS = 6
+ROUNDING = 1e-10  # below this part of the largest, an eigenvalue has lost most of its digits
 
 
 def first_full_layer(plan: Plan) -> int:
     """The place of the first full layer, behind nothing but ActNorms, permutations and other fixed steps.
 
     Raises:
-        InputError: If there is none.
+        InputError: If there is none that can become a whitening map.
     """
     for place, step in enumerate(plan.steps):
-        if isinstance(step, FullStep) and not step.inverted:
+        if isinstance(step, FullStep):
+            _refuse_unfit(step)
             return place
+        if step.takes != 1 or step.gives != 1:
+            raise InputError(f"the whitening start needs a full layer that sees all data; {step.where} comes first")
         trainable = isinstance(step.module, nn.Module) and any(p.requires_grad for p in step.module.parameters())
         if trainable and not isinstance(step, (InitialisedAffineStep, IsometryStep)):
+            full = any(isinstance(other, FullStep) for other in plan.steps)
             raise InputError(
-                f"whiten=True needs a FullLinear or FullConv2d before any other trainable step; {step.where} comes "
-                "first. ebflow_plugin.unconstrain(flow) turns LU and similar layers into full ones."
+                "the whitening start needs a FullLinear or FullConv2d before any other trainable step; "
+                f"{step.where} comes first"
+                + ("." if full else ". ebflow_plugin.unconstrain(flow) turns LU and similar layers into full ones.")
             )
-    raise InputError("whiten=True needs a FullLinear or FullConv2d in the flow; see ebflow_plugin.unconstrain")
+    raise InputError(
+        "the whitening start needs a FullLinear or FullConv2d, and the flow has none; ebflow_plugin.unconstrain(flow) "
+        "turns LU and similar layers into full ones"
+    )
+
+
+def _refuse_unfit(step: FullStep) -> None:
+    """Refuses a full layer whose numbers cannot be set to those of a whitening map, before anything is edited."""
+    if step.inverted:
+        raise InputError(f"{step.where} cannot start as a whitening map: data pass through its inverse")
+    names = {"weight"} if step.module.bias is None else {"weight", "bias"}
+    if not names <= dict(step.module.named_parameters(recurse=False)).keys():
+        raise InputError(f"{step.where} cannot start as a whitening map: it computes its weight (a parametrization)")
 
 
 def rows_of(step: FullStep, value: Tensor) -> Tensor:
@@ -177,6 +196,8 @@ def gaussianize(plan: Plan, place: int, sample: Tensor) -> None:
     layer.bias.mul_(scale).add_(shift)
     following = plan.steps[place + 2].module if place + 2 < len(plan.steps) else None
     if isinstance(following, FullLinear) and following.bias is not None and not plan.steps[place + 2].inverted:
+        if share_memory(following, layer):
+            return
         bent, _ = bend.encode(layer.transform(sample), None)
         mean, spread = _agreed(bent.mean(0), bent.std(0))
         following.weight.div_(spread)
@@ -260,15 +281,10 @@ def whiten_first_layer(step: FullStep, moments: Moments) -> None:
     layer = step.module
     if not bool(torch.isfinite(moments.scatter).all()):
         raise InputError(f"what reaches {step.where} holds NaN or inf; ebflow_plugin.verify(flow, x) finds where")
-    values, vectors = torch.linalg.eigh(moments.covariance())
-    floor = 1e-12 * values.max()
-    if values.min() <= floor:
-        raise SingularError(
-            f"{int((values <= floor).sum())} of {len(values)} directions of the data have no variance, so that "
-            f"{step.where} cannot whiten them; dequantize the data, or give more of it ({moments.count} points)"
-        )
-    weight = (vectors * values.rsqrt()) @ vectors.T
+    weight = whitening(moments, step.where)
     bias = -weight @ moments.mean
+    if layer.bias is None and bool((moments.mean.abs() > 1e-6 * moments.covariance().diagonal().sqrt()).any()):
+        raise InputError(f"{step.where} needs a bias to take off the mean of the data")
     if isinstance(layer, FullLinear):
         layer.weight.copy_(weight)
     else:
@@ -277,8 +293,36 @@ def whiten_first_layer(step: FullStep, moments: Moments) -> None:
         layer.weight.zero_()
         for row, column in product(range(setting.stride[0]), range(setting.stride[1])):
             layer.weight[..., rows[row], columns[column]] = cell[..., row, column]
-    if layer.bias is None:
-        if bool((moments.mean.abs() > 1e-6 * values.max().sqrt()).any()):
-            raise InputError(f"{step.where} needs a bias to take off the mean of the data")
-    else:
+    if layer.bias is not None:
         layer.bias.copy_(bias)
+
+
+def whitening(moments: Moments, where: str) -> Tensor:
+    """The symmetric whitening matrix, C^(-1/2).
+
+    Where the scales of the features are so far apart that rounding swallows the small eigenvalues of C, it is R^(-1/2)
+    behind a division by the standard deviations, with the correlations R.
+
+    Raises:
+        SingularError: If the data have no variance in some direction.
+    """
+    covariance = moments.covariance()
+    spread = covariance.diagonal().clamp_min(0.0).sqrt()
+    constant = (spread <= 1e-12 * moments.mean.abs()).nonzero().flatten().tolist()
+    if constant:
+        raise SingularError(
+            f"features {constant[:5]} of what reaches {where} are constant over {moments.count} data points, so that "
+            "nothing can whiten them; dequantize the data, or leave these features out"
+        )
+    values, vectors = torch.linalg.eigh(covariance)
+    if values.min() > ROUNDING * values.max():
+        return (vectors * values.rsqrt()) @ vectors.T
+    values, vectors = torch.linalg.eigh(covariance / torch.outer(spread, spread))
+    flat = int((values <= 1e-12 * values.max()).sum())
+    if flat:
+        raise SingularError(
+            f"the features of what reaches {where} are linearly dependent over {moments.count} data points: "
+            f"{flat} of {len(values)} directions have no variance of their own, so that nothing can whiten them; "
+            "dequantize the data, or give more of it"
+        )
+    return (vectors * values.rsqrt()) @ vectors.T / spread

@@ -155,6 +155,11 @@ class InitialisedAffineStep(ElementwiseAffineStep):
         return flag.is_meta or self._ready.get([flag], lambda: bool(flag > 0))
 
     def initialize(self, x: Any) -> None:
+        self._ready.clear()  # a flag that was reset through .data has no new version: read it anew
+        self.initialize_if_due(x)
+
+    def initialize_if_due(self, x: Any) -> None:
+        """What an energy does on its way: :meth:`initialize`, but it need not wait for the device."""
         if self.initialised:
             return
         samples = self.samples(x.detach())

@@ -261,7 +261,9 @@ def _log_det(step: Step, value: Value, context: Tensor | None, name: str) -> Ite
         jacobian = torch.autograd.functional.jacobian(_on_flat(step, single, condition), _flat(single))
         theirs.append(torch.linalg.slogdet(jacobian.squeeze(2).squeeze(0))[1])
         if isinstance(step, LinearStep):
-            ours.append(torch.as_tensor(step.log_det(tuple(tuple(part.shape[1:]) for part in one))).to(theirs[-1]))
+            ours.append(
+                torch.as_tensor(step.log_det(tuple(tuple(part.shape[1:]) for part in one), one[0])).to(theirs[-1])
+            )
         else:
             log_det = step.encode(single, condition)[1]
             assert log_det is not None

@@ -10,9 +10,10 @@ from torch import nn
 
 from ebflow_plugin.discovery import find_flow
 from ebflow_plugin.errors import InputError, UnsupportedStepError
-from ebflow_plugin.model import EBFlow, Options
-from ebflow_plugin.preprocess import boundary
+from ebflow_plugin.model import EBFlow
+from ebflow_plugin.preprocess import boundary, refuse_trainable
 from ebflow_plugin.report import FlowReport
+from ebflow_plugin.walked import Options
 
 __all__ = ["EBFlow", "describe", "wrap"]
 
@@ -87,7 +88,9 @@ def wrap(
         if strict:
             raise UnsupportedStepError(message)
         warnings.warn(message, stacklevel=2)
-    return EBFlow(found, options)
+    model = EBFlow(found, options)
+    refuse_trainable(model._prefix)
+    return model
 
 
 def describe(flow: Any, *, overrides: Mapping[str, str] | None = None) -> FlowReport:

@@ -148,7 +148,7 @@ class NflowsAdapter(Adapter):
             steps=tuple(self.walk(transform, "_transform", self.inverted, overrides)),
             base=base_class(base, "_distribution"),
             adapter=self.name,
-            **({} if embedding is None or isinstance(embedding, nn.Identity) else {"embed": embedding}),
+            **({} if embedding is None or isinstance(embedding, nn.Identity) else {"embedding": embedding}),
         )
 
     def full_layer(self, features: int, images: bool) -> nn.Module:

@@ -57,7 +57,7 @@ class ActNormStep(InitialisedAffineStep):
 
     def apply(self, x: Tensor) -> Tensor:
         if self.module.training and not self.inverted:
-            self.initialize(x)
+            self.initialize_if_due(x)
         return super().apply(x)
 
     def scale_shift(self, dim: int) -> tuple[Tensor, Tensor]:

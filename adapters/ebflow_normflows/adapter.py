@@ -183,7 +183,7 @@ class NormflowsAdapter(Adapter):
         if base.takes_context or any(isinstance(step, steps.ClassAffineStep) for step in walked):
             return plan
         # A MultiscaleFlow without classes demands a y of its users, and makes no use of it.
-        return replace(plan, embed=no_context if kind == "NormalizingFlow" else ignored_context)
+        return replace(plan, embedding=no_context if kind == "NormalizingFlow" else ignored_context)
 
     def own_log_prob(self, flow: Any, x: Tensor, context: Tensor | None) -> Tensor:
         """The library's own ``log_prob``, of a copy of x: ``Shift`` writes into what it is given."""

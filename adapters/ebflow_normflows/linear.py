@@ -54,7 +54,7 @@ class ActNormStep(InitialisedAffineStep, AffineConstStep):
         return x.permute(*shared, *own).reshape(-1, max(1, self.module.s.numel()))
 
     def encode(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, None]:
-        self.initialize(x)
+        self.initialize_if_due(x)
         return super().encode(x, context)[0], None
 
     @torch.no_grad()

@@ -70,7 +70,7 @@ class RelativeML(Objective):
         plan.refuse()
         energy = plan.energy(x, context)
         values = energy
-        for _, log_det in plan.log_dets(tuple(x.shape[1:])):
+        for _, log_det in plan.log_dets(tuple(x.shape[1:]), x):
             values = values - log_det
         return values, energy
 

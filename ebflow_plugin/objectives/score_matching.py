@@ -52,6 +52,8 @@ class ScoreObjective(Objective):
         """Lets an error say that the flow was called beside the data: the domain of a flow may end there."""
         try:
             yield
+        except InputError:  # which says itself what is wrong with the input
+            raise
         except Exception as error:
             error.add_note(
                 f"{type(self).__name__} moved the data by noise ({how}). If it left the domain of the flow, put that "

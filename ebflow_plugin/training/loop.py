@@ -15,7 +15,6 @@ from torch import Generator, Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from ebflow_plugin.discovery import find_flow
 from ebflow_plugin.ema import EMA
 from ebflow_plugin.errors import EBFlowError, TrainingError, WriteError
 from ebflow_plugin.objectives import Objective
@@ -341,7 +340,6 @@ class Run:
             yield
         finally:
             self.model.calibration.set(**kept)
-            self.model._settle(find_flow(self.model.flow))
             set_random_state(drawn, self.device, self._generators)
 
     def _should_stop(self) -> bool:

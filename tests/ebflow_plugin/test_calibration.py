@@ -286,3 +286,39 @@ def test_bad_input():
         model.calibrate(torch.cat([data()[:, :4], data()[:, :1]], 1), shrinkage=0.0)
     with pytest.raises(ebf.InputError, match="Laplace is none"):
         ebf.wrap(flows.Flow(FullLinear(D), Laplace()).double()).calibrate(data())
+
+
+def same_module(layer):
+    return layer
+
+
+def shared_parameter(layer):
+    other = FullLinear(D).double()
+    other.weight = layer.weight
+    return other
+
+
+def shared_memory(layer):
+    other = FullLinear(D).double()
+    other.weight.data = layer.weight.data
+    return other
+
+
+@pytest.mark.parametrize("tie", [same_module, shared_parameter, shared_memory])
+def test_a_tied_last_layer_is_not_folded_into(tie):
+    last = FullLinear(D, init="orthogonal").double()
+    layers = [tie(last), transforms.LeakyReLU(), last]
+    flow = flows.Flow(transforms.CompositeTransform(layers), distributions.StandardNormal([D])).double()
+    before = copy.deepcopy(flow.state_dict())
+    model = ebf.wrap(flow)
+    with pytest.raises(ebf.InputError, match=r"shares its numbers with other parts(?s:.*)_transforms\.0  FullLinear"):
+        model.calibrate(data(), fold=True)
+    assert all(torch.equal(before[name], tensor) for name, tensor in flow.state_dict().items())
+    report = model.calibrate(data())
+    assert report.after <= report.before
+
+
+def test_a_layer_that_computes_its_weight_is_not_folded_into():
+    flow = flows.Flow(nn.utils.parametrizations.weight_norm(FullLinear(D)), distributions.StandardNormal([D])).double()
+    with pytest.raises(ebf.InputError, match="computes its weight"):
+        ebf.wrap(flow).calibrate(data(), fold=True)

@@ -1,5 +1,6 @@
 """MaP: log_prob does not change, score matching begins behind the fixed steps, and bad prefixes are refused."""
 
+import copy
 import math
 
 import pytest
@@ -261,3 +262,86 @@ def test_map_makes_the_gradient_of_score_matching_smaller_by_orders_of_magnitude
     with_map, without = ebf.wrap(flow), ebf.wrap(flow, match_after=None)
     matched, _ = with_map.preprocess(x)
     assert gradient_norm(without, x) > 1e3 * gradient_norm(with_map.core, matched)
+
+
+def inner_logit():
+    torch.manual_seed(0)
+    flow = flow_of(
+        transforms.LULinear(D, identity_init=False), transforms.Sigmoid(), transforms.Logit(), transforms.LULinear(D)
+    )
+    return flow, torch.randn(20, D, dtype=torch.float64)
+
+
+def freeze(flow):
+    flow.requires_grad_(False)
+
+
+def fine_tune(flow):
+    flow.requires_grad_(False)
+    flow._transform._transforms[-1].requires_grad_(True)
+
+
+@pytest.mark.parametrize("edit", [freeze, fine_tune])
+@pytest.mark.parametrize("when", ["before wrapping", "after wrapping", "loaded", "copied"])
+def test_what_is_matched_does_not_depend_on_what_is_frozen(edit, when):
+    flow, x = inner_logit()
+    model = ebf.wrap(flow)
+    expected = ebf.objectives.SM(model)(x).detach()
+    edit(flow)
+    if when == "before wrapping":
+        model = ebf.wrap(flow)
+    elif when == "loaded":
+        model.load_state_dict(model.state_dict())
+    elif when == "copied":
+        model = copy.deepcopy(model)
+    assert model.report.preprocessing == 0
+    assert model.core is model
+    assert torch.allclose(ebf.objectives.SM(model)(x), expected, rtol=1e-12)
+
+
+def test_a_chosen_prefix_stays_when_it_is_unfrozen_and_says_so_at_the_loss():
+    flow, x = inner_logit()
+    flow._transform._transforms[0].requires_grad_(False)
+    model = ebf.wrap(flow, match_after="_transform._transforms.2")
+    expected = ebf.objectives.SM(model)(x).detach()
+    for other in (model, copy.deepcopy(model)):
+        other.load_state_dict(other.state_dict())
+        assert torch.allclose(ebf.objectives.SM(other)(x), expected, rtol=1e-12)
+    flow.requires_grad_(True)
+    model.load_state_dict(model.state_dict())
+    assert model.report.preprocessing == 3
+    assert torch.allclose(model.log_prob(x), flow.log_prob(x))
+    with pytest.raises(ebf.InputError, match="1 steps with trainable parameters"):
+        ebf.objectives.SM(model)(x)
+
+
+@pytest.mark.parametrize("method", ["energy", "score", "log_prob", "bits_per_dim"])
+def test_a_generator_makes_dequantisation_repeatable(method):
+    model = preprocessed()
+    x = torch.randint(8, (4, D))
+    call = getattr(model, method)
+    one, two = (call(x, generator=torch.Generator().manual_seed(7)).detach() for _ in range(2))
+    assert torch.equal(one, two)
+    assert not torch.equal(one, call(x, generator=torch.Generator().manual_seed(8)))
+    assert not torch.equal(call(x), call(x))
+    state = torch.get_rng_state()
+    call(x, generator=torch.Generator().manual_seed(7))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_log_prob_with_a_generator_is_that_of_the_matched_variable():
+    model = preprocessed()
+    x = torch.randint(8, (4, D))
+    matched, log_det = model.preprocess(x, generator=torch.Generator().manual_seed(7))
+    expected = model.core.log_prob(matched) + log_det
+    assert torch.allclose(model.log_prob(x, generator=torch.Generator().manual_seed(7)), expected)
+
+
+@pytest.mark.parametrize("arguments", [("a", 1), (0, None), (0, float("inf")), (True, 2)])
+def test_rescale_needs_numbers(arguments):
+    with pytest.raises(ebf.InputError, match="two numbers for each interval"):
+        ebf.Rescale(*arguments)
+    with pytest.raises(ebf.InputError, match="two numbers for each interval"):
+        ebf.Rescale(0, 1, source=arguments)
+    with pytest.raises(ebf.InputError, match="two numbers for each interval"):
+        ebf.Rescale(0, 1, source=3)

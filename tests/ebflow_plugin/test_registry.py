@@ -95,3 +95,13 @@ def test_unknown_names_come_with_a_suggestion():
 def test_only_classes_have_a_rule():
     with pytest.raises(ebf.EBFlowError, match="for a class"):
         TypeRegistry("rule").add(Parent(), 1)
+
+
+class OwnCall(Parent):
+    def __call__(self, x):
+        return super().__call__(x) + 1
+
+
+def test_a_class_with_a_call_of_its_own_is_another_one():
+    assert changes_the_map(OwnCall(), Parent) == "__call__"
+    assert resolve(OwnCall(), {Parent: "known"}.get) == (None, "unknown: overrides __call__ of Parent")

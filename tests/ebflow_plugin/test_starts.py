@@ -173,3 +173,59 @@ def test_thinned_rows_are_evenly_spread(sizes):
     kept = thinned.rows().flatten().tolist()
     assert kept == list(range(0, len(rows), thinned.stride))
     assert 4 < len(kept) <= 9
+
+
+# Errors that say what is the case
+
+
+def test_scales_that_are_far_apart_are_whitened():
+    """Standard deviations from 1000 to 0.001: C has a condition of 1e12, its correlations have one of about 2."""
+    scales = torch.tensor([1000.0, 1.0, 0.03, 0.001], dtype=torch.float64)
+    mix = torch.eye(4, dtype=torch.float64) + 0.2
+    x = torch.randn(500, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) @ mix * scales + scales
+    flow = flows.Flow(FullLinear(4), distributions.StandardNormal([4])).double()
+    model = ebf.wrap(flow)
+    model.initialize(x, whiten=True)
+    white = flow._transform(x)[0]
+    assert torch.allclose(torch.cov(white.T), torch.eye(4, dtype=torch.float64), atol=1e-6)
+    assert torch.allclose(white.mean(0), torch.zeros(4, dtype=torch.float64), atol=1e-6)
+
+
+def test_what_has_no_variance_is_told_apart():
+    model = ebf.wrap(linear_flow())
+    x = data()
+    constant = x.clone()
+    constant[:, 1] = 3.0
+    with pytest.raises(ebf.SingularError, match=r"features \[1\] of what reaches .*FullLinear.* are constant over"):
+        model.initialize(constant, whiten=True)
+    dependent = x.clone()
+    dependent[:, 1] = dependent[:, 0] - 2.0 * dependent[:, 2]
+    with pytest.raises(ebf.SingularError, match=f"linearly dependent(?s:.*)1 of {D} directions"):
+        model.initialize(dependent, whiten=True)
+
+
+def test_a_full_layer_that_cannot_whiten_is_said_to_be_there():
+    def refused(transform, message):
+        flow = flows.Flow(transform, distributions.StandardNormal([D])).double()
+        before = {name: tensor.clone() for name, tensor in flow.state_dict().items()}
+        with pytest.raises(ebf.InputError, match=message):
+            ebf.wrap(flow).initialize(data(), whiten=True)
+        assert all(torch.equal(before[name], tensor) for name, tensor in flow.state_dict().items())
+
+    refused(transforms.InverseTransform(FullLinear(D)), "FullLinear.*data pass through its inverse")
+    refused(FullLinear(D, bias=False), "FullLinear.*needs a bias")
+    refused(torch.nn.utils.parametrizations.weight_norm(FullLinear(D)), "it computes its weight")
+    late = transforms.CompositeTransform([transforms.LULinear(D), FullLinear(D)])
+    refused(late, r"LULinear \(nflows.transforms.lu\) comes first\.$")
+
+
+def test_gaussianizing_leaves_the_first_layer_alone_where_it_is_tied_to_the_next():
+    tied = FullLinear(D)
+    layers = [tied, SmoothLeakyReLU(0.3), tied]
+    flow = flows.Flow(transforms.CompositeTransform(layers), distributions.StandardNormal([D])).double()
+    alone = flows.Flow(
+        transforms.CompositeTransform([FullLinear(D), SmoothLeakyReLU(0.3)]), distributions.StandardNormal([D])
+    )
+    ebf.wrap(flow).initialize(data(), gaussianize=True)
+    ebf.wrap(alone.double()).initialize(data(), gaussianize=True)
+    assert torch.equal(tied.weight, alone._transform._transforms[0].weight)

@@ -279,3 +279,80 @@ def test_a_hook_that_comes_later_is_seen():
     assert torch.allclose(model.log_prob(x), flow.log_prob(x))
     handle.remove()
     assert torch.allclose(model.log_prob(x), flow.log_prob(x))
+
+
+def test_a_flag_that_was_reset_through_data_is_read_anew(x):
+    flow = make_flow()
+    model, norm = ebf.wrap(flow), flow._transform._transforms[0]
+    model.initialize(x)
+    norm.initialized.data = torch.tensor(False)
+    model.initialize(7.0 * x + 1.0)
+    assert torch.allclose(norm(7.0 * x + 1.0)[0].std(0), torch.ones(D, dtype=torch.float64))
+    norm.initialized.data.fill_(False)
+    model.initialize(x)
+    assert torch.allclose(norm(x)[0].std(0), torch.ones(D, dtype=torch.float64))
+
+
+def test_a_subclass_with_a_call_of_its_own_is_unknown(x):
+    class Shifted(FullLinear):
+        def __call__(self, inputs, context=None):
+            outputs, log_det = super().__call__(inputs, context)
+            return outputs + 1.0, log_det
+
+    flow = flows.Flow(Shifted(D), distributions.StandardNormal([D])).double()
+    with pytest.warns(UserWarning, match="overrides __call__ of FullLinear"):
+        model = ebf.wrap(flow)
+    assert torch.allclose(model.log_prob(x), flow.log_prob(x))
+
+
+# A flow that is wrapped already
+
+
+def calibrated(x):
+    model = ebf.wrap(make_flow(), preprocess=ebf.Rescale(0.0, 3.0))
+    model.initialize(x)
+    model.calibrate(torch.randn(100, D, dtype=torch.float64))
+    return model
+
+
+@pytest.mark.parametrize(
+    "hold", [lambda model: nn.ModuleDict({"inner": model}), lambda model: ebf.objectives.ML(model)]
+)
+@pytest.mark.parametrize("call", [ebf.wrap, ebf.unconstrain, ebf.smooth])
+def test_what_is_around_a_flow_is_never_dropped(call, hold, x):
+    model = calibrated(x)
+    with pytest.raises(ebf.InputError, match=r"EBFlow, or holds one(?s:.*)would be lost"):
+        call(hold(model))
+    if call is not ebf.wrap:
+        with pytest.raises(ebf.InputError, match="would be lost"):
+            call(model)
+
+
+def test_the_model_keeps_what_is_around_its_flow_when_that_is_unconstrained(x):
+    model = calibrated(x)
+    before = model.log_prob(x)
+    ebf.unconstrain(model.flow, in_place=True)
+    assert [row.class_name for row in model.report].count("FullLinear") == 1
+    assert torch.allclose(model.log_prob(x), before)
+
+
+def test_the_score_can_be_differentiated_in_the_weights(model, x):
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    class Scored(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, x):
+            return self.model.score(x)
+
+    scored = Scored()
+    gradients = torch.func.grad(lambda values: torch.func.functional_call(scored, values, (x,)).square().sum())(
+        {f"model.{name}": tensor for name, tensor in weights.items()}
+    )
+    expected = torch.autograd.grad(
+        model.score(x).square().sum(), list(model.parameters()), allow_unused=True, materialize_grads=True
+    )
+    for found, wanted in zip(gradients.values(), expected, strict=True):
+        assert torch.allclose(found, wanted)
