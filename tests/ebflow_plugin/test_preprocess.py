@@ -339,9 +339,9 @@ def test_log_prob_with_a_generator_is_that_of_the_matched_variable():
 
 @pytest.mark.parametrize("arguments", [("a", 1), (0, None), (0, float("inf")), (True, 2)])
 def test_rescale_needs_numbers(arguments):
-    with pytest.raises(ebf.InputError, match="two numbers for each interval"):
+    with pytest.raises(ebf.InputError, match="Rescale needs finite numbers"):
         ebf.Rescale(*arguments)
-    with pytest.raises(ebf.InputError, match="two numbers for each interval"):
+    with pytest.raises(ebf.InputError, match="Rescale needs finite numbers"):
         ebf.Rescale(0, 1, source=arguments)
-    with pytest.raises(ebf.InputError, match="two numbers for each interval"):
+    with pytest.raises(ebf.InputError, match="Rescale needs finite numbers"):
         ebf.Rescale(0, 1, source=3)
