@@ -46,6 +46,7 @@ class Scaled(Base):
     def __init__(self, factor=2.0):
         super().__init__()
         self.factor = factor
+        self.register_buffer("count", torch.zeros(()))
 
     def matrix(self, inputs):
         return self.factor * torch.eye(D, dtype=inputs.dtype)

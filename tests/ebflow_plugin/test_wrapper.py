@@ -285,11 +285,15 @@ def test_a_flag_that_was_reset_through_data_is_read_anew(x):
     flow = make_flow()
     model, norm = ebf.wrap(flow), flow._transform._transforms[0]
     model.initialize(x)
-    norm.initialized.data = torch.tensor(False)
-    model.initialize(7.0 * x + 1.0)
-    assert torch.allclose(norm(7.0 * x + 1.0)[0].std(0), torch.ones(D, dtype=torch.float64))
+    model.energy(x)  # which looks at the flag, and remembers it
     norm.initialized.data.fill_(False)
+    model.initialize(7.0 * x + 1.0)
+    assert norm.initialized  # else the module would do it itself in the next line
+    assert torch.allclose(norm(7.0 * x + 1.0)[0].std(0), torch.ones(D, dtype=torch.float64))
+    model.energy(x)
+    norm.initialized.data = torch.tensor(False)
     model.initialize(x)
+    assert norm.initialized
     assert torch.allclose(norm(x)[0].std(0), torch.ones(D, dtype=torch.float64))
 
 
