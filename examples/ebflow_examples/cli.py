@@ -229,7 +229,7 @@ def evaluate(
     from ebflow_examples.runs import likelihood, open_run
 
     opened = open_run(run, weights, device, data_root)
-    found = likelihood(opened.model, opened.split(split), opened.config.seed)
+    found = likelihood(opened.model, opened.split(split), opened.config.seed, split)
     if as_json:
         say_json({"run": str(run), "split": split, "weights": opened.facts, **found.to_dict()})
         return

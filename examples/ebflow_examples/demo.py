@@ -26,6 +26,7 @@ from ebflow_examples.models import build, flow_for, preprocessing
 from ebflow_examples.pictures import density_of
 from ebflow_examples.reproduce.common import one_thread
 from ebflow_examples.runs import Likelihood, likelihood, nll_of_rows, standard_error
+from ebflow_examples.streams import drawing_from, stream
 
 __all__ = ["Trained", "run_demo"]
 
@@ -133,10 +134,11 @@ _INTRODUCTION = {
 
 def _start(lesson: Lesson, data: DataSet, seed: int, closed_form: bool = False) -> tuple[ebf.EBFlow, DataSet]:
     """A fresh model: the same weights for the same seed, ActNorms started from the data."""
-    torch.manual_seed(seed)
-    flow, fitting = flow_for(lesson.model, data, **lesson.options)
+    with drawing_from(seed, "weights"):
+        flow, fitting = flow_for(lesson.model, data, **lesson.options)
     model = ebf.wrap(flow, preprocess=preprocessing(fitting))
-    model.initialize(fitting.train if closed_form else fitting.train[:1000], gaussianize=closed_form)
+    with drawing_from(seed, "start"):
+        model.initialize(fitting.train if closed_form else fitting.train[:1000], gaussianize=closed_form)
     return model, fitting
 
 
@@ -145,7 +147,8 @@ def _train(lesson: Lesson, data: DataSet, loss: str, options: dict[str, Any], se
     model, data = _start(lesson, data, seed, lesson.closed_form)
     probe = copy.deepcopy(model)  # training itself goes on without the calibration
     if lesson.closed_form:
-        probe.calibrate(data.train)
+        with drawing_from(seed, "calibration"):
+            probe.calibrate(data.train)
     before = _likelihood(probe, data, seed)
     say(f"{loss.upper()} on {data.name}, {lesson.steps} steps:")
     result = ebf.fit(
@@ -281,7 +284,7 @@ def _pictures(axes: Any, data: DataSet, trained: Sequence[Trained], seed: int) -
     count, columns = 36, 6
     plots.images(axes[0], _as_images(data, data.test[:count]), columns, f"{data.name}: test data")
     for place, each in zip(axes[1:3], trained, strict=True):
-        drawn = each.model.sample(count, generator=torch.Generator().manual_seed(seed))
+        drawn = each.model.sample(count, generator=stream(seed, "samples"))
         plots.images(place, _as_images(data, drawn), columns, f"{each.loss.upper()} samples, NLL {each.after.nll:.1f}")
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 import ebflow_plugin as ebf
 from ebflow_examples import plots
 from ebflow_examples.runs import Run, likelihood
+from ebflow_examples.streams import stream
 from ebflow_plugin.errors import InputError, suggest
 
 __all__ = ["MASKS", "Imputation", "draw_density", "draw_imputation", "draw_samples", "impute_rows", "missing"]
@@ -35,7 +36,7 @@ def draw_samples(run: Run, count: int, path: Path, *, temperature: float = 1.0, 
     if run.data.event_shape == (1,):
         raise InputError(f"there is no picture of one dimension, which {run.config.data} has; use model.sample(n)")
     rows = run.model.sample(
-        count, temperature=temperature, generator=run.generator(seed), batch_size=max(1, min(count, 1000))
+        count, temperature=temperature, generator=run.generator(seed, "samples"), batch_size=max(1, min(count, 1000))
     )
     title = f"{count} samples, {_name(run)}" + (f", temperature {temperature:g}" if temperature != 1.0 else "")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,7 +70,7 @@ def draw_density(run: Run, path: Path, seed: int = 0) -> None:
     truth = None if run.data.truth is None else run.data.truth.log_prob(points).exp()
     top = float((ours if truth is None else truth).max())
     nll = likelihood(run.model, run.split("test"), run.config.seed)
-    samples = run.model.sample(5000, generator=run.generator(seed), batch_size=1000)
+    samples = run.model.sample(5000, generator=run.generator(seed, "samples"), batch_size=1000)
     with plots.figure(path, 11.4, 3.7) as figure:
         first, second, third = figure.subplots(1, 3)
         if truth is None:
@@ -145,7 +146,7 @@ def impute_rows(run: Run, count: int, kind: str, *, share: float, steps: int, se
     if not 0.0 < share < 1.0:
         raise InputError(f"--share is the share of missing pixels, between 0 and 1, got {share:g}")
     truth = run.split("test")[:count]
-    chance = torch.Generator().manual_seed(seed)
+    chance = stream(seed, "masks")
     mask = missing(kind, run.image_shape, len(truth), share, chance).to(run.device).reshape(truth.shape)
     if not bool(mask.any()):
         raise InputError(f"no pixel is missing with --share {share:g}; choose a larger share")
@@ -156,7 +157,7 @@ def impute_rows(run: Run, count: int, kind: str, *, share: float, steps: int, se
         tuned = min(length, steps // 2)  # the step size is tuned in the first half, and fixed in the second
         filled = ebf.impute(
             run.model, truth, mask, init=start, burn_in=tuned, steps=length - tuned, step_size=0.01,
-            generator=run.generator(seed),
+            generator=run.generator(seed, "chains"),
         )  # fmt: skip
         states[length] = filled[:, 0]
     mean = run.split("train").mean(0).expand_as(truth)

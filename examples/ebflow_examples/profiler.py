@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch import Generator, Tensor
+from torch import Tensor
 
 import ebflow_plugin as ebf
 from ebflow_examples.bench.memory import METHOD, peak_bytes
 from ebflow_examples.bench.timing import interleaved
 from ebflow_examples.console import table
 from ebflow_examples.runs import choose_device
+from ebflow_examples.streams import stream
 from ebflow_examples.targets import Target
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.inputs import positive
@@ -146,7 +147,7 @@ def batch_for(model: ebf.EBFlow, size: int, rows: Tensor | None, shape: Sequence
     known = shape or model.plan.event_shape
     if known is None:
         raise InputError("the model does not tell the shape of its data; pass --shape 784, say, or --data")
-    return torch.randn(size, *known, generator=Generator().manual_seed(0))
+    return torch.randn(size, *known, generator=stream(0, "data"))
 
 
 def profile(
@@ -210,7 +211,7 @@ def _megabytes(name: str, model: ebf.EBFlow, batch: Tensor) -> float:
 
 
 def _make_step(name: str, model: ebf.EBFlow, batch: Tensor) -> Callable[[], None]:
-    objective = ebf.objective(name, model, generator=Generator(batch.device).manual_seed(0))
+    objective = ebf.objective(name, model, generator=stream(0, "noise", device=batch.device))
     optimiser = torch.optim.Adam([p for p in objective.parameters() if p.requires_grad], lr=0.0)
 
     def step() -> None:

@@ -19,6 +19,7 @@ import ebflow_plugin as ebf
 from ebflow_examples.config import TrainConfig, read_toml
 from ebflow_examples.data import DataSet, load
 from ebflow_examples.models import flow_for, preprocessing
+from ebflow_examples.streams import drawing_from, stream
 from ebflow_plugin.errors import InputError, suggest
 from ebflow_plugin.training.checkpoints import CheckpointFolder, write_weights
 
@@ -79,9 +80,9 @@ class Run:
             raise InputError(f"{self.config.data} has no images, but rows of shape {self.data.event_shape}")
         return rows.reshape(-1, *self.image_shape) / ((self.data.levels or 2) - 1)
 
-    def generator(self, seed: int) -> Generator:
-        """A generator on the device of the model."""
-        return Generator(self.device).manual_seed(seed)
+    def generator(self, seed: int, name: str) -> Generator:
+        """The generator of a stream, on the device of the model."""
+        return stream(seed, name, device=self.device)
 
 
 @dataclass(frozen=True)
@@ -105,8 +106,10 @@ def build(config: TrainConfig) -> Run:
     if config.model is None:
         config = replace(config, model="glow" if original.event_shape == (2,) else "fc")
     assert config.model is not None
-    torch.manual_seed(config.seed)
-    flow, data = flow_for(config.model, original, library=config.library, linear=config.linear, **config.model_options)
+    with drawing_from(config.seed, "weights"):
+        flow, data = flow_for(
+            config.model, original, library=config.library, linear=config.linear, **config.model_options
+        )
     model = ebf.wrap(flow, preprocess=preprocessing(data, config.alpha), match_after="auto" if config.map else None)
     model.to(choose_device(config.device))
     shape = original.event_shape if len(original.event_shape) == 3 else None
@@ -180,23 +183,23 @@ def _load(run: Run, path: Path, weights: str) -> str:
         ema.copy_to()
     kind = run.config.calibration
     if kind is not None:
-        torch.manual_seed(run.config.seed)  # the noise of the dequantisation
-        run.model.calibrate(run.split("train"), kind)
+        with drawing_from(run.config.seed, "calibration"):  # the noise of the dequantisation
+            run.model.calibrate(run.split("train"), kind)
     return f"{weights} weights, step {state['step']}{'' if kind is None else ', calibrated'}"
 
 
-def likelihood(model: ebf.EBFlow, rows: Tensor, seed: int = 0) -> Likelihood:
-    """The exact NLL of rows, the same each time: the noise of a dequantisation comes from the seed."""
-    values = nll_of_rows(model, rows, seed)
+def likelihood(model: ebf.EBFlow, rows: Tensor, seed: int = 0, split: str = "test") -> Likelihood:
+    """The exact NLL of rows, the same each time: the noise of a dequantisation is that of the seed and the split."""
+    values = nll_of_rows(model, rows, seed, split)
     nll, error = float(values.mean()), standard_error(values)
     bit = log(2.0) * rows[0].numel()
     return Likelihood(nll, error, nll / bit, error / bit, len(values))
 
 
 @torch.no_grad()
-def nll_of_rows(model: ebf.EBFlow, rows: Tensor, seed: int = 0) -> Tensor:
+def nll_of_rows(model: ebf.EBFlow, rows: Tensor, seed: int = 0, split: str = "test") -> Tensor:
     """The exact NLL of each row, in double precision."""
-    generator = Generator(rows.device).manual_seed(seed)
+    generator = stream(seed, split, device=rows.device)
     parts = []
     for batch in rows.split(BATCH):
         u, log_det = model.preprocess(batch, generator)

@@ -21,6 +21,7 @@ from ebflow_examples.config import TrainConfig, read_toml, to_toml
 from ebflow_examples.console import note, to_json
 from ebflow_examples.data import NAMES
 from ebflow_examples.runs import CONFIG, SUMMARY, Run, build, holds_run, likelihood
+from ebflow_examples.streams import drawing_from
 from ebflow_plugin.errors import InputError, SingularError
 from ebflow_plugin.inputs import positive, whole
 from ebflow_plugin.training.checkpoints import atomic_write
@@ -130,7 +131,8 @@ def _started(run: Run) -> tuple[bool, bool]:
         if config.gaussianize not in (None, gaussianize):
             continue
         try:
-            run.model.initialize(run.split("train"), whiten=True, gaussianize=gaussianize)
+            with drawing_from(config.seed, "start"):
+                run.model.initialize(run.split("train"), whiten=True, gaussianize=gaussianize)
         except (InputError, SingularError):  # the model does not allow it, or there are too few rows
             if config.gaussianize or (asked and not gaussianize):
                 raise

@@ -63,6 +63,7 @@ def main(
 
     from ebflow_examples.bench import report
     from ebflow_examples.bench.results import Settings, Table
+    from ebflow_examples.streams import drawing_from
     from ebflow_plugin.errors import InputError, UnknownNameError, suggest
 
     for name in only:
@@ -79,8 +80,7 @@ def main(
     about = report.machine(where, threads)
     tables: list[Table] = []
     try:
-        with torch.random.fork_rng(), _progress() as show:
-            torch.manual_seed(seed)
+        with drawing_from(seed, "bench"), _progress() as show:
             settings = Settings(quick=quick, seed=seed, device=where, progress=show)
             for name in dict.fromkeys(only) or GROUPS:
                 group = getattr(import_module(f"ebflow_examples.bench.{name}"), name)
