@@ -143,11 +143,12 @@ def train_for(run: Run, seconds: float, *, evaluations: int = 10, validation: in
 
 def calibration_seconds(run: Run) -> float:
     """How long a calibration takes, of a copy of the model; nothing if its evaluations have none."""
-    if run.config.calibration is None:
+    kind = run.config.calibration
+    if kind is None:
         return 0.0
     probe = copy.deepcopy(run.model)
     with drawing_from(run.config.seed, "probe"):
-        return _seconds(lambda: probe.calibrate(run.split("train"), run.config.calibration))
+        return _seconds(lambda: probe.calibrate(run.split("train"), kind))
 
 
 def step_seconds(run: Run) -> float:
