@@ -141,7 +141,8 @@ def train(
         Path | None, typer.Option(help="TOML file with the settings below; flags override it.", show_default=False)
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Run folder.", show_default="runs/DATA-LOSS, numbered if it is taken")
+        Path | None,
+        typer.Option(help="Run folder.", show_default="runs/DATA-MODEL-LOSS, as far as given"),
     ] = None,
     resume: Annotated[
         bool | None,
@@ -152,7 +153,7 @@ def train(
 ) -> None:
     """Train a model: exact NLL beside the loss, checkpoints, the best weights by NLL.
 
-    Without flags: scikit-learn's digits, the paper's fully-connected model, denoising score matching, about a minute.
+    Without flags: scikit-learn's digits, the paper's fully-connected model, about a minute. Score matching: --loss dsm.
     Data: sine, swirl, checkerboard, autoregressive10, digits, mnist, kmnist, cifar10, cifar10-jpeg, or a file or folder
     of yours. Models: fc, cnn, glow, realnvp, maf, nsf. The settings go into the folder as config.toml.
 

@@ -180,4 +180,8 @@ def draw_imputation(run: Run, found: Imputation, path: Path) -> None:
 
 
 def _name(run: Run) -> str:
-    return f"{run.config.model} by {run.config.loss.upper()}"
+    """What a picture shows: the model, how it was trained, and at which step."""
+    if run.step == 0:
+        return f"{run.config.model}, untrained (step 0)"
+    step = "" if run.step is None else f", step {run.step:,}"
+    return f"{run.config.model} by {(run.config.loss or '').upper()}{step}"

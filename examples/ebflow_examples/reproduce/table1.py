@@ -50,7 +50,8 @@ def recipe(settings: dict[str, Any]) -> TrainConfig:
     """The same for all objectives; there are far fewer steps than in the paper, and the rate is larger."""
     return TrainConfig(
         data=settings["data"], loss=settings["loss"], seed=settings["seed"], model="glow", device="cpu",
-        batch_size=settings["batch"], lr=5e-3, clip_norm=10.0, ema_decay=0.99, sigma=0.2, eps=0.1,
+        batch_size=settings["batch"], lr=5e-3, clip_norm=10.0, ema_decay=0.99,
+        **{"dsm": {"sigma": 0.2}, "fdssm": {"eps": 0.1}}.get(settings["loss"], {}),
     )  # fmt: skip
 
 

@@ -13,9 +13,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import ebflow_plugin as ebf
 from ebflow_examples.bench.contenders import training_step
+from ebflow_examples.defaults import objective_of, settle
 from ebflow_examples.runs import Run
 from ebflow_examples.streams import drawing_from
-from ebflow_examples.training import OPTIMISERS, SCHEDULES, objective_of, settle
+from ebflow_examples.training import OPTIMISERS, SCHEDULES
 from ebflow_plugin.training.fitting import FitResult
 from ebflow_plugin.training.loop import Event
 
@@ -48,11 +49,12 @@ class Trained:
         return self.start + float(self.result.history[-1]["seconds"])
 
     def facts(self) -> dict[str, Any]:
-        """What every cell tells: seconds, steps, steps per second, the curve, the recipe."""
+        """What every cell tells: seconds, steps, the best step, steps per second, the curve, the recipe."""
         taken = self.result.history[-1]["seconds"]
         return {
             "seconds": self.seconds,
             "steps": self.result.steps,
+            "best_step": self.result.best_step,
             "steps_per_second": self.result.steps / taken if taken else 0.0,
             "start_seconds": self.start,
             "curve": self.curve,
@@ -99,9 +101,6 @@ def train_for(run: Run, seconds: float, *, evaluations: int = 10, validation: in
     began = time.monotonic()
     run = settle(run)
     config, model = run.config, run.model
-    if not config.whiten:
-        with drawing_from(config.seed, "start"):
-            model.initialize(run.split("train")[:1000])
     start = time.monotonic() - began
     rows = None if validation is None else run.data.validation[:validation]
     if rows is not None:
