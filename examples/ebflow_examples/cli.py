@@ -337,6 +337,10 @@ def profile(
     target: Target,
     data: Data = None,
     shape: Shape = None,
+    context: Annotated[
+        str | None,
+        typer.Option(help="Shape of the context of one data point.", show_default="none, or as an sbi estimator tells"),
+    ] = None,
     batch_size: Annotated[int, typer.Option(help="Rows in a batch.")] = 100,
     seconds: Annotated[float, typer.Option(help="How long to time, about.")] = 20.0,
     library: Library = "nflows",
@@ -363,7 +367,15 @@ def profile(
     from ebflow_examples.targets import find_target, parse_shape
 
     found = measure(
-        find_target(target, data=data, shape=parse_shape(shape), library=library, linear=linear, data_root=data_root),
+        find_target(
+            target,
+            data=data,
+            shape=parse_shape(shape),
+            library=library,
+            linear=linear,
+            data_root=data_root,
+            context=parse_shape(context, "--context"),
+        ),
         batch_size=batch_size,
         seconds=seconds,
         device=device,

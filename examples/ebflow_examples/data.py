@@ -61,6 +61,11 @@ class DataSet:
         """The shape of one sample."""
         return tuple(self.train.shape[1:])
 
+    @property
+    def own_rows(self) -> bool:
+        """Whether these are rows of numbers of the user's: in units that nobody knows, and of unknown density."""
+        return self.levels is None and self.truth is None
+
     def flattened(self) -> DataSet:
         """The same with images as vectors, shape (N, D)."""
         parts = {name: getattr(self, name).flatten(1) for name in ("train", "validation", "test")}

@@ -22,6 +22,7 @@ from ebflow_examples.bench.contenders import BATCH, objective, training_step
 from ebflow_examples.bench.timing import interleaved, ratio
 from ebflow_examples.console import say, table
 from ebflow_examples.data import DataSet, load
+from ebflow_examples.folders import writable
 from ebflow_examples.models import build, flow_for, preprocessing
 from ebflow_examples.pictures import density_of
 from ebflow_examples.reproduce.common import one_thread
@@ -79,6 +80,7 @@ class Trained:
         after: The same with the best weights.
         seconds: What the steps took, without the evaluations.
         steps: How many there were.
+        best_step: The one that the best weights are of; 0 if no step made them better.
         curve: Seconds and validation NLL.
     """
 
@@ -89,11 +91,13 @@ class Trained:
     after: Likelihood
     seconds: float
     steps: int
+    best_step: int
     curve: tuple[list[float], list[float]]
 
 
 def run_demo(out: Path, seed: int = 0, quick: bool = False) -> list[dict[str, Any]]:
     """Trains, prints and draws; gives the rows of the table of NLLs, which ``demo.json`` holds too."""
+    writable(out)
     with one_thread():  # small models: more threads only wait for each other
         return _tour(out, seed, quick)
 
@@ -168,9 +172,10 @@ def _train(lesson: Lesson, data: DataSet, loss: str, options: dict[str, Any], se
     result.load_best(model)
     times = [0.0, *(record["seconds"] for record in result.history)]
     assert result.start_nll is not None
+    assert result.best_step is not None
     curve = times, [result.start_nll, *(record["nll"] for record in result.history)]
     after = _likelihood(model, data, seed)
-    return Trained(loss, model, untrained, before, after, times[-1], result.steps, curve)
+    return Trained(loss, model, untrained, before, after, times[-1], result.steps, result.best_step, curve)
 
 
 def _likelihood(model: ebf.EBFlow, data: DataSet, seed: int) -> Likelihood:
@@ -202,6 +207,7 @@ def _row(lesson: Lesson, trained: Trained) -> dict[str, Any]:
         "data": lesson.data,
         "loss": trained.loss,
         "steps": trained.steps,
+        "best_step": trained.best_step,
         "steps_per_second": trained.steps / trained.seconds,
         "seconds": trained.seconds,
         "closed_form": lesson.closed_form,
@@ -221,12 +227,16 @@ def _summary(rows: Sequence[dict[str, Any]]) -> str:
             f"{row['nll_untrained']:.3f}",
             f"{row['nll_before']:.3f}",
             f"{row['nll_after']:.3f} ± {row['nll_error']:.3f}",
+            f"{row['best_step']}",
             f"{row['seconds']:.1f} s",
         )
         for row in rows
     ]
-    return table(("data", "method", "steps/s", "untrained", "start", "trained", "training"), cells, left=2) + (
-        "\nexact NLL of test data in nats, lower is better; digits start Gaussianised and calibrated, in closed form"
+    return table(
+        ("data", "method", "steps/s", "untrained", "start", "trained", "at step", "training"), cells, left=2
+    ) + (
+        "\nexact NLL of test data in nats, lower is better; digits start Gaussianised and calibrated, in closed form; "
+        "at step 0 nothing was learnt: the start is the best"
     )
 
 
@@ -276,7 +286,7 @@ def _densities(axes: Any, data: DataSet, trained: Sequence[Trained], cells: int)
     top = float(truth.max())
     plots.density(axes[0], truth, panel, f"{data.name}: true density", top)
     for place, each in zip(axes[1:3], trained, strict=True):
-        title = f"{each.loss.upper()}, test NLL {each.after.nll:.3f}"
+        title = f"{each.loss.upper()}, step {each.best_step}, test NLL {each.after.nll:.3f}"
         plots.density(place, density_of(each.model, points), panel, title, top)
 
 
@@ -285,7 +295,12 @@ def _pictures(axes: Any, data: DataSet, trained: Sequence[Trained], seed: int) -
     plots.images(axes[0], _as_images(data, data.test[:count]), columns, f"{data.name}: test data")
     for place, each in zip(axes[1:3], trained, strict=True):
         drawn = each.model.sample(count, generator=stream(seed, "samples"))
-        plots.images(place, _as_images(data, drawn), columns, f"{each.loss.upper()} samples, NLL {each.after.nll:.1f}")
+        plots.images(
+            place,
+            _as_images(data, drawn),
+            columns,
+            f"{each.loss.upper()}, step {each.best_step}, NLL {each.after.nll:.1f}",
+        )
 
 
 def _as_images(data: DataSet, rows: Tensor) -> Tensor:

@@ -118,7 +118,7 @@ def build(config: TrainConfig) -> Run:
             config.model, original, library=config.library, linear=config.linear, **config.model_options
         )
     if config.standardize is None:
-        config = replace(config, standardize=data.levels is None and data.truth is None)
+        config = replace(config, standardize=data.own_rows)
     steps = preprocessing(data, config.alpha, standardize=bool(config.standardize))
     model = ebf.wrap(flow, preprocess=steps, match_after="auto" if config.map else None)
     model.to(choose_device(config.device))
