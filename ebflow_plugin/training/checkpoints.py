@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import secrets
 import tempfile
 import warnings
 import zipfile
@@ -45,7 +46,10 @@ def atomic_write(path: Path, write: Callable[[IO[bytes]], object]) -> None:
         ...     [(file.name, file.read_text()) for file in Path(folder).iterdir()]
         [('a.txt', 'whole')]
     """
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(8)}.tmp")
+    handle = os.open(
+        temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666
+    )  # as umask says
     try:
         with os.fdopen(handle, "wb") as file:
             write(file)
@@ -53,7 +57,7 @@ def atomic_write(path: Path, write: Callable[[IO[bytes]], object]) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     if hasattr(os, "O_DIRECTORY"):  # the name is on the disk too once its folder is
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)

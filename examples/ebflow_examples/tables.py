@@ -37,14 +37,13 @@ def read(path: Path) -> list[Tensor]:
         return [_checked(loaded, path)]
     with loaded as archive:
         names = list(archive)
-        arrays = {name: _member(archive, name, path) for name in names}
         if all(part in names for part in PARTS):
-            tensors = [_checked(arrays[part], path, part) for part in PARTS]
+            tensors = [_checked(_member(archive, part, path), path, part) for part in PARTS]
             if len({(tensor.shape[1:], tensor.dtype) for tensor in tensors}) > 1:
                 raise InputError(f"{path}: train, validation and test differ in their shapes or types of number")
             return tensors
         if len(names) == 1:
-            return [_checked(arrays[names[0]], path)]
+            return [_checked(_member(archive, names[0], path), path)]
     raise InputError(
         f"{path} has the arrays {', '.join(names) or 'none'}; it should have one, or train, validation and test"
     )
