@@ -10,7 +10,6 @@ import io
 import json
 import os
 import secrets
-import tempfile
 import warnings
 import zipfile
 from collections.abc import Callable, Mapping
@@ -41,6 +40,7 @@ def atomic_write(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     The bytes go to a temporary file in the same folder, to the disk, and under their name, in this order.
 
     Example:
+        >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     atomic_write(Path(folder) / "a.txt", lambda file: file.write(b"whole"))
         ...     [(file.name, file.read_text()) for file in Path(folder).iterdir()]
@@ -77,6 +77,7 @@ class CheckpointFolder:
         InputError: If it cannot be made or written to.
 
     Example:
+        >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as path:
         ...     folder = CheckpointFolder(path)
         ...     for step in (10, 20, 30):
@@ -240,6 +241,7 @@ def load_best(model: EBFlow, folder: str | os.PathLike[str]) -> dict[str, Any]:
         InputError: If there are none, or they are of another model.
 
     Example:
+        >>> import tempfile
         >>> import ebflow_plugin as ebf
         >>> from ebflow_plugin.training import fit
         >>> from nflows import distributions, flows, transforms

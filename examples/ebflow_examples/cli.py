@@ -259,13 +259,16 @@ def sample(
     ebflow sample runs/swirl -n 5000 --out swirl.png
     ```
     """
-    from ebflow_examples.pictures import draw_samples
+    from ebflow_examples.pictures import draw_samples, unseen_features
     from ebflow_examples.runs import open_run
 
     opened = open_run(run, weights, device, data_root)
     path = _png(out, run / "samples.png")
     numbers = draw_samples(opened, count, path, temperature=temperature, seed=seed)
     say(f"{count} samples ({opened.facts}): {path} and {numbers}")
+    left_out = unseen_features(opened)
+    if left_out:
+        say(left_out)
 
 
 @app.command(rich_help_panel=RUNS)

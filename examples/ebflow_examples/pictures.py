@@ -17,7 +17,16 @@ from ebflow_examples.runs import Run, likelihood
 from ebflow_examples.streams import stream
 from ebflow_plugin.errors import InputError, suggest
 
-__all__ = ["MASKS", "Imputation", "draw_density", "draw_imputation", "draw_samples", "impute_rows", "missing"]
+__all__ = [
+    "MASKS",
+    "Imputation",
+    "draw_density",
+    "draw_imputation",
+    "draw_samples",
+    "impute_rows",
+    "missing",
+    "unseen_features",
+]
 
 MASKS = ("left", "right", "top", "bottom", "random")
 GRID = 120  # cells on a side of a density picture
@@ -38,19 +47,32 @@ def draw_samples(run: Run, count: int, path: Path, *, temperature: float = 1.0, 
     rows = run.model.sample(
         count, temperature=temperature, generator=run.generator(seed, "samples"), batch_size=max(1, min(count, 1000))
     )
-    title = f"{count} samples, {_name(run)}" + (f", temperature {temperature:g}" if temperature != 1.0 else "")
+    warmth = "" if temperature == 1.0 else f", temperature {temperature:g}"
+    title = f"{count} samples{warmth}\n{_name(run)}"
     path.parent.mkdir(parents=True, exist_ok=True)
     numbers = path.with_suffix(".npy")
     np.save(numbers, rows.cpu().numpy())
     if run.image_shape is not None:
         plots.save_images(path, run.as_images(rows), columns=min(count, 16, ceil(sqrt(count))), title=title)
         return numbers
+    shown = run.data.test[:count]
     panel = plots.Panel.around(run.data.train[:, :2])
-    with plots.figure(path, 7.4, 3.8) as figure:
+    with plots.figure(path, 7.8, 4.2) as figure:
         left, right = figure.subplots(1, 2)
-        plots.scatter(left, run.data.test[:count, :2], panel, f"{run.config.data}, test data")
+        plots.scatter(left, shown[:, :2], panel, f"{len(shown)} test rows\n{Path(run.config.data).name}")
         plots.scatter(right, rows[:, :2], panel, title)
+        left_out = unseen_features(run)
+        if left_out:
+            figure.suptitle(left_out, fontsize=8, x=0.01, ha="left")
     return numbers
+
+
+def unseen_features(run: Run) -> str:
+    """What a picture of the plane leaves out of rows of numbers; empty if nothing."""
+    features = run.data.event_shape[0]
+    if run.image_shape is not None or features <= 2:
+        return ""
+    return f"the picture shows features 1 and 2 of {features}; the .npy file has all"
 
 
 def draw_density(run: Run, path: Path, seed: int = 0) -> None:
