@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import json
 import os
-import secrets
+import tempfile
 import warnings
 import zipfile
 from collections.abc import Callable, Mapping
@@ -40,16 +40,12 @@ def atomic_write(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     The bytes go to a temporary file in the same folder, to the disk, and under their name, in this order.
 
     Example:
-        >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     atomic_write(Path(folder) / "a.txt", lambda file: file.write(b"whole"))
         ...     [(file.name, file.read_text()) for file in Path(folder).iterdir()]
         [('a.txt', 'whole')]
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(8)}.tmp")
-    handle = os.open(
-        temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666
-    )  # as umask says
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as file:
             write(file)
@@ -57,7 +53,7 @@ def atomic_write(path: Path, write: Callable[[IO[bytes]], object]) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        Path(temporary).unlink(missing_ok=True)
         raise
     if hasattr(os, "O_DIRECTORY"):  # the name is on the disk too once its folder is
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
@@ -77,7 +73,6 @@ class CheckpointFolder:
         InputError: If it cannot be made or written to.
 
     Example:
-        >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as path:
         ...     folder = CheckpointFolder(path)
         ...     for step in (10, 20, 30):
@@ -241,7 +236,6 @@ def load_best(model: EBFlow, folder: str | os.PathLike[str]) -> dict[str, Any]:
         InputError: If there are none, or they are of another model.
 
     Example:
-        >>> import tempfile
         >>> import ebflow_plugin as ebf
         >>> from ebflow_plugin.training import fit
         >>> from nflows import distributions, flows, transforms

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -55,34 +55,28 @@ class PlainDisplay(NoDisplay):
 
     Arguments:
         file: Where to; the standard error by default.
-        clock: Tells the seconds; the time left is by the clock, so that evaluations count.
 
     Example:
-        >>> ticks = iter([0.0, 9.0])
-        >>> shown = PlainDisplay(sys.stdout, clock=lambda: next(ticks))
+        >>> shown = PlainDisplay(sys.stdout)
         >>> shown.start(0, 200)
         >>> shown.record({"step": 100, "loss": -1.5, "nll": 2.25, "bits_per_dim": 1.623, "steps_per_second": 50.0})
-        step 100/200  loss -1.5000  NLL 2.2500  bits/dim 1.6230  50.0 steps/s  0:00:09 left
+        step 100/200  loss -1.5000  NLL 2.2500  bits/dim 1.6230  50.0 steps/s  0:00:02 left
     """
 
-    def __init__(self, file: IO[str] | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, file: IO[str] | None = None) -> None:
         self._file = file
-        self._clock = clock
         self._total = 0
-        self._started = (0.0, 0)
 
     def start(self, step: int, total: int) -> None:
         """Keeps the number of steps."""
         self._total = total
-        self._started = self._clock(), step
 
     def record(self, record: Record) -> None:
         """Writes the line."""
         parts = [f"step {record['step']}/{self._total}", *describe(record)]
         speed = record.get("steps_per_second")
         if speed:
-            left = _left(self._clock() - self._started[0], self._started[1], record["step"], self._total)
-            parts += [f"{speed:.1f} steps/s", f"{_clock(left)} left"]
+            parts += [f"{speed:.1f} steps/s", f"{_clock((self._total - record['step']) / speed)} left"]
         print("  ".join(parts), file=self._file or sys.stderr, flush=True)
 
 
@@ -96,17 +90,17 @@ class RichDisplay:
     def __init__(self, console: Any = None) -> None:
         from rich.console import Console
         from rich.live import Live
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         self._bar = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
             BarColumn(),
             TextColumn("{task.fields[speed]}"),
-            TextColumn("{task.fields[left]}"),
+            TimeRemainingColumn(),
+            TextColumn("left"),
         )
         self._task: Any = None
-        self._total = 0
         self._loss: float | None = None
         self._last: Record = {}
         self._started = (0.0, 0)
@@ -116,8 +110,7 @@ class RichDisplay:
 
     def start(self, step: int, total: int) -> None:
         """Opens the display."""
-        self._task = self._bar.add_task("", total=total, completed=step, speed="", left="")
-        self._total = total
+        self._task = self._bar.add_task("", total=total, completed=step, speed="")
         self._started = time.monotonic(), step
         self._live.start()
 
@@ -126,8 +119,7 @@ class RichDisplay:
         self._loss = self._loss if loss is None else loss
         passed = time.monotonic() - self._started[0]
         speed = (step - self._started[1]) / passed if passed > 0 else 0.0
-        left = f"{_clock(_left(passed, self._started[1], step, self._total))} left"
-        self._bar.update(self._task, completed=step, speed=f"{speed:.1f} steps/s", left=left)
+        self._bar.update(self._task, completed=step, speed=f"{speed:.1f} steps/s")
 
     def record(self, record: Record) -> None:
         """Shows an evaluation."""
@@ -278,11 +270,6 @@ def _plain(value: Any) -> Any:
 
 def _number(value: Any) -> float:
     return float(value)
-
-
-def _left(passed: float, first: int, step: int, total: int) -> float:
-    """The seconds that a run still takes, if it goes on as it went since its first step: steps, evaluations and all."""
-    return passed * (total - step) / max(1, step - first)
 
 
 def _clock(seconds: float) -> str:
