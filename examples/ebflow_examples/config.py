@@ -106,7 +106,7 @@ class TrainConfig:
         "full for images and whitened rows, else none",
     )
     evaluate_every: int | None = _option(
-        None, EVALUATION, "Steps between two evaluations.", "20 in a run; 5 if each calibrates on much data"
+        None, EVALUATION, "Steps between two evaluations.", "20 in a run, fewer where each goes through many rows"
     )
     patience: int | None = _option(None, EVALUATION, "Stop after so many evaluations without a better NLL.", "never")
 

@@ -51,11 +51,11 @@ def exit_code(error: Exception) -> int | None:
         >>> exit_code(ZeroDivisionError()) is None
         True
     """
+    if isinstance(error, OSError) and not isinstance(error, ConnectionError):  # a full disk names no file
+        return FAILED
     errors = sys.modules.get("ebflow_plugin.errors")
     if errors is not None and isinstance(error, errors.EBFlowError):
         return FAILED if isinstance(error, (errors.TrainingError, errors.SingularError)) else REFUSED
-    if isinstance(error, OSError) and not isinstance(error, ConnectionError):  # a full disk names no file
-        return FAILED
     if isinstance(error, ModuleNotFoundError) and error.name in EXTRA:
         return FAILED
     return None

@@ -18,8 +18,6 @@ from ebflow_plugin.inputs import positive, whole
 __all__ = ["check", "objective_of", "settle"]
 
 STEPS = {True: 1000, False: 500}  # of images, and of other rows, whose models are deeper
-EVALUATIONS = 20  # in a run; but a calibration at each goes through all of the data:
-CALIBRATED_VALUES, FEW_EVALUATIONS = 5_000_000, 5
 LARGE = 1024  # features from which on determinants take so long that the relative gradient learns more in the same time
 
 
@@ -72,11 +70,7 @@ def settle(run: Run) -> Run:
         chosen["sigma"] = (1.0 if run.data.levels == 256 else 0.2) if images else 0.1
     if config.eps is None and loss == "fdssm":
         chosen["eps"] = 1.0 if images else 0.1
-    settled = replace(config, **chosen)
-    if settled.evaluate_every is None and settled.calibration is not None and settled.steps is not None:
-        costly = run.data.train.numel() > CALIBRATED_VALUES
-        settled = replace(settled, evaluate_every=max(1, settled.steps // (FEW_EVALUATIONS if costly else EVALUATIONS)))
-    return replace(run, config=settled)
+    return replace(run, config=replace(config, **chosen))
 
 
 def usual_loss(run: Run) -> str:

@@ -25,7 +25,6 @@ from ebflow_examples.reproduce.output import unlearnt
 from ebflow_examples.runs import build, open_run
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.training.checkpoints import atomic_write
-from ebflow_plugin.training.progress import PlainDisplay
 
 SMALL = ["--steps", "4", "--batch-size", "20", "--limit", "200", "--evaluate-every", "2", "--loss", "ml"]
 
@@ -159,7 +158,9 @@ def test_a_full_disk_is_told_in_a_line(tmp_path):
     command = [sys.executable, "-c", code, "train", "--out", str(tmp_path / "run"), *SMALL]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert done.stderr.strip().splitlines()[-1].startswith("error: File too large. Make room")
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("error: ")
+    assert "File too large" in last
     assert "Traceback" not in done.stderr
     assert console.exit_code(OSError(28, "No space left on device")) == 1
 
@@ -308,14 +309,6 @@ def test_determinants_of_very_large_layers_are_not_chosen():
 
     assert usual_loss(replace(run, data=wide)) == "relative_ml"
     assert usual_loss(run) == "ml"
-
-
-def test_the_time_left_counts_evaluations(capsys):
-    ticks = iter([100.0, 130.0])
-    shown = PlainDisplay(clock=lambda: next(ticks))
-    shown.start(10, 40)
-    shown.record({"step": 20, "steps_per_second": 1000.0})
-    assert "0:01:00 left" in capsys.readouterr().err  # ten steps took 30 s, so twenty take 60
 
 
 # --- pictures
