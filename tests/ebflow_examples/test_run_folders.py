@@ -292,7 +292,6 @@ def test_tables_name_the_cells_that_learnt_nothing():
     [
         (TrainConfig(limit=300), "ml"),
         (TrainConfig(limit=300, model="cnn", blocks=2), "dsm"),
-        (TrainConfig(data="swirl", limit=1000), "dsm"),
     ],
 )
 def test_the_loss_that_is_chosen_makes_the_model_better(tmp_path, config, loss):

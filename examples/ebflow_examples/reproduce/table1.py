@@ -51,7 +51,7 @@ def recipe(settings: dict[str, Any]) -> TrainConfig:
     return TrainConfig(
         data=settings["data"], loss=settings["loss"], seed=settings["seed"], model="glow", device="cpu",
         batch_size=settings["batch"], lr=5e-3, clip_norm=10.0, ema_decay=0.99,
-        **{"dsm": {"sigma": 0.2}, "fdssm": {"eps": 0.1}}.get(settings["loss"], {}),
+        sigma=0.2 if settings["loss"] == "dsm" else None, eps=0.1 if settings["loss"] == "fdssm" else None,
     )  # fmt: skip
 
 
