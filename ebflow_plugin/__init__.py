@@ -28,7 +28,7 @@ from ebflow_plugin.errors import (
 )
 from ebflow_plugin.langevin import denoise, impute, langevin
 from ebflow_plugin.objectives import objective, register_objective
-from ebflow_plugin.preprocess import Dequantize, Logit, Rescale
+from ebflow_plugin.preprocess import Dequantize, Logit, Rescale, Standardize
 from ebflow_plugin.report import FlowReport
 from ebflow_plugin.rules import register_container, register_linear, register_nonlinear
 from ebflow_plugin.surgery import smooth, unconstrain
@@ -51,6 +51,7 @@ __all__ = [
     "NotAFlowError",
     "Rescale",
     "SingularError",
+    "Standardize",
     "TrainingError",
     "UnknownNameError",
     "UnsupportedStepError",

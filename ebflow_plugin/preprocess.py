@@ -22,7 +22,16 @@ from ebflow_plugin.inputs import is_number
 from ebflow_plugin.jets import Expansion, transformed
 from ebflow_plugin.plan import LinearStep, Plan, Shape, Step
 
-__all__ = ["Dequantize", "DequantizeStep", "Logit", "Rescale", "boundary", "preprocessing_steps", "refuse_trainable"]
+__all__ = [
+    "Dequantize",
+    "DequantizeStep",
+    "Logit",
+    "Rescale",
+    "Standardize",
+    "boundary",
+    "preprocessing_steps",
+    "refuse_trainable",
+]
 
 
 class Dequantize(nn.Module):
@@ -113,6 +122,64 @@ class Rescale(nn.Module):
         return f"scale={self.scale:g}, shift={self.shift:g}"
 
 
+class Standardize(nn.Module):
+    """(x - mean) / std, feature by feature: data of any units become of order one, and the density stays that of x.
+
+    The matched variable begins behind it, so that the noise of DSM and the finite difference of FDSSM are in units of
+    each feature's standard deviation. Mean and standard deviation are buffers: a state dict holds them.
+
+    Arguments:
+        mean: What is taken off each feature, with the shape of one data point.
+        std: What each feature is divided by, with the same shape, above zero.
+
+    Raises:
+        InputError: If they are not finite, differ in shape, or a standard deviation is not above zero.
+
+    Example:
+        >>> import ebflow_plugin as ebf
+        >>> from nflows import distributions, flows, transforms
+        >>> metres_and_millimetres = torch.tensor([1.0, 1000.0]) * torch.randn(500, 2)
+        >>> flow = flows.Flow(transforms.LULinear(2), distributions.StandardNormal([2]))
+        >>> model = ebf.wrap(flow, preprocess=[ebf.Standardize.of(metres_and_millimetres)])
+        >>> model.log_prob(metres_and_millimetres).shape
+        torch.Size([500])
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, mean: Tensor, std: Tensor) -> None:
+        super().__init__()
+        if not (isinstance(mean, Tensor) and isinstance(std, Tensor)) or mean.shape != std.shape or not mean.dim():
+            shapes = [tuple(part.shape) if isinstance(part, Tensor) else part for part in (mean, std)]
+            raise InputError(f"Standardize needs mean and std with the shape of one data point, got {shapes}")
+        if not mean.is_floating_point() or not std.is_floating_point():
+            raise InputError(f"Standardize needs floating-point numbers, got {mean.dtype} and {std.dtype}")
+        bad = ~(mean.isfinite() & std.isfinite() & (std > 0)).flatten()
+        if bad.any():
+            places = bad.nonzero().flatten().tolist()
+            listed = ", ".join(map(str, places[:10])) + (", …" if len(places) > 10 else "")
+            raise InputError(
+                f"Standardize needs finite means and standard deviations above 0; those of {len(places)} features are "
+                f"not: {listed} (counted from 0). A feature that is constant has no density: leave it out."
+            )
+        self.register_buffer("mean", mean.detach().clone())
+        self.register_buffer("std", std.detach().clone())
+
+    @classmethod
+    def of(cls, rows: Tensor) -> Standardize:
+        """With the mean and standard deviation of data with shape (N, *), N at least 2."""
+        if not isinstance(rows, Tensor) or rows.dim() < 2 or len(rows) < 2:
+            raise InputError("Standardize.of needs data with shape (N, *) and N at least 2")
+        wide = rows.detach().double()
+        dtype = rows.dtype if rows.is_floating_point() else torch.get_default_dtype()
+        std = torch.where((wide == wide[:1]).all(0), 0.0, wide.std(0))  # of equal numbers, rounding may leave a rest
+        return cls(wide.mean(0).to(dtype), std.to(dtype))
+
+    def extra_repr(self) -> str:
+        return f"features={tuple(self.mean.shape)}, std {float(self.std.min()):.3g} to {float(self.std.max()):.3g}"
+
+
 class Logit(nn.Module):
     """log(x) - log(1 - x), elementwise, for x in (0, 1).
 
@@ -174,6 +241,36 @@ class RescaleStep(LinearStep):
         return Expansion(self.encode(x, context)[0], lambda tangent: tangent * scale, lambda adjoint: adjoint * scale)
 
 
+class StandardizeStep(LinearStep):
+    """A :class:`Standardize` in front of a flow."""
+
+    reason = "elementwise affine"
+
+    @property
+    def sensitive(self) -> bool:
+        return True  # its scales differ by any factor: one length of noise fits all features behind it alone
+
+    def apply(self, x: Tensor) -> Tensor:
+        return (x - self.module.mean.to(x)) / self.module.std.to(x)
+
+    def invert(self, y: Tensor) -> Tensor:
+        return y * self.module.std.to(y) + self.module.mean.to(y)
+
+    def log_abs_det(self, shape: Shape) -> Tensor:
+        if tuple(shape) != tuple(self.module.std.shape):
+            raise InputError(f"{self.where} is for data of shape {tuple(self.module.std.shape)}, got {tuple(shape)}")
+        return -self.module.std.log().sum()
+
+    @property
+    def closed(self) -> bool:
+        return True
+
+    def expand(self, x: Tensor, context: Tensor | None) -> Expansion:
+        std = self.module.std.to(x)
+        scale = std if self.inverted else 1.0 / std
+        return Expansion(self.encode(x, context)[0], lambda tangent: tangent * scale, lambda adjoint: adjoint * scale)
+
+
 class LogitStep(ElementwiseStep):
     """A :class:`Logit` in front of a flow."""
 
@@ -188,7 +285,12 @@ class LogitStep(ElementwiseStep):
         return sigmoid_curve(y)
 
 
-_STEPS: dict[type, type[Step]] = {Dequantize: DequantizeStep, Rescale: RescaleStep, Logit: LogitStep}
+_STEPS: dict[type, type[Step]] = {
+    Dequantize: DequantizeStep,
+    Rescale: RescaleStep,
+    Logit: LogitStep,
+    Standardize: StandardizeStep,
+}
 
 
 def preprocessing_steps(modules: Sequence[Any]) -> tuple[Step, ...]:

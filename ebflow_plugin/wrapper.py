@@ -35,10 +35,11 @@ def wrap(
         flow: A flow of a library that an adapter knows (nflows and its forks, normflows), or an object that holds
             exactly one (sbi's density estimators, nessai's ``FlowModel``).
         match_after: Where the variable begins that score matching sees (MaP): behind the step with this path or
-            index; behind the leading fixed steps that end in a logit or similar (``"auto"``); or at the data (None).
+            index; behind the leading fixed steps that end in a logit or similar, or in a
+            :class:`~ebflow_plugin.Standardize` (``"auto"``); or at the data (None).
             ``log_prob``, ``energy`` and ``score`` are those of the data in any case.
         preprocess: Steps to put in front of a flow that has none: :class:`~ebflow_plugin.Dequantize`,
-            :class:`~ebflow_plugin.Rescale`, :class:`~ebflow_plugin.Logit`.
+            :class:`~ebflow_plugin.Rescale`, :class:`~ebflow_plugin.Logit`, :class:`~ebflow_plugin.Standardize`.
         strict: Raises on transforms of unknown class. By default they keep their own log-det, which is exact, and
             one warning lists them.
         overrides: ``"linear"`` or ``"nonlinear"`` by path in the flow, for transforms that you know better.

@@ -141,7 +141,8 @@ def train(
         Path | None, typer.Option(help="TOML file with the settings below; flags override it.", show_default=False)
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Run folder.", show_default="runs/DATA-LOSS, numbered if it is taken")
+        Path | None,
+        typer.Option(help="Run folder.", show_default="runs/DATA-MODEL-LOSS, as far as given"),
     ] = None,
     resume: Annotated[
         bool | None,
@@ -152,7 +153,7 @@ def train(
 ) -> None:
     """Train a model: exact NLL beside the loss, checkpoints, the best weights by NLL.
 
-    Without flags: scikit-learn's digits, the paper's fully-connected model, denoising score matching, about a minute.
+    Without flags: scikit-learn's digits, the paper's fully-connected model, about a minute. Score matching: --loss dsm.
     Data: sine, swirl, checkerboard, autoregressive10, digits, mnist, kmnist, cifar10, cifar10-jpeg, or a file or folder
     of yours. Models: fc, cnn, glow, realnvp, maf, nsf. The settings go into the folder as config.toml.
 
@@ -229,7 +230,7 @@ def evaluate(
     from ebflow_examples.runs import likelihood, open_run
 
     opened = open_run(run, weights, device, data_root)
-    found = likelihood(opened.model, opened.split(split), opened.config.seed)
+    found = likelihood(opened.model, opened.split(split), opened.config.seed, split)
     if as_json:
         say_json({"run": str(run), "split": split, "weights": opened.facts, **found.to_dict()})
         return
@@ -258,13 +259,16 @@ def sample(
     ebflow sample runs/swirl -n 5000 --out swirl.png
     ```
     """
-    from ebflow_examples.pictures import draw_samples
+    from ebflow_examples.pictures import draw_samples, unseen_features
     from ebflow_examples.runs import open_run
 
     opened = open_run(run, weights, device, data_root)
     path = _png(out, run / "samples.png")
     numbers = draw_samples(opened, count, path, temperature=temperature, seed=seed)
     say(f"{count} samples ({opened.facts}): {path} and {numbers}")
+    left_out = unseen_features(opened)
+    if left_out:
+        say(left_out)
 
 
 @app.command(rich_help_panel=RUNS)
@@ -336,6 +340,10 @@ def profile(
     target: Target,
     data: Data = None,
     shape: Shape = None,
+    context: Annotated[
+        str | None,
+        typer.Option(help="Shape of the context of one data point.", show_default="none, or as an sbi estimator tells"),
+    ] = None,
     batch_size: Annotated[int, typer.Option(help="Rows in a batch.")] = 100,
     seconds: Annotated[float, typer.Option(help="How long to time, about.")] = 20.0,
     library: Library = "nflows",
@@ -362,7 +370,15 @@ def profile(
     from ebflow_examples.targets import find_target, parse_shape
 
     found = measure(
-        find_target(target, data=data, shape=parse_shape(shape), library=library, linear=linear, data_root=data_root),
+        find_target(
+            target,
+            data=data,
+            shape=parse_shape(shape),
+            library=library,
+            linear=linear,
+            data_root=data_root,
+            context=parse_shape(context, "--context"),
+        ),
         batch_size=batch_size,
         seconds=seconds,
         device=device,

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_type_hints
 
-__all__ = ["CHOICES", "TrainConfig", "option_types", "read_toml", "to_toml"]
+__all__ = ["CHOICES", "LOSS_OPTIONS", "TrainConfig", "option_types", "read_toml", "to_toml"]
 
 MODEL, LOSS, OPTIMISER, EVALUATION, MACHINE = "What", "Loss", "Optimiser", "Start and finish", "Machine and data"
 
@@ -27,6 +27,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "schedule": ("constant", "cosine", "multistep"),
     "calibrate": ("full", "diagonal", "none"),
 }
+
+LOSS_OPTIONS = {"sigma": "dsm", "eps": "fdssm", "projections": "ssm"}  # and the one loss that has each
 
 
 def _option(default: Any, panel: str, text: str, auto: str = "") -> Any:
@@ -54,22 +56,29 @@ class TrainConfig:
     hidden: int | None = _option(None, MODEL, "Width of the networks inside of couplings.", "as the model has")
     activation: str | None = _option(None, MODEL, "Activation of these networks.", "silu, which is smooth")
 
-    loss: str = _option("dsm", LOSS, "Objective.")
+    loss: str | None = _option(
+        None,
+        LOSS,
+        "Objective.",
+        "what makes the model better: ml or relative_ml for fc and own rows, else dsm",
+    )
     sigma: float | None = _option(
         None,
         LOSS,
-        "DSM: standard deviation of the noise, in the matched variable.",
+        "DSM: standard deviation of the noise, in the matched variable (of standardised rows: in their deviations).",
         "1 for 256 grey levels, 0.2 for fewer, 0.1 otherwise",
     )
     eps: float | None = _option(None, LOSS, "FDSSM: length of the finite difference.", "1 for images, 0.1 otherwise")
-    projections: int = _option(1, LOSS, "SSM: directions for each sample.")
+    projections: int | None = _option(None, LOSS, "SSM: directions for each sample.", "1")
     energy_weight: float = _option(0.0, LOSS, "Weight of the mean energy as a regulariser.")
     map: bool = _option(True, LOSS, "Match the variable after preprocessing (MaP), not the pixels.")
 
     steps: int | None = _option(None, OPTIMISER, "Steps in all.", "1000 for images, else 500")
     epochs: int | None = _option(None, OPTIMISER, "Passes over the data, instead of --steps.", "what --steps says")
     batch_size: int | None = _option(None, OPTIMISER, "Rows in a batch.", "100 for images, 500 otherwise")
-    lr: float | None = _option(None, OPTIMISER, "Learning rate.", "0.0001 from a whitening start, else 0.003")
+    lr: float | None = _option(
+        None, OPTIMISER, "Learning rate.", "1e-4 from a whitening start, 1e-3 if of rows, else 3e-3"
+    )
     optimizer: str = _option("adam", OPTIMISER, "Optimiser.")
     schedule: str = _option("cosine", OPTIMISER, "Learning rate over the run; multistep: a tenth at 1/2 and at 3/4.")
     clip_norm: float | None = _option(
@@ -82,7 +91,7 @@ class TrainConfig:
         None,
         EVALUATION,
         "Start the first full layer as the whitening map of the data.",
-        "for images, where the model allows it",
+        "for images and rows of your own, where the model allows it",
     )
     gaussianize: bool | None = _option(
         None,
@@ -91,9 +100,14 @@ class TrainConfig:
         "where --whiten is, if the model allows it",
     )
     calibrate: str | None = _option(
-        None, EVALUATION, "Fit the base to the latents in closed form at each evaluation.", "full for images, else none"
+        None,
+        EVALUATION,
+        "Fit the base to the latents in closed form at each evaluation.",
+        "full for images and whitened rows, else none",
     )
-    evaluate_every: int | None = _option(None, EVALUATION, "Steps between two evaluations.", "20 in a run")
+    evaluate_every: int | None = _option(
+        None, EVALUATION, "Steps between two evaluations.", "20 in a run, fewer where each goes through many rows"
+    )
     patience: int | None = _option(None, EVALUATION, "Stop after so many evaluations without a better NLL.", "never")
 
     device: str = _option("auto", MACHINE, "cpu, cuda, cuda:1, mps, or auto.")
@@ -104,6 +118,12 @@ class TrainConfig:
     )
     download: bool = _option(False, MACHINE, "Let torchvision download a missing data set.")
     limit: int | None = _option(None, MACHINE, "Use so many training rows at most.", "all")
+    standardize: bool | None = _option(
+        None,
+        MACHINE,
+        "Take each column in units of its standard deviation; NLL stays that of the data.",
+        "for rows of your own",
+    )
     alpha: float | None = _option(
         None, MACHINE, "Images are squeezed to alpha … 1 - alpha before the logit.", "1e-6; 0.05 for CIFAR-10"
     )
@@ -126,6 +146,8 @@ class TrainConfig:
         types = option_types()
         for name, value in values.items():
             _check(name, value, types)
+        if values.get("loss") not in (None, self.loss):  # options of the earlier loss mean nothing to the later one
+            values = {**{name: None for name, loss in LOSS_OPTIONS.items() if loss != values["loss"]}, **values}
         if values.get("epochs") is not None and values.get("steps") is not None:
             raise _input_error("steps and epochs are both given; choose one")
         if values.get("epochs") is not None:  # the later word holds
@@ -159,14 +181,17 @@ def read_toml(path: Path) -> dict[str, Any]:
     """Reads the values of a configuration file; :meth:`TrainConfig.updated` checks them.
 
     Raises:
-        InputError: If it cannot be read, or is no TOML.
+        InputError: If it cannot be read, is no TOML, or says nothing.
     """
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        told = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise _input_error(f"the configuration {path} cannot be read: {error.strerror or error}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise _input_error(f"{path} is no TOML file ({error}); it should hold lines such as: loss = 'ssm'") from None
+    if not told:
+        raise _input_error(f"{path} is empty; it should hold lines such as: loss = 'ssm'")
+    return told
 
 
 def to_toml(config: TrainConfig) -> str:

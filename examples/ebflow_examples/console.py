@@ -6,6 +6,7 @@ Results go to the standard output, everything else to the standard error. Exit c
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import sys
@@ -19,6 +20,8 @@ from typer.core import TyperGroup
 __all__ = ["FAILED", "INTERRUPTED", "REFUSED", "Commands", "note", "say", "say_json", "table", "to_json"]
 
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
+EXTRA = ("matplotlib", "nflows", "normflows", "rich", "safetensors", "sklearn", "torchvision")  # of [examples]
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Commands(TyperGroup):
@@ -37,7 +40,7 @@ class Commands(TyperGroup):
                 code = exit_code(error)
                 if code is None or ctx.params.get("traceback"):
                     raise
-                note("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), "bold red")
+                note("\n".join([f"error: {_words(error)}", *getattr(error, "__notes__", ())]), "bold red")
                 raise typer.Exit(code) from None
 
 
@@ -48,12 +51,24 @@ def exit_code(error: Exception) -> int | None:
         >>> exit_code(ZeroDivisionError()) is None
         True
     """
+    if isinstance(error, OSError) and not isinstance(error, ConnectionError):  # a full disk names no file
+        return FAILED
     errors = sys.modules.get("ebflow_plugin.errors")
     if errors is not None and isinstance(error, errors.EBFlowError):
         return FAILED if isinstance(error, (errors.TrainingError, errors.SingularError)) else REFUSED
-    if isinstance(error, OSError) and error.filename:
+    if isinstance(error, ModuleNotFoundError) and error.name in EXTRA:
         return FAILED
     return None
+
+
+def _words(error: Exception) -> str:
+    """What an error says, and what to do about those that Python words for programmers."""
+    if isinstance(error, ModuleNotFoundError) and error.name in EXTRA:
+        return f"this command needs {error.name}: pip install 'ebflow-plugin[examples]', or '.[examples]' in a checkout"
+    if isinstance(error, OSError) and error.errno in FULL:
+        where = f" ({error.filename})" if error.filename else ""
+        return f"{error.strerror}{where}. Make room; what was written before is whole, and `--resume` goes on with it."
+    return str(error)
 
 
 def say(text: str = "") -> None:

@@ -22,10 +22,12 @@ from ebflow_examples.bench.contenders import BATCH, objective, training_step
 from ebflow_examples.bench.timing import interleaved, ratio
 from ebflow_examples.console import say, table
 from ebflow_examples.data import DataSet, load
+from ebflow_examples.folders import writable
 from ebflow_examples.models import build, flow_for, preprocessing
 from ebflow_examples.pictures import density_of
 from ebflow_examples.reproduce.common import one_thread
 from ebflow_examples.runs import Likelihood, likelihood, nll_of_rows, standard_error
+from ebflow_examples.streams import drawing_from, stream
 
 __all__ = ["Trained", "run_demo"]
 
@@ -78,6 +80,7 @@ class Trained:
         after: The same with the best weights.
         seconds: What the steps took, without the evaluations.
         steps: How many there were.
+        best_step: The one that the best weights are of; 0 if no step made them better.
         curve: Seconds and validation NLL.
     """
 
@@ -88,11 +91,13 @@ class Trained:
     after: Likelihood
     seconds: float
     steps: int
+    best_step: int
     curve: tuple[list[float], list[float]]
 
 
 def run_demo(out: Path, seed: int = 0, quick: bool = False) -> list[dict[str, Any]]:
     """Trains, prints and draws; gives the rows of the table of NLLs, which ``demo.json`` holds too."""
+    writable(out)
     with one_thread():  # small models: more threads only wait for each other
         return _tour(out, seed, quick)
 
@@ -133,10 +138,11 @@ _INTRODUCTION = {
 
 def _start(lesson: Lesson, data: DataSet, seed: int, closed_form: bool = False) -> tuple[ebf.EBFlow, DataSet]:
     """A fresh model: the same weights for the same seed, ActNorms started from the data."""
-    torch.manual_seed(seed)
-    flow, fitting = flow_for(lesson.model, data, **lesson.options)
+    with drawing_from(seed, "weights"):
+        flow, fitting = flow_for(lesson.model, data, **lesson.options)
     model = ebf.wrap(flow, preprocess=preprocessing(fitting))
-    model.initialize(fitting.train if closed_form else fitting.train[:1000], gaussianize=closed_form)
+    with drawing_from(seed, "start"):
+        model.initialize(fitting.train if closed_form else fitting.train[:1000], gaussianize=closed_form)
     return model, fitting
 
 
@@ -145,7 +151,8 @@ def _train(lesson: Lesson, data: DataSet, loss: str, options: dict[str, Any], se
     model, data = _start(lesson, data, seed, lesson.closed_form)
     probe = copy.deepcopy(model)  # training itself goes on without the calibration
     if lesson.closed_form:
-        probe.calibrate(data.train)
+        with drawing_from(seed, "calibration"):
+            probe.calibrate(data.train)
     before = _likelihood(probe, data, seed)
     say(f"{loss.upper()} on {data.name}, {lesson.steps} steps:")
     result = ebf.fit(
@@ -165,9 +172,10 @@ def _train(lesson: Lesson, data: DataSet, loss: str, options: dict[str, Any], se
     result.load_best(model)
     times = [0.0, *(record["seconds"] for record in result.history)]
     assert result.start_nll is not None
+    assert result.best_step is not None
     curve = times, [result.start_nll, *(record["nll"] for record in result.history)]
     after = _likelihood(model, data, seed)
-    return Trained(loss, model, untrained, before, after, times[-1], result.steps, curve)
+    return Trained(loss, model, untrained, before, after, times[-1], result.steps, result.best_step, curve)
 
 
 def _likelihood(model: ebf.EBFlow, data: DataSet, seed: int) -> Likelihood:
@@ -199,6 +207,7 @@ def _row(lesson: Lesson, trained: Trained) -> dict[str, Any]:
         "data": lesson.data,
         "loss": trained.loss,
         "steps": trained.steps,
+        "best_step": trained.best_step,
         "steps_per_second": trained.steps / trained.seconds,
         "seconds": trained.seconds,
         "closed_form": lesson.closed_form,
@@ -218,12 +227,16 @@ def _summary(rows: Sequence[dict[str, Any]]) -> str:
             f"{row['nll_untrained']:.3f}",
             f"{row['nll_before']:.3f}",
             f"{row['nll_after']:.3f} ± {row['nll_error']:.3f}",
+            f"{row['best_step']}",
             f"{row['seconds']:.1f} s",
         )
         for row in rows
     ]
-    return table(("data", "method", "steps/s", "untrained", "start", "trained", "training"), cells, left=2) + (
-        "\nexact NLL of test data in nats, lower is better; digits start Gaussianised and calibrated, in closed form"
+    return table(
+        ("data", "method", "steps/s", "untrained", "start", "trained", "at step", "training"), cells, left=2
+    ) + (
+        "\nexact NLL of test data in nats, lower is better; digits start Gaussianised and calibrated, in closed form; "
+        "at step 0 nothing was learnt: the start is the best"
     )
 
 
@@ -273,7 +286,7 @@ def _densities(axes: Any, data: DataSet, trained: Sequence[Trained], cells: int)
     top = float(truth.max())
     plots.density(axes[0], truth, panel, f"{data.name}: true density", top)
     for place, each in zip(axes[1:3], trained, strict=True):
-        title = f"{each.loss.upper()}, test NLL {each.after.nll:.3f}"
+        title = f"{each.loss.upper()}, step {each.best_step}, test NLL {each.after.nll:.3f}"
         plots.density(place, density_of(each.model, points), panel, title, top)
 
 
@@ -281,8 +294,13 @@ def _pictures(axes: Any, data: DataSet, trained: Sequence[Trained], seed: int) -
     count, columns = 36, 6
     plots.images(axes[0], _as_images(data, data.test[:count]), columns, f"{data.name}: test data")
     for place, each in zip(axes[1:3], trained, strict=True):
-        drawn = each.model.sample(count, generator=torch.Generator().manual_seed(seed))
-        plots.images(place, _as_images(data, drawn), columns, f"{each.loss.upper()} samples, NLL {each.after.nll:.1f}")
+        drawn = each.model.sample(count, generator=stream(seed, "samples"))
+        plots.images(
+            place,
+            _as_images(data, drawn),
+            columns,
+            f"{each.loss.upper()}, step {each.best_step}, NLL {each.after.nll:.1f}",
+        )
 
 
 def _as_images(data: DataSet, rows: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+import torch
 from torch import nn
 
 import ebflow_plugin as ebf
@@ -260,12 +261,16 @@ def flow_for(
     return build(name, data.event_shape, library=library, linear=linear, **options), data
 
 
-def preprocessing(data: DataSet, alpha: float | None = None) -> list[nn.Module]:
+def preprocessing(data: DataSet, alpha: float | None = None, standardize: bool = False) -> list[nn.Module]:
     """What goes in front of a model of these data: for images, noise, the interval [alpha, 1 - alpha], and a logit.
 
     Arguments:
         data: The data, as they come or flattened.
         alpha: By default 0.05 for CIFAR-10 and 1e-6 for others, as in most of the literature.
+        standardize: Whether rows of numbers are taken in units of the standard deviation of each column.
+
+    Raises:
+        InputError: If an option has no meaning for these data, or a column is constant.
 
     Example:
         >>> from ebflow_examples.data import load
@@ -273,11 +278,30 @@ def preprocessing(data: DataSet, alpha: float | None = None) -> list[nn.Module]:
         [Dequantize(levels=17), Rescale(scale=0.9, shift=0.05), Logit()]
     """
     if data.levels is None:
-        return []
+        if alpha is not None:
+            raise InputError(f"alpha is of images, and {data.name} has rows of numbers; leave it out")
+        return [_standardize(data)] if standardize else []
+    if standardize:
+        raise InputError(f"standardize is for rows of numbers, and {data.name} has grey levels; leave it out")
     alpha = ALPHA_OF.get(data.name, ALPHA) if alpha is None else alpha
     if not 0 < alpha < 0.5:
         raise InputError(f"alpha must lie between 0 and 0.5, got {alpha}")
     return [ebf.Dequantize(data.levels), ebf.Rescale(alpha, 1 - alpha), ebf.Logit()]
+
+
+def _standardize(data: DataSet) -> ebf.Standardize:
+    """The scales of the training rows; says which columns have none, or lose theirs to rounding."""
+    try:
+        step = ebf.Standardize.of(data.train)
+    except InputError as error:
+        raise InputError(f"{data.name}: {error}") from None
+    lost = (step.mean.abs() * torch.finfo(data.train.dtype).eps > 1e-3 * step.std).nonzero().flatten().tolist()
+    if lost:
+        raise InputError(
+            f"{data.name}: columns {', '.join(map(str, lost[:10]))} (counted from 0) vary by less than a thousand "
+            "times the rounding of float32 around their mean; take off their mean first"
+        )
+    return step
 
 
 def _model(name: str) -> ModelInfo:

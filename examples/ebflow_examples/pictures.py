@@ -14,9 +14,19 @@ from torch import Tensor
 import ebflow_plugin as ebf
 from ebflow_examples import plots
 from ebflow_examples.runs import Run, likelihood
+from ebflow_examples.streams import stream
 from ebflow_plugin.errors import InputError, suggest
 
-__all__ = ["MASKS", "Imputation", "draw_density", "draw_imputation", "draw_samples", "impute_rows", "missing"]
+__all__ = [
+    "MASKS",
+    "Imputation",
+    "draw_density",
+    "draw_imputation",
+    "draw_samples",
+    "impute_rows",
+    "missing",
+    "unseen_features",
+]
 
 MASKS = ("left", "right", "top", "bottom", "random")
 GRID = 120  # cells on a side of a density picture
@@ -35,21 +45,34 @@ def draw_samples(run: Run, count: int, path: Path, *, temperature: float = 1.0, 
     if run.data.event_shape == (1,):
         raise InputError(f"there is no picture of one dimension, which {run.config.data} has; use model.sample(n)")
     rows = run.model.sample(
-        count, temperature=temperature, generator=run.generator(seed), batch_size=max(1, min(count, 1000))
+        count, temperature=temperature, generator=run.generator(seed, "samples"), batch_size=max(1, min(count, 1000))
     )
-    title = f"{count} samples, {_name(run)}" + (f", temperature {temperature:g}" if temperature != 1.0 else "")
+    warmth = "" if temperature == 1.0 else f", temperature {temperature:g}"
+    title = f"{count} samples{warmth}\n{_name(run)}"
     path.parent.mkdir(parents=True, exist_ok=True)
     numbers = path.with_suffix(".npy")
     np.save(numbers, rows.cpu().numpy())
     if run.image_shape is not None:
         plots.save_images(path, run.as_images(rows), columns=min(count, 16, ceil(sqrt(count))), title=title)
         return numbers
+    shown = run.data.test[:count]
     panel = plots.Panel.around(run.data.train[:, :2])
-    with plots.figure(path, 7.4, 3.8) as figure:
+    with plots.figure(path, 7.8, 4.2) as figure:
         left, right = figure.subplots(1, 2)
-        plots.scatter(left, run.data.test[:count, :2], panel, f"{run.config.data}, test data")
+        plots.scatter(left, shown[:, :2], panel, f"{len(shown)} test rows\n{Path(run.config.data).name}")
         plots.scatter(right, rows[:, :2], panel, title)
+        left_out = unseen_features(run)
+        if left_out:
+            figure.suptitle(left_out, fontsize=8, x=0.01, ha="left")
     return numbers
+
+
+def unseen_features(run: Run) -> str:
+    """What a picture of the plane leaves out of rows of numbers; empty if nothing."""
+    features = run.data.event_shape[0]
+    if run.image_shape is not None or features <= 2:
+        return ""
+    return f"the picture shows features 1 and 2 of {features}; the .npy file has all"
 
 
 def draw_density(run: Run, path: Path, seed: int = 0) -> None:
@@ -69,7 +92,7 @@ def draw_density(run: Run, path: Path, seed: int = 0) -> None:
     truth = None if run.data.truth is None else run.data.truth.log_prob(points).exp()
     top = float((ours if truth is None else truth).max())
     nll = likelihood(run.model, run.split("test"), run.config.seed)
-    samples = run.model.sample(5000, generator=run.generator(seed), batch_size=1000)
+    samples = run.model.sample(5000, generator=run.generator(seed, "samples"), batch_size=1000)
     with plots.figure(path, 11.4, 3.7) as figure:
         first, second, third = figure.subplots(1, 3)
         if truth is None:
@@ -145,7 +168,7 @@ def impute_rows(run: Run, count: int, kind: str, *, share: float, steps: int, se
     if not 0.0 < share < 1.0:
         raise InputError(f"--share is the share of missing pixels, between 0 and 1, got {share:g}")
     truth = run.split("test")[:count]
-    chance = torch.Generator().manual_seed(seed)
+    chance = stream(seed, "masks")
     mask = missing(kind, run.image_shape, len(truth), share, chance).to(run.device).reshape(truth.shape)
     if not bool(mask.any()):
         raise InputError(f"no pixel is missing with --share {share:g}; choose a larger share")
@@ -156,7 +179,7 @@ def impute_rows(run: Run, count: int, kind: str, *, share: float, steps: int, se
         tuned = min(length, steps // 2)  # the step size is tuned in the first half, and fixed in the second
         filled = ebf.impute(
             run.model, truth, mask, init=start, burn_in=tuned, steps=length - tuned, step_size=0.01,
-            generator=run.generator(seed),
+            generator=run.generator(seed, "chains"),
         )  # fmt: skip
         states[length] = filled[:, 0]
     mean = run.split("train").mean(0).expand_as(truth)
@@ -179,4 +202,8 @@ def draw_imputation(run: Run, found: Imputation, path: Path) -> None:
 
 
 def _name(run: Run) -> str:
-    return f"{run.config.model} by {run.config.loss.upper()}"
+    """What a picture shows: the model, how it was trained, and at which step."""
+    if run.step == 0:
+        return f"{run.config.model}, untrained (step 0)"
+    step = "" if run.step is None else f", step {run.step:,}"
+    return f"{run.config.model} by {(run.config.loss or '').upper()}{step}"

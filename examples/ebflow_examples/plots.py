@@ -37,12 +37,13 @@ STYLE: dict[Any, Any] = {
     "image.interpolation": "nearest",
     "savefig.dpi": 150.0,
 }
+SAME_UNITS = 4.0  # two coordinates whose ranges differ by less share one scale
 GAP = 1  # pixels between the images of a grid
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A square of the plane.
+    """A part of the plane, drawn as a square.
 
     Attributes:
         low: The lower left corner.
@@ -54,11 +55,14 @@ class Panel:
 
     @classmethod
     def around(cls, rows: Tensor) -> Panel:
-        """The square that holds nearly all of the points."""
+        """What holds nearly all of the points: a square, or, if their units differ, a range for each coordinate."""
         edges = torch.quantile(rows[:10_000].double().cpu(), torch.tensor([0.001, 0.999], dtype=torch.float64), dim=0)
-        centre, half = edges.mean(0), 0.56 * float((edges[1] - edges[0]).max())
-        (x, y) = centre.tolist()
-        return cls((x - half, y - half), (x + half, y + half))
+        centre, half = edges.mean(0), 0.56 * (edges[1] - edges[0])
+        if float(half.max()) < SAME_UNITS * float(half.min()):
+            half = half.max().expand(2)
+        half = torch.where(half > 0, half, 1.0)
+        (left, below), (right, above) = (centre - half).tolist(), (centre + half).tolist()
+        return cls((left, below), (right, above))
 
     def points(self, size: int) -> Tensor:
         """The middles of ``size`` times ``size`` cells, row by row from below: shape (size², 2)."""
@@ -99,28 +103,37 @@ def density(axes: Any, values: Tensor, panel: Panel, title: str, top: float | No
     size = int(len(values) ** 0.5)
     picture = values.reshape(size, size).cpu().numpy()
     drawn = axes.imshow(
-        picture, origin="lower", extent=panel.extent, cmap=DENSITY_MAP, vmin=0.0, vmax=top, interpolation="bilinear"
-    )
-    _plane(axes, title)
+        picture, origin="lower", extent=panel.extent, cmap=DENSITY_MAP, vmin=0.0, vmax=top, interpolation="bilinear",
+        aspect="auto",
+    )  # fmt: skip
+    _plane(axes, panel, title)
     return drawn
 
 
 def scatter(axes: Any, rows: Tensor, panel: Panel, title: str) -> None:
-    """Draws points of the plane."""
-    x, y = rows.cpu().unbind(1)
+    """Draws points of the plane; those outside of the panel are drawn at its edge, in another colour, and counted."""
+    rows = rows.detach().cpu().double()
+    low, high = (torch.tensor(corner, dtype=rows.dtype) for corner in (panel.low, panel.high))
+    inside = ((rows >= low) & (rows <= high)).all(1)
+    x, y = rows[inside].unbind(1)
     axes.scatter(x.numpy(), y.numpy(), s=2.0, linewidths=0, alpha=0.5, color=COLOURS["score"], rasterized=True)
+    if not bool(inside.all()):
+        edge = rows[~inside].nan_to_num(nan=float("inf")).clamp(low, high)
+        axes.scatter(*edge.T.numpy(), s=9.0, marker="s", linewidths=0, color=COLOURS["ml"], clip_on=False, zorder=3)
+        words = f"{int((~inside).sum()):,} of {len(rows):,} outside, at the edge"
+        axes.text(0.99, 0.99, words, transform=axes.transAxes, ha="right", va="top", fontsize=7, color=COLOURS["ml"],
+                  bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.0}, zorder=4)  # fmt: skip
+    _plane(axes, panel, title)
+
+
+def _plane(axes: Any, panel: Panel, title: str) -> None:
+    axes.set_title(title)
     axes.set_xlim(panel.low[0], panel.high[0])
     axes.set_ylim(panel.low[1], panel.high[1])
-    _plane(axes, title)
-
-
-def _plane(axes: Any, title: str) -> None:
-    axes.set_title(title)
-    axes.set_aspect("equal")
-    for side in ("x", "y"):
-        axes.tick_params(axis=side, length=2)
-    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.set_box_aspect(1)
+    for side, low, high in zip((axes.xaxis, axes.yaxis), panel.low, panel.high, strict=True):
+        side.set_tick_params(length=2)
+        side.set_major_locator(MaxNLocator(5, integer=high - low > 5))
     axes.set_xlabel("$x_1$", labelpad=1)
     axes.set_ylabel("$x_2$", labelpad=1)
 

@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch import Generator, Tensor
+from torch import Tensor
 
 import ebflow_plugin as ebf
 from ebflow_examples.bench.memory import METHOD, peak_bytes
 from ebflow_examples.bench.timing import interleaved
 from ebflow_examples.console import table
 from ebflow_examples.runs import choose_device
+from ebflow_examples.streams import stream
 from ebflow_examples.targets import Target
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.inputs import positive
@@ -129,8 +130,11 @@ def measure(
     positive("--seconds", seconds)
     model = target.wrap().to(choose_device(device))
     batch = batch_for(model, batch_size, target.rows, target.shape).to(choose_device(device))
+    context = None
+    if target.context is not None:
+        context = torch.randn(len(batch), *target.context, generator=stream(0, "context")).to(batch)
     with Console(stderr=True).status(f"timing the objectives in turns, for about {seconds:g} s"):
-        return profile(model, batch, seconds=seconds)
+        return profile(model, batch, context, seconds=seconds)
 
 
 def batch_for(model: ebf.EBFlow, size: int, rows: Tensor | None, shape: Sequence[int] | None) -> Tensor:
@@ -146,12 +150,13 @@ def batch_for(model: ebf.EBFlow, size: int, rows: Tensor | None, shape: Sequence
     known = shape or model.plan.event_shape
     if known is None:
         raise InputError("the model does not tell the shape of its data; pass --shape 784, say, or --data")
-    return torch.randn(size, *known, generator=Generator().manual_seed(0))
+    return torch.randn(size, *known, generator=stream(0, "data"))
 
 
 def profile(
     model: ebf.EBFlow,
     batch: Tensor,
+    context: Tensor | None = None,
     *,
     seconds: float = 20.0,
     objectives: Sequence[str] = OBJECTIVES,
@@ -163,7 +168,7 @@ def profile(
     device = batch.device
     steps, remarks = {}, {}
     for name in objectives:
-        made, remark = _step(name, model, batch)
+        made, remark = _step(name, model, batch, context)
         if made is None:
             remarks[name] = Cost(name, remark=remark, usable=False)
         else:
@@ -172,7 +177,8 @@ def profile(
     if not steps:
         reasons = "\n  ".join(f"{name}: {cost.remark}" for name, cost in remarks.items())
         raise InputError(
-            f"no objective works on this model and batch; give it data of its own with --data\n  {reasons}"
+            f"no objective works on this model and batch; give it data of its own with --data, or the shape of its "
+            f"context with --context\n  {reasons}"
         )
     samples = interleaved(steps, seconds=seconds, device=device)
     rounds = len(next(iter(samples.values())).seconds)
@@ -181,20 +187,22 @@ def profile(
         if name in steps:
             times = torch.tensor(samples[name].seconds, dtype=torch.float64).mul(1000.0)
             low, middle, high = times.quantile(torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist()
-            held = _megabytes(name, model, batch)
+            held = _megabytes(name, model, batch, context)
             cost = Cost(name, middle, low, high, held, cost.remark, cost.usable)
         costs.append(cost)
     return Profile(tuple(costs), tuple(batch.shape), str(device), torch.get_num_threads(), rounds)
 
 
-def _step(name: str, model: ebf.EBFlow, batch: Tensor) -> tuple[Callable[[], object] | None, str]:
+def _step(
+    name: str, model: ebf.EBFlow, batch: Tensor, context: Tensor | None
+) -> tuple[Callable[[], object] | None, str]:
     """A training step with an objective, tried once; or None and why not. The second is a remark in either case."""
     if name == "sm" and batch[0].numel() > LARGEST_SM:
         return None, f"left out: {batch[0].numel()} Hessian products a step; ssm estimates it with one"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         try:
-            step = _make_step(name, model, batch)
+            step = _make_step(name, model, batch, context)
             step()
         except Exception as error:  # a model of the user's can fail in any way, with one objective and not another
             return None, f"refused: {_short(error)}"
@@ -202,20 +210,20 @@ def _step(name: str, model: ebf.EBFlow, batch: Tensor) -> tuple[Callable[[], obj
     return step, f"biased: {biased[0][0]} ({biased[0][1].rpartition(': ')[2]})" if biased else ""
 
 
-def _megabytes(name: str, model: ebf.EBFlow, batch: Tensor) -> float:
+def _megabytes(name: str, model: ebf.EBFlow, batch: Tensor, context: Tensor | None) -> float:
     model.zero_grad()  # what torch's profiler did not see come, it warns of when it goes
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # said before, as a remark
-        return peak_bytes(partial(_make_step, name, model, batch), batch.device) / 1e6
+        return peak_bytes(partial(_make_step, name, model, batch, context), batch.device) / 1e6
 
 
-def _make_step(name: str, model: ebf.EBFlow, batch: Tensor) -> Callable[[], None]:
-    objective = ebf.objective(name, model, generator=Generator(batch.device).manual_seed(0))
+def _make_step(name: str, model: ebf.EBFlow, batch: Tensor, context: Tensor | None) -> Callable[[], None]:
+    objective = ebf.objective(name, model, generator=stream(0, "noise", device=batch.device))
     optimiser = torch.optim.Adam([p for p in objective.parameters() if p.requires_grad], lr=0.0)
 
     def step() -> None:
         optimiser.zero_grad()
-        objective(batch).backward()
+        objective(batch, context).backward()
         optimiser.step()
 
     return step

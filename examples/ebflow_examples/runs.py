@@ -6,6 +6,7 @@ checkpoints, ``best.safetensors`` and ``summary.json``. Weights are read by safe
 
 from __future__ import annotations
 
+import hashlib
 import os
 from dataclasses import asdict, dataclass, replace
 from math import log, sqrt
@@ -16,26 +17,31 @@ import torch
 from torch import Generator, Tensor
 
 import ebflow_plugin as ebf
-from ebflow_examples.config import TrainConfig, read_toml
+from ebflow_examples.config import TrainConfig, option_types, read_toml
 from ebflow_examples.data import DataSet, load
 from ebflow_examples.models import flow_for, preprocessing
+from ebflow_examples.streams import drawing_from, stream
 from ebflow_plugin.errors import InputError, suggest
 from ebflow_plugin.training.checkpoints import CheckpointFolder, write_weights
 
 __all__ = [
     "CONFIG",
+    "DATA",
     "SUMMARY",
     "WEIGHTS",
     "Likelihood",
     "Run",
     "build",
+    "check_data",
+    "fingerprint",
     "holds_run",
     "likelihood",
     "nll_of_rows",
     "open_run",
+    "run_configuration",
 ]
 
-CONFIG, SUMMARY = "config.toml", "summary.json"
+CONFIG, SUMMARY, DATA = "config.toml", "summary.json", "data.sha256"
 WEIGHTS = ("best", "last", "average")
 SPLITS = ("train", "validation", "test")
 BATCH = 500  # rows at a time for evaluation
@@ -52,6 +58,7 @@ class Run:
         image_shape: The shape of one image (C, H, W), if the data are images.
         path: The folder.
         facts: What is known about the weights.
+        step: The training step that the weights are of; None if none were read.
     """
 
     config: TrainConfig
@@ -60,6 +67,7 @@ class Run:
     image_shape: tuple[int, ...] | None = None
     path: Path = Path()
     facts: str = ""
+    step: int | None = None
 
     @property
     def device(self) -> torch.device:
@@ -79,9 +87,9 @@ class Run:
             raise InputError(f"{self.config.data} has no images, but rows of shape {self.data.event_shape}")
         return rows.reshape(-1, *self.image_shape) / ((self.data.levels or 2) - 1)
 
-    def generator(self, seed: int) -> Generator:
-        """A generator on the device of the model."""
-        return Generator(self.device).manual_seed(seed)
+    def generator(self, seed: int, name: str) -> Generator:
+        """The generator of a stream, on the device of the model."""
+        return stream(seed, name, device=self.device)
 
 
 @dataclass(frozen=True)
@@ -105,9 +113,14 @@ def build(config: TrainConfig) -> Run:
     if config.model is None:
         config = replace(config, model="glow" if original.event_shape == (2,) else "fc")
     assert config.model is not None
-    torch.manual_seed(config.seed)
-    flow, data = flow_for(config.model, original, library=config.library, linear=config.linear, **config.model_options)
-    model = ebf.wrap(flow, preprocess=preprocessing(data, config.alpha), match_after="auto" if config.map else None)
+    with drawing_from(config.seed, "weights"):
+        flow, data = flow_for(
+            config.model, original, library=config.library, linear=config.linear, **config.model_options
+        )
+    if config.standardize is None:
+        config = replace(config, standardize=data.own_rows)
+    steps = preprocessing(data, config.alpha, standardize=bool(config.standardize))
+    model = ebf.wrap(flow, preprocess=steps, match_after="auto" if config.map else None)
     model.to(choose_device(config.device))
     shape = original.event_shape if len(original.event_shape) == 3 else None
     return Run(config, data, model, shape)
@@ -159,15 +172,63 @@ def open_run(path: Path, weights: str = "best", device: str = "auto", data_root:
     if not holds_run(path):
         raise InputError(f"{path} is no run of ebflow: it has no {CONFIG}; `ebflow train --out FOLDER` makes a run")
     told: dict[str, Any] = {"device": device} if data_root is None else {"device": device, "data_root": data_root}
-    run = build(TrainConfig().updated(read_toml(path / CONFIG)).updated(told))
-    return replace(run, path=path, facts=_load(run, path, weights))
+    run = build(run_configuration(path).updated(told))
+    check_data(path, fingerprint(run.data))
+    facts, step = _load(run, path, weights)
+    return replace(run, path=path, facts=facts, step=step)
 
 
-def _load(run: Run, path: Path, weights: str) -> str:
-    """Gives a model its weights, and says which they are."""
+def run_configuration(path: Path) -> TrainConfig:
+    """Reads the configuration of a run folder.
+
+    Raises:
+        InputError: If it is not whole: a run's own file has every setting that the run had.
+    """
+    told = read_toml(path / CONFIG)
+    needed = [name for name, (_, each) in option_types().items() if each.default is not None]
+    missing = [name for name in (*needed, "model", "loss") if name not in told]
+    if missing:
+        raise InputError(
+            f"{path / CONFIG} is not whole: it lacks {', '.join(missing)}. It says what the weights in {path} mean; "
+            "put it back from a copy, or begin anew with --fresh."
+        )
+    return TrainConfig().updated(told)
+
+
+def fingerprint(data: DataSet) -> str:
+    """A checksum of all rows and of how they are split."""
+    found = hashlib.sha256()
+    for name in SPLITS:
+        rows: Tensor = getattr(data, name)
+        found.update(f"{name} {tuple(rows.shape)} {rows.dtype};".encode())
+        found.update(rows.contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
+def check_data(path: Path, found: str) -> None:
+    """Refuses to go on with other rows, or another split, than a run was begun with: it would test what it trained on.
+
+    Raises:
+        InputError: If the rows differ, or nobody knows.
+    """
+    file = path / DATA
+    if not file.is_file():
+        raise InputError(
+            f"{path} does not say which rows it was trained on: {DATA} is missing, or it is of an earlier version, "
+            "which split the data in another way. Train again, with --fresh."
+        )
+    if file.read_text(encoding="utf-8", errors="replace").strip() != found:
+        raise InputError(
+            f"the data are not those that {path} was trained on: the rows, their order, or their split changed. Put "
+            "the old file back, or begin another run."
+        )
+
+
+def _load(run: Run, path: Path, weights: str) -> tuple[str, int]:
+    """Gives a model its weights, and says which they are, and of which step."""
     if weights == "best":
-        facts = ebf.load_best(run.model, path)
-        return f"best weights, step {facts['step']}"
+        step = int(ebf.load_best(run.model, path)["step"])
+        return f"best weights, step {step}" + (": the start, nothing was learnt" if step == 0 else ""), step
     state = CheckpointFolder(path).load()
     if state is None:
         raise InputError(f"{path} holds no checkpoint yet; `ebflow train --out {path} --resume` goes on with it")
@@ -180,23 +241,24 @@ def _load(run: Run, path: Path, weights: str) -> str:
         ema.copy_to()
     kind = run.config.calibration
     if kind is not None:
-        torch.manual_seed(run.config.seed)  # the noise of the dequantisation
-        run.model.calibrate(run.split("train"), kind)
-    return f"{weights} weights, step {state['step']}{'' if kind is None else ', calibrated'}"
+        with drawing_from(run.config.seed, "calibration"):  # the noise of the dequantisation
+            run.model.calibrate(run.split("train"), kind)
+    step = int(state["step"])
+    return f"{weights} weights, step {step}{'' if kind is None else ', calibrated'}", step
 
 
-def likelihood(model: ebf.EBFlow, rows: Tensor, seed: int = 0) -> Likelihood:
-    """The exact NLL of rows, the same each time: the noise of a dequantisation comes from the seed."""
-    values = nll_of_rows(model, rows, seed)
+def likelihood(model: ebf.EBFlow, rows: Tensor, seed: int = 0, split: str = "test") -> Likelihood:
+    """The exact NLL of rows, the same each time: the noise of a dequantisation is that of the seed and the split."""
+    values = nll_of_rows(model, rows, seed, split)
     nll, error = float(values.mean()), standard_error(values)
     bit = log(2.0) * rows[0].numel()
     return Likelihood(nll, error, nll / bit, error / bit, len(values))
 
 
 @torch.no_grad()
-def nll_of_rows(model: ebf.EBFlow, rows: Tensor, seed: int = 0) -> Tensor:
+def nll_of_rows(model: ebf.EBFlow, rows: Tensor, seed: int = 0, split: str = "test") -> Tensor:
     """The exact NLL of each row, in double precision."""
-    generator = Generator(rows.device).manual_seed(seed)
+    generator = stream(seed, split, device=rows.device)
     parts = []
     for batch in rows.split(BATCH):
         u, log_det = model.preprocess(batch, generator)

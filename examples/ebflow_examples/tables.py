@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import math
+import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -29,22 +31,30 @@ def read(path: Path) -> list[Tensor]:
         return [_checked(_csv(path), path)]
     try:
         loaded = np.load(path, allow_pickle=False)
-    except (ValueError, OSError, EOFError) as error:
+    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
         raise InputError(f"{path} cannot be read as a NumPy file: {error}") from error
     if isinstance(loaded, np.ndarray):
         return [_checked(loaded, path)]
-    with loaded as arrays:
-        names = list(arrays)
+    with loaded as archive:
+        names = list(archive)
         if all(part in names for part in PARTS):
-            tensors = [_checked(arrays[part], path, part) for part in PARTS]
+            tensors = [_checked(_member(archive, part, path), path, part) for part in PARTS]
             if len({(tensor.shape[1:], tensor.dtype) for tensor in tensors}) > 1:
                 raise InputError(f"{path}: train, validation and test differ in their shapes or types of number")
             return tensors
         if len(names) == 1:
-            return [_checked(arrays[names[0]], path)]
+            return [_checked(_member(archive, names[0], path), path)]
     raise InputError(
         f"{path} has the arrays {', '.join(names) or 'none'}; it should have one, or train, validation and test"
     )
+
+
+def _member(archive: Any, name: str, path: Path) -> Any:
+    """One array of an .npz file, which is read only when it is asked for."""
+    try:
+        return archive[name]
+    except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+        raise InputError(f"{path} ({name}) cannot be read: {error}; save it as float32, or uint8 for images") from None
 
 
 def _checked(array: Any, path: Path, part: str = "") -> Tensor:

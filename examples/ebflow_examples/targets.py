@@ -39,6 +39,8 @@ class Target:
         flow: The library's own object.
         preprocess: Steps to put in front of it.
         rows: Data for it, if a data set was named.
+        shape: The shape of one data point, if it is known.
+        context: The shape of the context of one data point; None without one.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Target:
     preprocess: Sequence[nn.Module] = ()
     rows: Tensor | None = None
     shape: tuple[int, ...] | None = None
+    context: tuple[int, ...] | None = None
 
     def wrap(self) -> ebf.EBFlow:
         """The flow as an energy; an EBFlow stays what it is."""
@@ -67,6 +70,7 @@ def find_target(
     library: str = "nflows",
     linear: str = "full",
     data_root: str | None = None,
+    context: tuple[int, ...] | None = None,
 ) -> Target:
     """Finds a flow by what the user typed.
 
@@ -77,6 +81,7 @@ def find_target(
         library: Of a built-in model.
         linear: Of a built-in model.
         data_root: Where data sets are.
+        context: The shape of the context of one data point, for a conditional flow; an estimator of sbi tells it.
 
     Raises:
         InputError: If it cannot be imported or made; in one line.
@@ -84,14 +89,23 @@ def find_target(
     """
     rows = None if data is None else load(data, root=data_root)
     if ":" in text:
-        return Target(text, user_object(text), rows=None if rows is None else rows.train, shape=shape)
+        found = user_object(text)
+        known = getattr(found, "condition_shape", None)  # as sbi's estimators have it
+        return Target(
+            text,
+            found,
+            rows=None if rows is None else rows.train,
+            shape=shape,
+            context=context or (tuple(known) if known else None),
+        )
     if text not in MODELS:
         raise UnknownNameError(
             f"unknown model {text!r}. {suggest(text, MODELS)} A model of your own: package.module:function."
         )
     if rows is not None:
         flow, fitting = flow_for(text, rows, library=library, linear=linear)
-        return Target(text, flow, preprocessing(fitting), fitting.train, fitting.event_shape)
+        steps = preprocessing(fitting, standardize=fitting.own_rows)
+        return Target(text, flow, steps, fitting.train, fitting.event_shape)
     wanted = shape or PAPER_SHAPE
     blank = torch.zeros(1, *wanted)
     flow, fitting = flow_for(text, DataSet("blank", blank, blank, blank), library=library, linear=linear)
@@ -123,7 +137,7 @@ def user_object(text: str) -> Any:
         ) from error
 
 
-def parse_shape(text: str | None) -> tuple[int, ...] | None:
+def parse_shape(text: str | None, flag: str = "--shape") -> tuple[int, ...] | None:
     """Reads ``784`` or ``1,28,28``.
 
     Example:
@@ -137,7 +151,7 @@ def parse_shape(text: str | None) -> tuple[int, ...] | None:
     except ValueError:
         shape = ()
     if not shape or min(shape) < 1:
-        raise InputError(f"--shape is of one data point, such as 784 or 1,28,28; got {text!r}")
+        raise InputError(f"{flag} is of one data point, such as 784 or 1,28,28; got {text!r}")
     return shape
 
 

@@ -6,7 +6,7 @@ import os
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from importlib.metadata import version
 from math import cos, pi
 from pathlib import Path
@@ -20,22 +20,36 @@ import ebflow_plugin as ebf
 from ebflow_examples.config import TrainConfig, read_toml, to_toml
 from ebflow_examples.console import note, to_json
 from ebflow_examples.data import NAMES
-from ebflow_examples.runs import CONFIG, SUMMARY, Run, build, holds_run, likelihood
-from ebflow_plugin.errors import InputError, SingularError
-from ebflow_plugin.inputs import positive, whole
+from ebflow_examples.defaults import check, objective_of, settle
+from ebflow_examples.folders import held, writable
+from ebflow_examples.runs import (
+    CONFIG,
+    DATA,
+    SUMMARY,
+    Run,
+    build,
+    check_data,
+    fingerprint,
+    holds_run,
+    likelihood,
+    run_configuration,
+)
+from ebflow_plugin.errors import InputError
 from ebflow_plugin.training.checkpoints import atomic_write
 
-__all__ = ["configuration", "first_process", "free_folder", "objective_of", "report", "settle", "train"]
+__all__ = ["configuration", "first_process", "free_folder", "report", "train"]
 
-STEPS = {True: 1000, False: 500}  # of images, and of other rows, whose models are deeper
 OPTIMISERS: dict[str, Callable[..., optim.Optimizer]] = {
     "adam": optim.Adam,
     "adamw": optim.AdamW,
     "rmsprop": optim.RMSprop,
     "sgd": optim.SGD,
 }
-# What weights do not tell, though they mean something else with it; and what is usual.
-UNSEEN = {"activation": "silu", "alpha": "its default", "map": True}
+# What may be another when a run goes on. All else says what the run is: its data and split, its model, its objective.
+GOES_ON = {
+    "steps", "epochs", "batch_size", "clip_norm", "evaluate_every", "patience", "device", "threads", "data_root",
+    "download", "amp", "compile",
+}  # fmt: skip
 SCHEDULES: dict[str, Callable[[float], float]] = {  # the learning rate, as a share of --lr, by the share of the run
     "constant": lambda share: 1.0,
     "cosine": lambda share: 0.5 * (1.0 + cos(pi * min(1.0, share))),
@@ -58,20 +72,33 @@ def configuration(
         if resume is None and first_process():  # the others may come when it has begun
             raise InputError(f"{out} holds a run already: --resume goes on with it, --fresh replaces it")
         if resume:
-            config = begun = config.updated(read_toml(out / CONFIG))
+            config = begun = run_configuration(out)
     elif resume and not flags and file is None:
         raise InputError(f"{out} holds no run to go on with: it has no {CONFIG}. Leave out --resume to begin one.")
     if file is not None:
         config = config.updated(read_toml(file))
     config = config.updated(flags)
-    for name, usual in UNSEEN.items() if begun is not None else ():
-        before, now = (usual if getattr(each, name) is None else getattr(each, name) for each in (begun, config))
-        if before != now:
-            raise InputError(
-                f"{out} was begun with {name} {before}, and its weights mean something else with {now}: leave {name} "
-                "out, or begin another run with --fresh or another --out"
-            )
+    if begun is not None:
+        _refuse_another_run(begun, config, out)
+    check(config)
     return config
+
+
+def _refuse_another_run(begun: TrainConfig, now: TrainConfig, out: Path | None) -> None:
+    """Refuses what would make another run of a run: other rows in its test data, or weights that mean other things."""
+    now = replace(now, data=begun.data if _path(now.data) == _path(begun.data) else now.data)
+    for each in fields(TrainConfig):
+        before, asked = getattr(begun, each.name), getattr(now, each.name)
+        if each.name not in GOES_ON and before != asked:
+            shown = ["its default" if value is None else value for value in (before, asked)]
+            raise InputError(
+                f"{out} was begun with {each.name} {shown[0]}, and would be another run with {shown[1]}: leave "
+                f"{each.name} out, or begin another run with --fresh or another --out"
+            )
+
+
+def _path(data: str) -> str:
+    return data if data in NAMES else str(Path(data).expanduser().absolute())
 
 
 def first_process() -> bool:
@@ -88,67 +115,6 @@ def free_folder(config: TrainConfig, base: Path = Path("runs")) -> Path:
     return next(path for path in paths if not holds_run(path))
 
 
-def settle(run: Run) -> Run:
-    """Chooses what the configuration left open, and runs the whitening start where it is wanted and possible."""
-    config, images = run.config, run.data.levels is not None
-    if config.lr is not None:
-        positive("lr", config.lr)
-    for name in ("batch_size", "steps", "epochs"):
-        if getattr(config, name) is not None:
-            whole(name, getattr(config, name))
-    chosen: dict[str, Any] = {}
-    if config.data_root is not None:  # the file is read from other folders too
-        chosen["data_root"] = str(Path(config.data_root).expanduser().absolute())
-    if config.data not in NAMES:
-        chosen["data"] = str(Path(config.data).expanduser().absolute())
-    if config.whiten is not False or config.gaussianize:
-        chosen["whiten"], chosen["gaussianize"] = _started(run)
-    if config.lr is None:
-        chosen["lr"] = 1e-4 if chosen.get("whiten", config.whiten) else 3e-3
-    if config.batch_size is None:
-        chosen["batch_size"] = min(100 if images else 500, len(run.data.train))
-    if config.steps is None and config.epochs is None:
-        chosen["steps"] = STEPS[images]
-    if config.calibrate is None:
-        chosen["calibrate"] = "full" if images else "none"
-    if config.clip_norm is None and not images:
-        chosen["clip_norm"] = 10.0
-    if config.sigma is None and config.loss == "dsm":
-        chosen["sigma"] = (1.0 if run.data.levels == 256 else 0.2) if images else 0.1
-    if config.eps is None and config.loss == "fdssm":
-        chosen["eps"] = 1.0 if images else 0.1
-    return replace(run, config=replace(config, **chosen))
-
-
-def _started(run: Run) -> tuple[bool, bool]:
-    """Runs the start that is asked for, or the best that the model allows for images: whether it whitens, and bends."""
-    config = run.config
-    asked = bool(config.whiten or config.gaussianize)
-    if not asked and run.data.levels is None:
-        return False, False
-    for gaussianize in (True, False):
-        if config.gaussianize not in (None, gaussianize):
-            continue
-        try:
-            run.model.initialize(run.split("train"), whiten=True, gaussianize=gaussianize)
-        except (InputError, SingularError):  # the model does not allow it, or there are too few rows
-            if config.gaussianize or (asked and not gaussianize):
-                raise
-        else:
-            return True, gaussianize
-    return False, False
-
-
-def objective_of(model: ebf.EBFlow, config: TrainConfig) -> ebf.objectives.Objective:
-    """The objective of a configuration."""
-    options: dict[str, Any] = {"energy_weight": config.energy_weight}
-    for name, loss in (("sigma", "dsm"), ("eps", "fdssm"), ("projections", "ssm")):
-        value = getattr(config, name)
-        if config.loss == loss and value is not None:
-            options[name] = value
-    return ebf.objective(config.loss, model, **options)
-
-
 def train(config: TrainConfig, out: Path, resume: bool = False, progress: bool = True) -> dict[str, Any]:
     """Trains, and gives the summary that it writes into the folder.
 
@@ -156,18 +122,27 @@ def train(config: TrainConfig, out: Path, resume: bool = False, progress: bool =
         TrainingError: If training cannot go on.
         KeyboardInterrupt: On Ctrl-C, saying how to go on.
     """
-    first = first_process()
+    check(config)
     if config.threads is not None:
-        torch.set_num_threads(whole("threads", config.threads))
-    run = settle(build(config))
+        torch.set_num_threads(config.threads)
+    run = build(config)
+    if not first_process():
+        return _train(run, out, resume, progress)
+    with held(writable(out)):
+        return _train(run, out, resume, progress)
+
+
+def _train(run: Run, out: Path, resume: bool, progress: bool) -> dict[str, Any]:
+    first = first_process()
+    mark = fingerprint(run.data)
+    if first and resume and holds_run(out):
+        check_data(out, mark)
+    run = settle(run)
     config, model = run.config, run.model
     objective = objective_of(model, config)
+    kept = {name: (out / name).read_bytes() if (out / name).is_file() else None for name in (CONFIG, DATA, SUMMARY)}
     if first:
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(f"the folder {out} cannot be made: {error.strerror or error}") from None
-        kept = (out / CONFIG).read_bytes() if resume and holds_run(out) else None
+        atomic_write(out / DATA, lambda file: file.write(f"{mark}\n".encode()))
         atomic_write(out / CONFIG, lambda file: file.write(to_toml(config).encode()))  # other processes read it
         (out / SUMMARY).unlink(missing_ok=True)
         note(_headline(run, out))
@@ -175,17 +150,15 @@ def train(config: TrainConfig, out: Path, resume: bool = False, progress: bool =
     try:
         result = ebf.fit(objective, run.data.train, **_fit_options(run, out, resume, progress))
     except InputError:
-        if first and kept is not None:  # what cannot go on with this run does not describe it
-            (out / CONFIG).write_bytes(kept)
-        elif first:
-            (out / CONFIG).unlink()
+        if first:  # what cannot go on with this run does not describe it
+            _put_back(out, kept)
         raise
     except KeyboardInterrupt:
         saved = any(out.glob("step-*.pt"))
         what = "goes on from the last checkpoint" if saved else "begins again: there is no checkpoint yet"
         raise KeyboardInterrupt(f"`ebflow train --out {out} --resume` {what}.") from None
-    if first and kept is not None and config.steps is not None and result.steps > config.steps:
-        (out / CONFIG).write_bytes(kept)  # the run was longer than that already: nothing was done
+    if first and resume and config.steps is not None and result.steps > config.steps:
+        _put_back(out, kept)  # the run was longer than that already: nothing was done
     last = result.history[-1]
     if result.best_state is not None:
         result.load_best(model)
@@ -201,6 +174,7 @@ def train(config: TrainConfig, out: Path, resume: bool = False, progress: bool =
             "nll_best": result.best_nll,
             "best_step": result.best_step,
         },
+        "learnt": result.best_step != 0,
         "test": likelihood(model, run.split("test"), config.seed).to_dict(),
         "seconds": round(time.monotonic() - started, 2),
         "training_seconds": round(last["seconds"], 2),
@@ -210,26 +184,43 @@ def train(config: TrainConfig, out: Path, resume: bool = False, progress: bool =
         "versions": versions(),
     }
     if first:
-        (out / SUMMARY).write_text(to_json(summary) + "\n", encoding="utf-8")
+        atomic_write(out / SUMMARY, lambda file: file.write(f"{to_json(summary)}\n".encode()))
     return summary
+
+
+def _put_back(out: Path, kept: dict[str, bytes | None]) -> None:
+    """Gives files of a run folder their old content."""
+    for name, content in kept.items():
+        if content is None:
+            (out / name).unlink(missing_ok=True)
+        else:
+            (out / name).write_bytes(content)
 
 
 def report(summary: dict[str, Any], out: Path) -> str:
     """What a run came to, for people."""
     validation, test = summary["validation"], summary["test"]
+    best_step = validation["best_step"]
     before = validation["nll_before"]  # calibrated as the others; none if the first step still had to start an ActNorm
     two = summary["data"] in ("sine", "swirl", "checkerboard")
     return "\n".join(
         (
+            *(() if summary["learnt"] else (_NOTHING.format(**validation, loss=summary["loss"].upper()),)),
             f"{summary['steps']:,} steps in {summary['training_seconds']:.0f} s "
             f"({summary['steps_per_second']} steps/s), stopped by {summary['stopped']}",
             f"validation NLL  {'' if before is None else f'{before:.4f} -> '}{validation['nll_best']:.4f} "
-            f"at step {validation['best_step']} (last {validation['nll_last']:.4f})",
-            f"test NLL        {test['nll']:.4f} ± {test['nll_error']:.4f} nats of the best weights",
+            f"at step {best_step} (last {validation['nll_last']:.4f})",
+            f"test NLL        {test['nll']:.4f} ± {test['nll_error']:.4f} nats of the best weights, step {best_step}",
             f"test bits/dim   {test['bits_per_dim']:.4f} ± {test['bits_error']:.4f}",
             f"next: ebflow {'density' if two else 'sample'} {out}",
         )
     )
+
+
+_NOTHING = (
+    "NOTHING WAS LEARNT: {loss} made the model worse than its start (validation NLL {nll_before:.4f} before, "
+    "{nll_last:.4f} at the end). All below is of the start, step 0. Try another --loss (ml), a smaller --lr or --sigma."
+)
 
 
 def versions() -> dict[str, str]:
@@ -242,9 +233,16 @@ def _headline(run: Run, out: Path) -> str:
     config, data = run.config, run.data
     start = "Gaussianising start" if config.gaussianize else "whitening start" if config.whiten else "plain start"
     weights = sum(parameter.numel() for parameter in run.model.parameters())
+    assert config.loss is not None
+    units = ""
+    if config.standardize:
+        units = (
+            "\nstandardised: the model sees each column in units of its standard deviation, and so do --sigma and "
+            "--eps; NLL and samples are in the units of the data"
+        )
     return (
         f"{config.data}: {len(data.train):,} rows of shape {data.event_shape}; {config.model} of {config.library}, "
-        f"{weights:,} weights, {start}; {config.loss.upper()} on {run.device}; into {out}"
+        f"{weights:,} weights, {start}; {config.loss.upper()} on {run.device}; into {out}{units}"
     )
 
 

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from ebflow_examples import config, console, data, models, pictures, training
 from ebflow_examples.cli import app
+from ebflow_examples.runs import build, fingerprint
 from ebflow_plugin import objectives
 
 SMALL = ["--steps", "4", "--batch-size", "20", "--limit", "200", "--evaluate-every", "2"]
@@ -37,7 +38,7 @@ def refused(*arguments, code=2):
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "digits"
-    ebflow("train", "--out", folder, *SMALL)
+    ebflow("train", "--loss", "dsm", "--out", folder, *SMALL)
     return folder
 
 
@@ -182,15 +183,21 @@ def test_a_run_goes_on_and_flags_override_the_file(tmp_path):
     ebflow("train", "--config", out / "config.toml", "--out", whole)
     assert json.loads((whole / "summary.json").read_text())["test"] == done["test"]
     before = (out / "config.toml").read_text()
-    done = ebflow("train", "--out", out, "--resume", "--loss", "dsm", code=2)
-    assert "is of another run" in done.stderr
     for flag, words in (
-        (["--activation", "relu"], "begun with activation silu, and its weights mean something else with relu"),
+        (["--loss", "dsm"], "begun with loss ml, and would be another run with dsm"),
+        (["--activation", "relu"], "begun with activation its default, and would be another run with relu"),
         (["--alpha", "0.01"], "begun with alpha its default"),
         (["--no-map"], "begun with map True"),
+        (["--seed", 1], "begun with seed 0, and would be another run with 1"),
+        (["--data", "swirl"], "begun with data digits"),
+        (["--limit", 100], "begun with limit 200"),
+        (["--lr", 0.1], "begun with lr"),
+        (["--calibrate", "none"], "begun with calibrate full"),
+        (["--model", "cnn"], "begun with model fc"),
     ):
         assert words in " ".join(refused("train", "--out", out, "--resume", *flag).split())
     assert (out / "config.toml").read_text() == before
+    assert json.loads((out / "summary.json").read_text())["steps"] == 6
 
 
 def test_an_interrupted_run_says_how_to_go_on(tmp_path, monkeypatch):
@@ -271,7 +278,14 @@ def test_pictures_of_the_plane(plane, tmp_path, monkeypatch):
 def test_a_folder_that_is_no_run_says_what_is_missing(tmp_path):
     assert "there is no folder" in refused("eval", tmp_path / "nowhere")
     assert "has no config.toml" in refused("sample", tmp_path)
-    (tmp_path / "config.toml").write_text('data = "digits"\nmodel = "fc"\n')
+    for text, words in (("", "is empty"), ('data = "digits"\nmodel = "fc"\n', "is not whole: it lacks library")):
+        (tmp_path / "config.toml").write_text(text)
+        assert words in " ".join(refused("eval", tmp_path).split())
+        assert words in " ".join(refused("train", "--out", tmp_path, "--resume", "--steps", 3).split())
+    run = build(config.TrainConfig(model="fc", loss="ml"))
+    (tmp_path / "config.toml").write_text(config.to_toml(run.config))
+    assert "does not say which rows" in refused("eval", tmp_path)
+    (tmp_path / "data.sha256").write_text(fingerprint(run.data))
     assert "holds no best weights" in refused("eval", tmp_path)
     assert "holds no checkpoint" in refused("eval", tmp_path, "--weights", "last")
 

@@ -13,9 +13,10 @@ from ebflow_examples import plots
 from ebflow_examples.config import TrainConfig, option_types, to_toml
 from ebflow_examples.console import exit_code, table
 from ebflow_examples.data import DataSet
+from ebflow_examples.defaults import objective_of, settle
 from ebflow_examples.pictures import impute_rows, missing
 from ebflow_examples.runs import Run, build, likelihood
-from ebflow_examples.training import SCHEDULES, configuration, free_folder, objective_of, settle
+from ebflow_examples.training import SCHEDULES, configuration, free_folder
 from ebflow_plugin.errors import InputError, SingularError, TrainingError, UnknownNameError
 
 
@@ -60,24 +61,27 @@ def test_a_configuration_refuses_what_does_not_fit(values, error):
 def test_flags_come_before_the_file_and_the_file_before_the_run(tmp_path):
     run, file = tmp_path / "run", tmp_path / "own.toml"
     run.mkdir()
-    (run / "config.toml").write_text("lr = 1.0\nsigma = 1.0\nseed = 1\n")
-    file.write_text("lr = 2.0\nsigma = 2.0\n")
-    config = configuration({"lr": 3.0}, file, run, resume=True)
-    assert (config.lr, config.sigma, config.seed, config.loss) == (3.0, 2.0, 1, "dsm")
+    begun = TrainConfig(model="fc", loss="ml", seed=1, clip_norm=1.0, patience=1, steps=1)
+    (run / "config.toml").write_text(to_toml(begun))
+    file.write_text("clip_norm = 2.0\npatience = 2\n")
+    config = configuration({"clip_norm": 3.0}, file, run, resume=True)
+    assert (config.clip_norm, config.patience, config.seed, config.loss) == (3.0, 2, 1, "ml")
 
 
 def test_a_new_run_gets_a_folder_of_its_own(tmp_path, monkeypatch):
     first = free_folder(TrainConfig(), tmp_path)
     first.mkdir()
     (first / "config.toml").touch()
-    assert [first.name, free_folder(TrainConfig(), tmp_path).name] == ["digits-dsm", "digits-dsm-2"]
+    assert [first.name, free_folder(TrainConfig(), tmp_path).name] == ["digits", "digits-2"]
+    assert free_folder(TrainConfig(model="fc", loss="dsm"), tmp_path).name == "digits-fc-dsm"
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(InputError, match="agree on the folder"):
         free_folder(TrainConfig(), tmp_path)
 
 
 def test_what_is_left_open_is_chosen_by_the_data():
-    run = settle(build(TrainConfig(limit=300)))
+    assert settle(build(TrainConfig(limit=300))).config.loss == "ml"
+    run = settle(build(TrainConfig(limit=300, loss="dsm")))
     chosen = run.config
     assert (chosen.model, chosen.sigma, chosen.batch_size, chosen.calibrate, chosen.whiten) == (
         "fc", 0.2, 100, "full", True,

@@ -63,6 +63,8 @@ def main(
 
     from ebflow_examples.bench import report
     from ebflow_examples.bench.results import Settings, Table
+    from ebflow_examples.folders import writable
+    from ebflow_examples.streams import drawing_from
     from ebflow_plugin.errors import InputError, UnknownNameError, suggest
 
     for name in only:
@@ -74,13 +76,13 @@ def main(
         where = torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:
         raise InputError(f"device {device!r} is not there: {str(error).splitlines()[0]}") from None
+    writable(out)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     about = report.machine(where, threads)
     tables: list[Table] = []
     try:
-        with torch.random.fork_rng(), _progress() as show:
-            torch.manual_seed(seed)
+        with drawing_from(seed, "bench"), _progress() as show:
             settings = Settings(quick=quick, seed=seed, device=where, progress=show)
             for name in dict.fromkeys(only) or GROUPS:
                 group = getattr(import_module(f"ebflow_examples.bench.{name}"), name)
@@ -90,7 +92,6 @@ def main(
     finally:
         torch.set_num_threads(before)
     say(report.NOTES)
-    out.mkdir(parents=True, exist_ok=True)
     options = {"quick": quick, "only": list(only), "threads": threads, "device": device, "seed": seed}
     report.write_json(out / "bench.json", tables, about, options)
     (out / "bench.md").write_text(report.as_markdown(tables, about))

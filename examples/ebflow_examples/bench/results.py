@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 from ebflow_examples.bench.timing import Samples, Spread, interleaved, ratio
+from ebflow_examples.streams import stream
 
 __all__ = ["Settings", "Table", "Target", "compare", "goal"]
 
@@ -36,7 +37,7 @@ class Settings:
 
     def data(self, *shape: int) -> Tensor:
         """Standard normal data, the same for the same seed."""
-        return torch.randn(shape, generator=Generator().manual_seed(self.seed)).to(self.device)
+        return torch.randn(shape, generator=stream(self.seed, "data")).to(self.device)
 
     def time(
         self, what: str, contenders: Mapping[str, Callable[[], object]], *, seconds: float = 1.5, least: int = 5

@@ -67,6 +67,7 @@ def main(
     """
     import ebflow_examples.reproduce.common as common
     import ebflow_examples.reproduce.output as output
+    from ebflow_examples.folders import writable
     from ebflow_plugin.errors import UnknownNameError, suggest
     from ebflow_plugin.inputs import positive, whole
 
@@ -76,6 +77,7 @@ def main(
     whole("seeds", 1 if seeds is None else seeds)
     if budget is not None:
         positive("budget", budget)
+    writable(out)
     if what != "report":
         for name in EXPERIMENTS if what == "all" else (what,):
             options = common.Options(

@@ -56,7 +56,9 @@ def compute(cell: Cell, folder: Path, data_root: str | None) -> dict[str, Any]:
     trained.result.load_best(run.model)
     count = 16 if quick else COUNT
     for name, temperature in TEMPERATURES.items():
-        drawn = run.model.sample(count, temperature=temperature, generator=run.generator(config.seed), batch_size=COUNT)
+        drawn = run.model.sample(
+            count, temperature=temperature, generator=run.generator(config.seed, "samples"), batch_size=COUNT
+        )
         np.save(folder / f"{cell.name}-{name}.npy", run.as_images(drawn).numpy())
     np.save(folder / f"{cell.name}-data.npy", run.as_images(run.data.test[:count]).numpy())
     found = likelihood(run.model, run.data.test[: 50 if quick else 2000], config.seed)

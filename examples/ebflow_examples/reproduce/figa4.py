@@ -7,8 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import ebflow_plugin as ebf
 from ebflow_examples import plots
 from ebflow_examples.config import TrainConfig
@@ -19,6 +17,7 @@ from ebflow_examples.reproduce.curves import seed_curves
 from ebflow_examples.reproduce.output import Grid, Report, column, grouped
 from ebflow_examples.reproduce.timed import train_for
 from ebflow_examples.runs import Run, likelihood
+from ebflow_examples.streams import drawing_from
 
 MINUTES = 8.0
 DATA = "autoregressive10"
@@ -48,8 +47,8 @@ def compute(cell: Cell, folder: Path, data_root: str | None) -> dict[str, Any]:
     centre, scale = known.train.mean(0), known.train.std(0)
     parts = {name: (getattr(known, name) - centre) / scale for name in ("train", "validation", "test")}
     data = replace(known, **parts, truth=None)
-    torch.manual_seed(seed)
-    flow, data = flow_for("fc", data, linear=kind, layers=LAYERS)
+    with drawing_from(seed, "weights"):
+        flow, data = flow_for("fc", data, linear=kind, layers=LAYERS)
     run = Run(config, data, ebf.wrap(flow))
     trained = train_for(run, cell.seconds, evaluations=3 if quick else 25)
     trained.result.load_best(run.model)

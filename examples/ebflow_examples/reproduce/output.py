@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +126,7 @@ def write(options: Options, made: Experiment, found: Sequence[Found]) -> Report:
     """Writes NAME.json, NAME.png and NAME.md into the folder, and prints the tables."""
     out, name = options.out, options.what
     report: Report = made.report(options, found, out / f"{name}.png")
+    report = replace(report, notes=[*report.notes, *unlearnt([*found, *report.borrowed])])
     about = {**machine(torch.device("cpu"), 1), "jobs": options.jobs}
     about.pop("load at the start")
     used = [*found, *report.borrowed]
@@ -149,6 +150,17 @@ def write(options: Options, made: Experiment, found: Sequence[Found]) -> Report:
     files = [f"{name}.json", f"{name}.md", *(path.name for path in report.pictures)]
     note(f"written: {', '.join(str(out / file) for file in files)}", "bold green")
     return report
+
+
+def unlearnt(found: Sequence[Found]) -> list[str]:
+    """Says which cells have their best weights at step 0: what the tables show of them is their start."""
+    names = [each.cell.name for each in found if not each.failed and each.result.get("best_step") == 0]
+    if not names:
+        return []
+    return [
+        f"In {len(names)} cells no step made the NLL of validation data better than that of the start. Where the best "
+        f"weights are shown, theirs are those of step 0, and nothing was learnt: {', '.join(names)}."
+    ]
 
 
 def _markdown(options: Options, report: Report, found: Sequence[Found], wall: float, about: dict[str, Any]) -> str:
@@ -175,7 +187,6 @@ def assemble(out: Path) -> Path:
     """Puts RESULTS.md together from the parts that are there, in the order of the paper."""
     parts = [path.read_text(encoding="utf-8") for name in EXPERIMENTS if (path := out / f"{name}.md").is_file()]
     head = "# Results\n\nThe paper's experiments by `ebflow reproduce`; the paper's numbers stand in brackets.\n"
-    out.mkdir(parents=True, exist_ok=True)
     path = out / RESULTS
     path.write_text("\n".join([head, *parts]), encoding="utf-8")
     note(f"assembled: {path}", "bold green")

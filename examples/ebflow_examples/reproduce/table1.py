@@ -50,7 +50,8 @@ def recipe(settings: dict[str, Any]) -> TrainConfig:
     """The same for all objectives; there are far fewer steps than in the paper, and the rate is larger."""
     return TrainConfig(
         data=settings["data"], loss=settings["loss"], seed=settings["seed"], model="glow", device="cpu",
-        batch_size=settings["batch"], lr=5e-3, clip_norm=10.0, ema_decay=0.99, sigma=0.2, eps=0.1,
+        batch_size=settings["batch"], lr=5e-3, clip_norm=10.0, ema_decay=0.99,
+        sigma=0.2 if settings["loss"] == "dsm" else None, eps=0.1 if settings["loss"] == "fdssm" else None,
     )  # fmt: skip
 
 
@@ -142,17 +143,26 @@ def _draw(options: Options, found: Sequence[Found], losses: Sequence[str], path:
     names = [data for data in PLANE if (data, TRUE) in first]
     if not names:
         return False
-    with plots.figure(path, 1.75 * (len(losses) + 1), 2.0 * len(names)) as figure:
+    with plots.figure(path, 2.0 * (len(losses) + 1), 2.6 * len(names) + 0.4) as figure:
+        figure.suptitle(
+            "Densities with the best weights by validation NLL, seed 0; one colour scale for each row, black for zero",
+            fontsize=9, x=0.01, ha="left",
+        )  # fmt: skip
         axes = figure.subplots(len(names), len(losses) + 1, squeeze=False)
         for line, data in zip(axes, names, strict=True):
             top = None
             for place, loss in zip(line, (TRUE, *losses), strict=True):
                 each = first.get((data, loss))
-                place.set_axis_off()
                 if each is None:
+                    place.set_axis_off()
                     continue
                 values = torch.from_numpy(np.load(options.folder / f"{each.cell.name}.npy"))
                 top = float(values.max()) if top is None else top
-                title = f"{data}, true" if loss == TRUE else f"{loss.upper()}, KL {each['kl']:.3f}"
+                title = (
+                    f"{data}, true"
+                    if loss == TRUE
+                    else f"{loss.upper()}, step {each['best_step']:,}\nKL {each['kl']:.3f}"
+                )
                 plots.density(place, values, panel(data), title, top)
+                place.label_outer()
     return True

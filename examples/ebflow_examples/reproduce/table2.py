@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from nflows import distributions, flows, transforms
-from torch import Generator
 
 import ebflow_plugin as ebf
 from ebflow_examples import plots
@@ -21,6 +20,7 @@ from ebflow_examples.reproduce.curves import COLOURS, objective_name, seed_curve
 from ebflow_examples.reproduce.output import Grid, Report, beside, column, grouped, mean
 from ebflow_examples.reproduce.timed import train_for
 from ebflow_examples.runs import build, likelihood
+from ebflow_examples.streams import drawing_from, stream
 
 MINUTES = 90.0
 LOSSES = ("ml", "sml", "ssm", "dsm", "fdssm")
@@ -66,10 +66,12 @@ def gaussian(cell: Cell, data_root: str | None) -> dict[str, Any]:
     data = load(cell.settings["data"], root=data_root).flattened()
     flow = flows.Flow(transforms.IdentityTransform(), distributions.StandardNormal(data.event_shape))
     model = ebf.wrap(flow, preprocess=preprocessing(data))
-    model.calibrate(data.train)
+    seed = cell.settings["seed"]
+    with drawing_from(seed, "calibration"):
+        model.calibrate(data.train)
     test = data.test[:100] if cell.settings["quick"] else data.test
-    found = likelihood(model, test, cell.settings["seed"])
-    _, log_det = model.preprocess(test, Generator().manual_seed(cell.settings["seed"]))
+    found = likelihood(model, test, seed)
+    _, log_det = model.preprocess(test, stream(seed, "test"))
     return {"nll": found.nll, "nll_error": found.nll_error, "nll_logits": found.nll + float(log_det.mean())}
 
 

@@ -47,7 +47,8 @@ def compute(cell: Cell, folder: Path, data_root: str | None) -> dict[str, Any]:
     config = replace(table2.recipe(cell, data_root), map=settings["map"])
     if not settings["map"] and settings["loss"] != "ssm":
         side = 8 if settings["data"] == "digits" else 28
-        config = replace(config, alpha=MARGIN, sigma=NOISE, eps=NOISE * side)
+        dsm = settings["loss"] == "dsm"
+        config = replace(config, alpha=MARGIN, sigma=NOISE if dsm else None, eps=None if dsm else NOISE * side)
     run = build(config)
     trained = train_for(run, cell.seconds, evaluations=2 if quick else RECORDS, validation=None)
     test = run.data.test[:100] if quick else run.data.test

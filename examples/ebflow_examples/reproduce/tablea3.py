@@ -15,6 +15,7 @@ from ebflow_examples import plots
 from ebflow_examples.reproduce import paper
 from ebflow_examples.reproduce.common import Cell, Found, Options
 from ebflow_examples.reproduce.output import Grid, Report, beside, column, grouped
+from ebflow_examples.streams import stream
 from ebflow_nflows import FullLinear
 
 MINUTES = 2.0
@@ -40,7 +41,7 @@ def cells(options: Options) -> list[Cell]:
 def compute(cell: Cell, folder: Path, data_root: str | None) -> dict[str, Any]:
     """The mean of |d - d_est| / |d| with d = |det W| = 1 / Z."""
     settings = cell.settings
-    model, generator = near_identity(settings["dim"]), Generator().manual_seed(settings["seed"])
+    model, generator = near_identity(settings["dim"]), stream(settings["seed"], "log_z")
     exact = model.log_z()
     found = [estimate(model, settings["method"], settings["budget"], generator) for _ in range(settings["repeats"])]
     return {"error": float(((exact - torch.stack(found)).exp() - 1).abs().mean()), "log_z": float(exact)}
@@ -49,7 +50,7 @@ def compute(cell: Cell, folder: Path, data_root: str | None) -> dict[str, Any]:
 def near_identity(dim: int) -> ebf.EBFlow:
     """The paper's model, g(x) = W x, with W near the identity."""
     layer = FullLinear(dim, bias=False, dtype=torch.float64)
-    layer.weight.data += SPREAD * torch.randn(dim, dim, generator=Generator().manual_seed(dim), dtype=torch.float64)
+    layer.weight.data += SPREAD * torch.randn(dim, dim, generator=stream(dim, "weights"), dtype=torch.float64)
     return ebf.wrap(flows.Flow(layer, distributions.StandardNormal([dim])))
 
 

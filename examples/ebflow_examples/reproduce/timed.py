@@ -8,14 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn, optim
 from torch.optim.lr_scheduler import LambdaLR
 
 import ebflow_plugin as ebf
 from ebflow_examples.bench.contenders import training_step
-from ebflow_examples.runs import Run, likelihood
-from ebflow_examples.training import OPTIMISERS, SCHEDULES, objective_of, settle
+from ebflow_examples.defaults import objective_of, settle
+from ebflow_examples.runs import Run
+from ebflow_examples.streams import drawing_from
+from ebflow_examples.training import OPTIMISERS, SCHEDULES
 from ebflow_plugin.training.fitting import FitResult
 from ebflow_plugin.training.loop import Event
 
@@ -48,11 +49,12 @@ class Trained:
         return self.start + float(self.result.history[-1]["seconds"])
 
     def facts(self) -> dict[str, Any]:
-        """What every cell tells: seconds, steps, steps per second, the curve, the recipe."""
+        """What every cell tells: seconds, steps, the best step, steps per second, the curve, the recipe."""
         taken = self.result.history[-1]["seconds"]
         return {
             "seconds": self.seconds,
             "steps": self.result.steps,
+            "best_step": self.result.best_step,
             "steps_per_second": self.result.steps / taken if taken else 0.0,
             "start_seconds": self.start,
             "curve": self.curve,
@@ -99,16 +101,10 @@ def train_for(run: Run, seconds: float, *, evaluations: int = 10, validation: in
     began = time.monotonic()
     run = settle(run)
     config, model = run.config, run.model
-    if not config.whiten:
-        model.initialize(run.split("train")[:1000])
     start = time.monotonic() - began
     rows = None if validation is None else run.data.validation[:validation]
-    curve = []
     if rows is not None:
-        began = time.monotonic()
-        probe = started(run)
-        start += time.monotonic() - began
-        curve.append((start, likelihood(probe, rows, config.seed).nll))
+        start += calibration_seconds(run)
     left = max(LEAST_SHARE * seconds, seconds - start)
     pace, clock = step_seconds(run), Clock(left)
     assert config.lr is not None
@@ -137,24 +133,28 @@ def train_for(run: Run, seconds: float, *, evaluations: int = 10, validation: in
         progress=False,
         seed=config.seed,
     )
+    curve = []
     if rows is not None:
-        curve += [(start + record["seconds"], record["nll"]) for record in result.history]
+        assert result.start_nll is not None  # every ActNorm is started: fit has looked at the model before its steps
+        curve = [(start, result.start_nll), *((start + each["seconds"], each["nll"]) for each in result.history)]
     return Trained(run, result, curve, start)
 
 
-def started(run: Run) -> ebf.EBFlow:
-    """A copy of the model as it is, calibrated if its evaluations are."""
+def calibration_seconds(run: Run) -> float:
+    """How long a calibration takes, of a copy of the model; nothing if its evaluations have none."""
+    kind = run.config.calibration
+    if kind is None:
+        return 0.0
     probe = copy.deepcopy(run.model)
-    if run.config.calibration is not None:
-        probe.calibrate(run.split("train"), run.config.calibration)
-    return probe
+    with drawing_from(run.config.seed, "probe"):
+        return _seconds(lambda: probe.calibrate(run.split("train"), kind))
 
 
 def step_seconds(run: Run) -> float:
     """About how long a step takes: the best of up to three of a copy of the model."""
     probe = copy.deepcopy(run.model)
     batch: Tensor = run.split("train")[: run.config.batch_size]
-    with torch.random.fork_rng():
+    with drawing_from(run.config.seed, "probe"):
         step = training_step(probe, objective_of(probe, run.config), batch)
         step()
         taken = [_seconds(step)]

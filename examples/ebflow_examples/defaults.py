@@ -1,0 +1,115 @@
+"""What a configuration leaves open, chosen for the data and the model; and the start of the model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import ebflow_plugin as ebf
+from ebflow_examples.config import LOSS_OPTIONS, TrainConfig
+from ebflow_examples.data import NAMES
+from ebflow_examples.runs import Run
+from ebflow_examples.streams import drawing_from
+from ebflow_plugin.errors import InputError, SingularError
+from ebflow_plugin.inputs import positive, whole
+
+__all__ = ["check", "objective_of", "settle"]
+
+STEPS = {True: 1000, False: 500}  # of images, and of other rows, whose models are deeper
+LARGE = 1024  # features from which on determinants take so long that the relative gradient learns more in the same time
+
+
+def check(config: TrainConfig) -> None:
+    """Refuses numbers that cannot be, and options that would do nothing, before any work.
+
+    Raises:
+        InputError: For the first of them.
+    """
+    if config.lr is not None:
+        positive("lr", config.lr)
+    for name in ("batch_size", "steps", "epochs", "threads", "evaluate_every"):
+        if getattr(config, name) is not None:
+            whole(name, getattr(config, name))
+    for name, loss in LOSS_OPTIONS.items():
+        if getattr(config, name) is not None and config.loss != loss:
+            having = "the loss that is chosen without --loss" if config.loss is None else f"loss {config.loss}"
+            raise InputError(f"{name} is an option of {loss}, and does nothing with {having}; leave it out")
+
+
+def settle(run: Run) -> Run:
+    """Chooses what the configuration left open, and starts the model: in closed form where wanted and possible."""
+    check(run.config)
+    config, images = run.config, run.data.levels is not None
+    chosen: dict[str, Any] = {}
+    if config.data_root is not None:  # the file is read from other folders too
+        chosen["data_root"] = str(Path(config.data_root).expanduser().absolute())
+    if config.data not in NAMES:
+        chosen["data"] = str(Path(config.data).expanduser().absolute())
+    if config.whiten is not False or config.gaussianize:
+        chosen["whiten"], chosen["gaussianize"] = _started(run)
+    closed_form = chosen.get("whiten", config.whiten)
+    if not closed_form:
+        with drawing_from(config.seed, "start"):  # ActNorms, so that the NLL of the start is known
+            run.model.initialize(run.split("train")[:1000])
+    if config.loss is None:
+        chosen["loss"] = usual_loss(run)
+    loss = chosen.get("loss", config.loss)
+    if config.lr is None:
+        chosen["lr"] = 3e-3 if not closed_form else 1e-4 if images else 1e-3
+    if config.batch_size is None:
+        chosen["batch_size"] = min(100 if images else 500, len(run.data.train))
+    if config.steps is None and config.epochs is None:
+        chosen["steps"] = STEPS[images]
+    if config.calibrate is None:
+        chosen["calibrate"] = "full" if images or closed_form else "none"
+    if config.clip_norm is None and not images:
+        chosen["clip_norm"] = 10.0
+    if config.sigma is None and loss == "dsm":
+        chosen["sigma"] = (1.0 if run.data.levels == 256 else 0.2) if images else 0.1
+    if config.eps is None and loss == "fdssm":
+        chosen["eps"] = 1.0 if images else 0.1
+    return replace(run, config=replace(config, **chosen))
+
+
+def usual_loss(run: Run) -> str:
+    """A loss that makes the model better, by validation NLL, from the start that it has.
+
+    Score matching pays where linear layers are large and the start is poor. A Gaussianised ``fc`` is better than what
+    DSM or SSM lead it to (its own likelihood is what is left to improve), and small layers have cheap determinants.
+    """
+    if run.config.model == "fc":
+        return "relative_ml" if run.config.linear == "full" and prod(run.data.event_shape) >= LARGE else "ml"
+    return "ml" if run.data.own_rows else "dsm"
+
+
+def objective_of(model: ebf.EBFlow, config: TrainConfig) -> ebf.objectives.Objective:
+    """The objective of a configuration."""
+    assert config.loss is not None
+    options: dict[str, Any] = {"energy_weight": config.energy_weight}
+    for name, loss in LOSS_OPTIONS.items():
+        value = getattr(config, name)
+        if config.loss == loss and value is not None:
+            options[name] = value
+    return ebf.objective(config.loss, model, **options)
+
+
+def _started(run: Run) -> tuple[bool, bool]:
+    """Runs the start that is asked for, or the best that the model allows: whether it whitens, and bends."""
+    config = run.config
+    asked = bool(config.whiten or config.gaussianize)
+    if not asked and run.data.truth is not None:  # points of the plane, and the like: far from any Gaussian
+        return False, False
+    for gaussianize in (True, False):
+        if config.gaussianize not in (None, gaussianize):
+            continue
+        try:
+            with drawing_from(config.seed, "start"):
+                run.model.initialize(run.split("train"), whiten=True, gaussianize=gaussianize)
+        except (InputError, SingularError):  # the model does not allow it, or there are too few rows
+            if config.gaussianize or (asked and not gaussianize):
+                raise
+        else:
+            return True, gaussianize
+    return False, False
