@@ -109,10 +109,11 @@ def draw(table: Table, path: Path) -> None:
     columns = [key for key in table.rows[0] if key.startswith("D = ")]
     sizes = [int(key.removeprefix("D = ").removesuffix(", ms")) for key in columns]
     for row, marker in zip(table.rows, cycle("osD^v"), strict=False):
-        fit: Spread = row["exponent"]
-        last = row["last two"].value
+        fit: Spread = row["exponent, all sizes"]
+        last: Spread = row["exponent, last doubling"]
         label = (
-            f"{row['objective']}: $D^{{{fit.value:.2f}}}$ [{fit.low:.2f}, {fit.high:.2f}], last two $D^{{{last:.2f}}}$"
+            f"{row['objective']}: $D^{{{fit.value:.2f}}}$ [{fit.low:.2f}, {fit.high:.2f}], "
+            f"last doubling $D^{{{last.value:.2f}}}$ [{last.low:.2f}, {last.high:.2f}]"
         )
         style = "--" if row["objective"] in ("ML", "SML") else "-"
         axes.loglog(sizes, [row[key] for key in columns], style, marker=marker, label=label)
