@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from inspect import signature
 from types import MappingProxyType, ModuleType
 from typing import Any
@@ -60,6 +61,12 @@ class Adapter(ABC):
     @abstractmethod
     def is_flow(self, model: object) -> bool:
         """Whether the object is a flow of this library: one with a density."""
+
+    @property
+    def installed(self) -> bool:
+        """Whether the library, or another one that is made of its classes, can be imported."""
+        own = type(self).__module__.partition(".")[0]  # our layers for the library are not the library
+        return any(find_spec(package) is not None for package in self.packages if package != own)
 
     def rule(self, cls: type) -> Rule | None:
         """The rule of exactly this class, if it is one of the library's."""
@@ -225,13 +232,19 @@ def find_flow(model: object) -> Found:
     if len(found) == 1:
         return found[0]
     kind = f"{type(model).__module__}.{type(model).__qualname__}"
-    wanted = "\n  ".join(f"{adapter.name}: {adapter.flows}" for adapter in adapters())
+    wanted = "\n  ".join(map(_wanted, adapters()))
     if not found:
         raise NotAFlowError(
             f"{kind} is no flow and holds none in its modules and attributes. What can be wrapped:\n  {wanted}"
         )
     places = "\n  ".join(f"{one.inside or '(itself)'}  {type(one.flow).__name__}" for one in found)
     raise NotAFlowError(f"{kind} holds {len(found)} flows; wrap one of them:\n  {places}")
+
+
+def _wanted(adapter: Adapter) -> str:
+    """What an adapter can wrap, and how to get its library where it is missing."""
+    hint = "" if adapter.installed else f" ({adapter.name} is not installed: pip install {adapter.name})"
+    return f"{adapter.name}: {adapter.flows}{hint}"
 
 
 def _flows_in(model: object, depth: int = 2) -> Iterator[Found]:

@@ -26,7 +26,7 @@ def _transform_class() -> Any:
         if find_spec(package) is not None:
             name = "glasflow.nflows" if package == "glasflow" else package
             return import_module(f"{name}.transforms.base").Transform
-    raise AdapterError("the layers of ebflow_nflows need nflows: pip install 'ebflow-plugin[nflows]'")
+    raise AdapterError("the layers of ebflow_nflows need nflows: pip install nflows")
 
 
 if TYPE_CHECKING:

@@ -23,9 +23,7 @@ else:
     try:
         from normflows.flows import Flow
     except ImportError as error:
-        raise AdapterError(
-            "the layers of ebflow_normflows need normflows: pip install 'ebflow-plugin[normflows]'"
-        ) from error
+        raise AdapterError("the layers of ebflow_normflows need normflows: pip install normflows") from error
 
 
 class _Linear(Flow):

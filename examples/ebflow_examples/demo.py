@@ -187,7 +187,7 @@ def _cosine(optimizer: Optimizer, steps: int) -> LambdaLR:
 
 
 def _step_times(dim: int) -> str:
-    """What a training step of the paper's model takes by each objective, in turns."""
+    """What a training step of the paper's model takes by each objective, interleaved."""
     x = torch.randn(BATCH, dim)
     steps = {}
     for name in ("ML", "SSM", "DSM"):

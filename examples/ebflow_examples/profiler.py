@@ -110,7 +110,7 @@ class Profile:
             for each in self.costs
         ]
         lined = table(("objective", "ms a step", "10 to 90 %", "steps/s", "peak MB", "remark"), rows, remarks=True)
-        where = f"batch {self.shape}, {self.device}, {self.threads} threads, {self.rounds} rounds in turns"
+        where = f"batch {self.shape}, {self.device}, {self.threads} threads, {self.rounds} rounds, interleaved"
         return "\n".join(
             (
                 lined,
@@ -133,7 +133,7 @@ def measure(
     context = None
     if target.context is not None:
         context = torch.randn(len(batch), *target.context, generator=stream(0, "context")).to(batch)
-    with Console(stderr=True).status(f"timing the objectives in turns, for about {seconds:g} s"):
+    with Console(stderr=True).status(f"timing the objectives, interleaved, for about {seconds:g} s"):
         return profile(model, batch, context, seconds=seconds)
 
 
@@ -161,7 +161,7 @@ def profile(
     seconds: float = 20.0,
     objectives: Sequence[str] = OBJECTIVES,
 ) -> Profile:
-    """Times every objective in turns, then measures the memory of one step of each.
+    """Times every objective, interleaved, then measures the memory of one step of each.
 
     Each has its own optimiser; a learning rate of zero leaves the model as it is, so that all see the same one.
     """

@@ -80,7 +80,7 @@ def test_the_collector_is_on_again_after_a_failure():
 def test_a_ratio_of_sides_that_were_not_interleaved_is_refused():
     one, other = run(ours=[1.0, 2.0]), run(plain=[1.0, 2.0])
     for attempt in (ratio, lambda a, b: compare("x", a, b), lambda a, b: exponent([1, 2], [a, b])):
-        with pytest.raises(InputError, match="not timed in turns.*ours, plain"):
+        with pytest.raises(InputError, match="not interleaved.*ours, plain"):
             attempt(one["ours"], other["plain"])
 
 
@@ -244,13 +244,30 @@ def test_limit_counts_the_same_products_for_plain_dsm_and_fdssm(small):
 def test_rivals_that_are_not_installed_say_how_to_get_them(small, monkeypatch):
     monkeypatch.setattr(rivals, "find_spec", lambda name: None)
     for table in (rivals.against_torchebm(Settings()), rivals.against_torch_ema(Settings())):
-        assert "not installed: pip install torch" in report.as_text(table)
+        text = report.as_text(table)
+        assert "not installed: pip install torch" in text
+        assert "extra 'bench'" in text
 
 
 def test_nflows_rivals(small):
     table = rivals.against_nflows(Settings())
     assert {row["against"] for row in table.rows} == {"nflows ML, NaiveLinear", "nflows ML, LULinear"}
-    assert len(table.rows) == 10
+    assert len(table.rows) == 8
+
+
+def test_unconstrain_is_timed_against_maximum_likelihood_on_the_same_lu_flow(small):
+    table = rivals.after_unconstrain(Settings())
+    assert {row["against"] for row in table.rows} == {"nflows ML, LULinear"}
+    names = [row["what"] for row in table.rows]
+    assert names == [
+        f"{name}, {how}" for name in ("ML", "SSM", "DSM", "FDSSM") for how in ("LULinear", "after unconstrain")
+    ]
+
+
+def test_both_exponents_are_shown_with_the_sizes_they_are_over(small):
+    table = next(growth.growth(Settings()))
+    assert {"exponent, all sizes", "exponent, last doubling"} <= set(table.rows[0])
+    assert "over D = 8 … 16, and from D = 8 to D = 16 alone" in table.note
 
 
 # -- the command --
@@ -277,7 +294,8 @@ def test_main_prints_and_writes(small, tmp_path, capsys):
     content = json.loads((tmp_path / "bench.json").read_text())
     times, memory = (table["rows"] for table in content["tables"][1:])
     assert [row["objective"] for row in times] == ["DSM", "ML"]
-    assert all(row["exponent"]["low"] <= row["exponent"]["value"] <= row["exponent"]["high"] for row in times)
+    exponents = ("exponent, all sizes", "exponent, last doubling")
+    assert all(row[key]["low"] <= row[key]["value"] <= row[key]["high"] for row in times for key in exponents)
     assert all(row["3 layers, MB"] > row["2 layers, MB"] > 0 for row in memory)
     row = content["tables"][0]["rows"][0]
     assert row["ratio"]["low"] <= row["ratio"]["value"] <= row["ratio"]["high"]

@@ -247,6 +247,18 @@ def test_what_is_no_flow_is_refused_with_what_can_be_wrapped(thing):
         ebf.wrap(thing)
 
 
+def test_a_library_that_is_missing_is_named_with_how_to_install_it(monkeypatch):
+    there = {"nflows": False, "glasflow": False, "enflows": False, "flowcon": False, "nessai": False}
+    monkeypatch.setattr(discovery, "find_spec", lambda name: object() if there.get(name, True) else None)
+    with pytest.raises(ebf.NotAFlowError, match=r"nflows is not installed: pip install nflows\)") as error:
+        ebf.wrap(nn.Linear(2, 2))
+    assert "normflows is not installed" not in str(error.value)
+    there["glasflow"] = True  # a fork of nflows is as good
+    with pytest.raises(ebf.NotAFlowError) as error:
+        ebf.wrap(nn.Linear(2, 2))
+    assert "not installed" not in str(error.value)
+
+
 def test_several_flows_are_listed():
     both = nn.ModuleDict({"a": make_flow(Renamed(D)), "b": make_flow(Renamed(D))})
     with pytest.raises(ebf.NotAFlowError, match=r"(?s)holds 2 flows.*\n  a  Flow\n  b  Flow"):

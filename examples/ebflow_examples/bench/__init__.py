@@ -1,4 +1,4 @@
-"""``ebflow bench``: ours against plain torch and against the libraries, timed in turns.
+"""``ebflow bench``: ours against plain torch and against the libraries, interleaved.
 
 A command line calls::
 
@@ -97,7 +97,7 @@ def main(
     (out / "bench.md").write_text(report.as_markdown(tables, about))
     written = ["bench.json", "bench.md"]
     for table in tables:
-        if "exponent" in table.rows[0]:
+        if "exponent, all sizes" in table.rows[0]:
             report.draw(table, out / "growth.png")
             written.append("growth.png")
     note(f"written: {', '.join(str(out / name) for name in written)}", "bold green")

@@ -98,7 +98,7 @@ def write_json(path: Path, tables: Iterable[Table], about: dict[str, Any], optio
 
 
 def draw(table: Table, path: Path) -> None:
-    """Draws step time against D, with the fitted exponents."""
+    """Draws step time against D, with its exponents over all sizes and over the last doubling."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullLocator
@@ -109,11 +109,8 @@ def draw(table: Table, path: Path) -> None:
     columns = [key for key in table.rows[0] if key.startswith("D = ")]
     sizes = [int(key.removeprefix("D = ").removesuffix(", ms")) for key in columns]
     for row, marker in zip(table.rows, cycle("osD^v"), strict=False):
-        fit: Spread = row["exponent"]
-        last = row["last two"].value
-        label = (
-            f"{row['objective']}: $D^{{{fit.value:.2f}}}$ [{fit.low:.2f}, {fit.high:.2f}], last two $D^{{{last:.2f}}}$"
-        )
+        fit, last = (row[f"exponent, {over}"].value for over in ("all sizes", "last doubling"))
+        label = f"{row['objective']}: $D^{{{fit:.2f}}}$, last doubling $D^{{{last:.2f}}}$"
         style = "--" if row["objective"] in ("ML", "SML") else "-"
         axes.loglog(sizes, [row[key] for key in columns], style, marker=marker, label=label)
     axes.xaxis.set_minor_locator(NullLocator())
@@ -123,5 +120,5 @@ def draw(table: Table, path: Path) -> None:
     axes.yaxis.set_minor_locator(NullLocator())
     axes.set(xlabel="D", ylabel="milliseconds a training step", title=table.title)
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.legend(title=f"time ~ $D^p$ over D = {sizes[0]} … {sizes[-1]}")
     figure.savefig(path, dpi=130)

@@ -1,4 +1,4 @@
-"""What a group of measurements is given, and what it gives back: settings, and tables."""
+"""What a group of measurements takes, and what it returns: settings, and tables."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Settings:
     def time(
         self, what: str, contenders: Mapping[str, Callable[[], object]], *, seconds: float = 1.5, least: int = 5
     ) -> dict[str, Samples]:
-        """Times contenders in turns; ``seconds`` is for a quick run, and a full one takes six times as long."""
+        """Times contenders interleaved; ``seconds`` is for a quick run, and a full one takes six times as long."""
         self.progress(what, 0)
         return interleaved(
             contenders,
@@ -87,7 +87,7 @@ def compare(what: str, ours: Samples, other: Samples, target: float | None = Non
     """A row about two contenders of one run: their milliseconds, and the ratio with its spread.
 
     Raises:
-        InputError: If they were not timed in turns.
+        InputError: If they were not interleaved.
     """
     spread = ratio(ours, other)
     return {

@@ -1,7 +1,7 @@
-"""Interleaved timing: contenders take turns, and only what took turns is compared.
+"""Interleaved timing: contenders take turns, and only times of one such run are compared.
 
-A machine is never equally fast for long. Two times can be compared if they were measured in turns, in one run, in an
-order that changes from round to round; :func:`estimate` refuses anything else.
+A machine is never equally fast for long. Two times can be compared if they were measured in one run, call by call, in
+an order that changes from round to round; :func:`estimate` refuses anything else.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def interleaved(
     device: torch.device | None = None,
     tick: Callable[[int], None] = lambda done: None,
 ) -> dict[str, Samples]:
-    """Times contenders in turns, in an order that is shuffled for each round.
+    """Times contenders interleaved, in an order that is shuffled for each round.
 
     Arguments:
         contenders: What to call, by name.
@@ -126,10 +126,10 @@ def exponent(sizes: Sequence[int], samples: Sequence[Samples]) -> Spread:
 
 
 def estimate(statistic: Callable[[Tensor], Tensor], sides: Sequence[Samples]) -> Spread:
-    """A function of the medians of contenders that were timed in turns, with its spread.
+    """A function of the medians of contenders that were interleaved, with its spread.
 
     Arguments:
-        statistic: Takes medians with shape ``(*, sides)`` and gives values with shape ``(*)``.
+        statistic: Takes medians with shape ``(*, sides)`` and returns values with shape ``(*)``.
         sides: The samples, all of one run. Whole rounds are resampled, so that what slows a round cancels.
 
     Raises:
@@ -137,7 +137,7 @@ def estimate(statistic: Callable[[Tensor], Tensor], sides: Sequence[Samples]) ->
     """
     if any(side.run is not sides[0].run for side in sides):
         names = ", ".join(side.name for side in sides)
-        raise InputError(f"these were not timed in turns, so they are not compared: {names}. Time them in one run.")
+        raise InputError(f"these were not interleaved, so they are not compared: {names}. Time them in one run.")
     times = torch.tensor([side.seconds for side in sides], dtype=torch.float64)
     count = times.shape[1]
     drawn = torch.randint(count, (RESAMPLES, count), generator=torch.Generator().manual_seed(0))

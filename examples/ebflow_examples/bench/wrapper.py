@@ -44,12 +44,12 @@ def wrapper(settings: Settings) -> Iterator[Table]:
         "wrapper",
         f"what the wrapper costs, D = {DIM}, batch {BATCH}, without gradients",
         rows,
-        "The loop by hand calls the same modules and the flow's own base density, and knows log Z by heart.",
+        "The loop by hand calls the same modules and the flow's own base density, and uses a constant for log Z.",
     )
 
 
 def alternating(pairs: int) -> Any:
-    """A flow of full layers, each with a smooth leaky ReLU behind it."""
+    """A flow of full layers, each with a smooth leaky ReLU after it."""
     steps = [part for _ in range(pairs) for part in (FullLinear(DIM, init="orthogonal"), SmoothLeakyReLU(ALPHA))]
     return flows.Flow(transforms.CompositeTransform(steps), distributions.StandardNormal([DIM]))
 

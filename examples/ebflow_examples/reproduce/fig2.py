@@ -53,8 +53,8 @@ def report(options: Options, found: Sequence[Found], path: Path) -> Report:
         pictures.append(path.with_stem(f"{path.stem}b"))
         table2.draw(options, curves, pictures[-1])
     notes = [
-        "(a) A step is loss, backward and Adam, of two dense layers, in turns on one core; in brackets the 90 % "
-        "interval of the exponent over rounds. The paper's Fig. 2 (a) has no exponents; it says O(D³) for ML and SML, "
+        "(a) A step is loss, backward and Adam, of two dense layers, interleaved on one core; in brackets the 90 % "
+        "interval over rounds. The paper's Fig. 2 (a) has no exponents; it says O(D³) for ML and SML, "
         "O(D²) for the others. (b) NLL of validation data against training time"
         + (f", from the cells of Table 2: `{borrowed[0].facts['command']}`." if borrowed else "."),
     ]

@@ -88,8 +88,9 @@ def report(options: Options, found: Sequence[Found], path: Path) -> Report:
         "2,000 test images. The paper trains for tens of epochs on a GPU.",
         "Margin, noise, rate and kernel were chosen by eye, and by validation NLL, from a few runs of minutes. More "
         "training is not always better: the paper saw its samples decline with it too.",
-        "SSM and DSM do not compare with each other: DSM has logits of pixels in [0.05, 0.95], where the background "
-        "has next to no width, and what it learns is the density of data with noise on them; SSM has a margin of 1e-6.",
+        "SSM and DSM cannot be compared with each other: DSM has logits of pixels in [0.05, 0.95], where the "
+        "background has next to no width, and what it learns is the density of data with noise on them; SSM has a "
+        "margin of 1e-6.",
     ]
     head = ("objective", "NLL (the paper's)", "steps", "training")
     return Report([Grid(f"Glow on {options.data}", head, lines)], rows, notes, [path] if panels else [])

@@ -130,10 +130,10 @@ def _notes(groups: dict[tuple[Any, ...], list[Found]], losses: Sequence[str]) ->
         f"{', '.join(f'{loss.upper()} {count:,.0f}' for loss, count in steps.items())}.",
         "One recipe for all: Adam, 5e-3, a cosine schedule. The rate, and the noise of DSM, 0.2, are the better of a "
         "few single runs on swirl with seed 0, by test points; the rate was tried with SSM and DSM alone.",
-        "What the paper calls KL divergence stands beside the NLL: it is no KL divergence, which is near 0 for a good "
-        "model, and no NLL in nats of these densities either. Their entropies, which no model can go below, are "
+        "What the paper calls KL divergence is listed with the NLL: it is not a KL divergence, which is near 0 for a "
+        "good model, nor an NLL in nats of these densities. Their entropies, which no model can go below, are "
         f"{', '.join(f'{data} {value:.3f}' for data, value in entropies.items())}, and the paper's numbers are above "
-        "them by another amount for each set. Its differences between objectives do compare.",
+        "them by a different amount for each set. Its differences between objectives can be compared.",
     ]
 
 

@@ -80,12 +80,12 @@ def gaussian_note(found: Sequence[Found]) -> list[str]:
     for each in found:
         if each["loss"] == GAUSSIAN and not each.failed:
             return [
-                "**The NLLs of the paper and ours do not compare in absolute terms.** A Gaussian fitted to the "
+                "**The NLLs of the paper and ours cannot be compared in absolute terms.** A Gaussian fitted to the "
                 f"logits, without any training, has {each['nll']:.1f} here ({each['nll_logits']:.1f} as a density of "
                 "the logits; the paper quotes 1375.2 for the relative gradient, which looks like such a one). How far "
                 "pixels are kept from 0 and 1 before the logit moves all NLLs by tens to hundreds of nats; it is "
                 f"{ALPHA:g} here, and the paper does not say. Differences between objectives, and from the Gaussian, "
-                "do compare.",
+                "can be compared.",
             ]
     return []
 
