@@ -264,6 +264,11 @@ def fold(tensors: Mapping[str, Tensor], plan: Plan) -> None:
     layer, matrix = last.module, tensors["to_base"]
     if layer.bias is None:
         raise InputError(f"{last.where} has no bias, and cannot take a calibration in")
+    if len(matrix) != layer.features:
+        raise InputError(
+            f"{last.where} acts on {layer.features} features at a time, and cannot take in a calibration of all "
+            f"{len(matrix)} latents; calibrate with fold=False"
+        )
     matrix = torch.diag(matrix) if matrix.dim() == 1 else matrix
     layer.weight.copy_(matrix @ layer.weight)
     layer.bias.copy_(matrix @ (layer.bias - tensors["mean"]) + tensors["center"])

@@ -135,6 +135,10 @@ class Step(Part, ABC):
     def initialize(self, x: Value) -> None:
         """Runs the module's data-dependent initialisation on a clean batch, if it has one and it is still due."""
 
+    def library_flaw(self, shape: Shape) -> str | None:
+        """What is wrong with the library's own log-det for events of this shape, as the end of a sentence; or None."""
+        return None
+
     def forward_shapes(self, shapes: Shapes) -> Shapes:
         """The event shapes that the module's own forward makes of these."""
         return shapes
@@ -199,7 +203,7 @@ class LinearStep(Step):
     def log_det(self, shapes: Shapes) -> Tensor | float:
         """log|det| of :meth:`encode` for inputs with these event shapes."""
         if self.inverted:
-            return -self.log_abs_det(self.inverse_shapes(shapes)[0])
+            return -self.log_abs_det(self.encoded_shapes(shapes)[0])
         return self.log_abs_det(shapes[0])
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ebflow_plugin.conditioners import TAUGHT_NETWORKS, Smoothness
-from ebflow_plugin.errors import UnknownNameError, suggest
-from ebflow_plugin.plan import LinearStep, NonlinearStep, Shape, Step
+from ebflow_plugin.errors import InputError, UnknownNameError, suggest
+from ebflow_plugin.plan import LinearStep, NonlinearStep, Shape, Shapes, Step, Value
 from ebflow_plugin.registry import TypeRegistry
 
 __all__ = [
@@ -68,7 +68,35 @@ Rule = type[Step] | Container | Taught | Callable[[Any], "Rule"]
 TAUGHT: TypeRegistry[Container | Taught] = TypeRegistry("rule")
 
 
-class OpaqueStep(NonlinearStep):
+class SeenShapesStep(Step):
+    """A step whose class does not tell what it does to shapes: it keeps those that passed it.
+
+    A reshape of the user's own is one. What stands behind it needs its shapes for its log-det.
+    """
+
+    def __init__(self, module: Any, path: str, inverted: bool = False) -> None:
+        super().__init__(module, path, inverted)
+        self._seen: dict[Shapes, Shapes] = {}
+
+    def encode(self, x: Any, context: Tensor | None) -> tuple[Any, Tensor | None]:
+        value, log_det = super().encode(x, context)  # type: ignore[safe-super]
+        if not torch.compiler.is_compiling():
+            self._seen[_event_shapes(x)] = _event_shapes(value)
+        return value, log_det
+
+    def encoded_shapes(self, shapes: Shapes) -> Shapes:
+        if shapes not in self._seen and self.gives != self.takes:
+            raise InputError(
+                f"{self.where} gives shapes that nobody knows before data pass it: compute an energy first"
+            )
+        return self._seen.get(shapes, shapes)
+
+
+def _event_shapes(value: Value) -> Shapes:
+    return tuple(tuple(part.shape[1:]) for part in ((value,) if isinstance(value, Tensor) else value))
+
+
+class OpaqueStep(SeenShapesStep, NonlinearStep):
     """A module whose inside nobody knows, with its own log-det."""
 
     taught_smoothness: Smoothness = Smoothness.UNKNOWN
@@ -78,7 +106,7 @@ class OpaqueStep(NonlinearStep):
         return self.taught_smoothness
 
 
-class TaughtLinearStep(LinearStep):
+class TaughtLinearStep(SeenShapesStep, LinearStep):
     """A module that a user says is affine in x. What the user gives no function for, the module itself does."""
 
     reason = "registered by the user"
