@@ -58,7 +58,7 @@ def first_full_layer(plan: Plan) -> int:
 
 
 def rows_of(step: FullStep, value: Tensor) -> Tensor:
-    """What the rows of a full layer's matrix act on: rows of features, or the cells of stride × stride pixels of images.
+    """What the rows of a full layer's matrix act on: rows of features, or cells of stride × stride pixels of images.
 
     A convolution is whitened in each cell on its own: the best map of its form that needs no more than one tap a pixel.
     """
