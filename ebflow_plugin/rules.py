@@ -100,6 +100,14 @@ class OpaqueStep(SeenShapesStep, NonlinearStep):
     """A module whose inside nobody knows, with its own log-det."""
 
     taught_smoothness: Smoothness = Smoothness.UNKNOWN
+    inside: tuple[Step, ...] = ()  # the steps of the library that the module holds, which may be refused
+
+    def refusal(self) -> str | None:
+        for step in self.inside:
+            why = step.refusal()
+            if why is not None:
+                return f"holds {step.class_name} at {step.path!r}: {why}"
+        return super().refusal()
 
     @property
     def smoothness(self) -> Smoothness:
@@ -115,6 +123,9 @@ class TaughtLinearStep(SeenShapesStep, LinearStep):
         super().__init__(module.module, path, inverted)
         self._caller, self._rule = module, rule
         self.cost = rule.cost
+
+    def refusal(self) -> str | None:
+        return self._caller.refusal()
 
     def apply(self, x: Tensor) -> Tensor:
         if self._rule.apply is not None:
