@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.jets import Expansion
+from ebflow_plugin.layers import FullLinear
 from ebflow_plugin.linalg import Dense, KeptLU
 from ebflow_plugin.plan import LinearStep, Shape, Shapes
 
@@ -116,6 +117,12 @@ class MatrixStep(MixingStep):
     def invert(self, y: Tensor) -> Tensor:
         shifted = self.checked(y) - self.placed(self.bias())
         return self.on_rows(lambda rows: self._lu.solve(self.kept(), rows), shifted)
+
+    def encode(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, None]:
+        if not self.inverted:
+            return self.apply(x), None
+        weight = self.kept().mT if self.transposed else self.kept()
+        return self.on_rows(lambda rows: solved(weight, rows), self.checked(x) - self.placed(self.bias())), None
 
     def log_abs_det(self, shape: Shape) -> Tensor:
         return self._lu.log_abs_det(self.kept()) * self.copies(shape)
@@ -261,6 +268,15 @@ class FullStep(LinearStep):
         result: Tensor = self.module.invert(y)
         return result
 
+    def encode(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, None]:
+        if not self.inverted:
+            return self.apply(x), None
+        if not isinstance(self.module, FullLinear):
+            return self.invert(x), None
+        self.module.input_shape(tuple(x.shape[1:]))
+        shifted = x if self.module.bias is None else x - self.module.bias
+        return solved(self.module.weight, shifted.flatten(0, -2)).reshape(x.shape), None
+
     def log_abs_det(self, shape: Shape) -> Tensor:
         result: Tensor = self.module.log_det(shape)
         return result
@@ -278,6 +294,19 @@ class FullStep(LinearStep):
     def expand(self, x: Tensor, context: Tensor | None) -> Expansion:
         value = self.module.transform(x)
         return Expansion(value, self.module.multiply, lambda adjoint: self.module.multiply_transposed(adjoint, x.shape))
+
+
+def solved(weight: Tensor, rows: Tensor) -> Tensor:
+    """W⁻¹ rows, in a density direction: nobody looks at the pivots, which waits for the device. O(D³) each time.
+
+    A singular W gives inf or NaN, which the loss shows; log Z names the layer.
+
+    Example:
+        >>> solved(torch.tensor([[2.0, 0.0], [0.0, 4.0]]), torch.tensor([[2.0, 4.0]]))
+        tensor([[1., 1.]])
+    """
+    result: Tensor = torch.linalg.solve_ex(weight, rows.to(weight.dtype).mT)[0].mT
+    return result
 
 
 def _packed_places(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
