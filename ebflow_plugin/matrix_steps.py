@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ebflow_plugin.conv import structure
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.jets import Expansion
 from ebflow_plugin.layers import FullLinear
 from ebflow_plugin.linalg import Dense, KeptLU
-from ebflow_plugin.plan import LinearStep, Shape, Shapes
+from ebflow_plugin.plan import Blocks, LinearStep, Shape, Shapes
 
 __all__ = ["FullStep", "MatrixStep", "MixingStep", "PackedLUStep", "TriangularStep"]
 
@@ -254,7 +255,18 @@ class FullStep(LinearStep):
     """A FullLinear or FullConv2d of ours, in its density direction."""
 
     reason = "full, unconstrained"
-    cost = "D × D determinant"
+
+    def blocks(self, shapes: Shapes | None) -> Blocks | None:
+        if isinstance(self.module, FullLinear):
+            return Blocks(self.module.features)
+        if shapes is None:
+            return Blocks(None)
+        geometry = self.module.setting.geometry(self.encoded_shapes(shapes)[0] if self.inverted else shapes[0])
+        kind, group = structure(geometry), geometry.group
+        if kind in ("patches", "fourier"):  # blocks over the cells of stride × stride pixels, equal ones or not
+            cells = group.rows.out * group.columns.out if kind == "fourier" else 1
+            return Blocks(group.out_channels, cells * geometry.groups)
+        return Blocks(group.size, geometry.groups, kind == "band")
 
     def determinant(self, shapes: Shapes | None) -> int | None:
         size: int | None = getattr(self.module, "features", None if shapes is None else prod(shapes[0]))

@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from ebflow_plugin.errors import NoInverseError, SingularError, UnsupportedStepE
 
 __all__ = [
     "Base",
+    "Blocks",
     "LinearStep",
     "Linearity",
     "NonlinearStep",
@@ -164,6 +165,37 @@ class Step(Part, ABC):
         """Moves towards data: the inverse of :meth:`encode`."""
 
 
+class Blocks(NamedTuple):
+    """The blocks of a matrix that its determinant is computed from.
+
+    Attributes:
+        size: Rows of a block; None where no shape is known.
+        count: How many blocks there are.
+        banded: Whether they are bands, which cost less than dense ones.
+
+    Example:
+        >>> str(Blocks(4)), str(Blocks(4, 25)), str(Blocks(784, 1, True)), str(Blocks(None))
+        ('4 × 4 determinant', '25 determinants of 4 × 4', 'banded 784 × 784 determinant', 'D × D determinant')
+    """
+
+    size: int | None
+    count: int = 1
+    banded: bool = False
+
+    def __str__(self) -> str:
+        side = "D" if self.size is None else str(self.size)
+        band = "banded " if self.banded else ""
+        if self.count == 1:
+            return f"{band}{side} × {side} determinant"
+        return self.counted()
+
+    def counted(self, steps: int = 1) -> str:
+        """As part of a sentence, for a number of steps with such blocks."""
+        side, number = "D" if self.size is None else str(self.size), self.count * steps
+        band = "banded " if self.banded else ""
+        return f"{number} {band}determinant{'s' * (number > 1)} of {side} × {side}"
+
+
 class LinearStep(Step):
     """A step that is affine in x: its log-det is a constant, and :meth:`encode` never computes it.
 
@@ -181,6 +213,15 @@ class LinearStep(Step):
             shapes: The event shapes before the step, if known.
         """
         return None
+
+    def blocks(self, shapes: Shapes | None) -> Blocks | None:
+        """The factorisations that its log-det takes, and ``energy()`` skips; None if it takes none.
+
+        Arguments:
+            shapes: The event shapes before the step, if known.
+        """
+        size = self.determinant(shapes)
+        return None if size is None else Blocks(size)
 
     @abstractmethod
     def apply(self, x: Any) -> Any:
