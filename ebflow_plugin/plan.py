@@ -170,7 +170,7 @@ class Blocks(NamedTuple):
 
     Attributes:
         size: Rows of a block; None where no shape is known.
-        count: How many blocks there are.
+        number: How many blocks there are.
         banded: Whether they are bands, which cost less than dense ones.
 
     Example:
@@ -179,19 +179,19 @@ class Blocks(NamedTuple):
     """
 
     size: int | None
-    count: int = 1
+    number: int = 1
     banded: bool = False
 
     def __str__(self) -> str:
         side = "D" if self.size is None else str(self.size)
         band = "banded " if self.banded else ""
-        if self.count == 1:
+        if self.number == 1:
             return f"{band}{side} × {side} determinant"
         return self.counted()
 
     def counted(self, steps: int = 1) -> str:
         """As part of a sentence, for a number of steps with such blocks."""
-        side, number = "D" if self.size is None else str(self.size), self.count * steps
+        side, number = "D" if self.size is None else str(self.size), self.number * steps
         band = "banded " if self.banded else ""
         return f"{number} {band}determinant{'s' * (number > 1)} of {side} × {side}"
 
