@@ -304,6 +304,11 @@ def _memory(tensor: Tensor) -> tuple[torch.device, int]:
 def fold(tensors: Mapping[str, Tensor], layer: FullLinear) -> None:
     """Puts the map of a calibration into the last layer of a flow."""
     matrix = tensors["to_base"]
+    if len(matrix) != layer.features:
+        raise InputError(
+            f"the last FullLinear acts on {layer.features} features at a time, and cannot take in a calibration of all "
+            f"{len(matrix)} latents; calibrate with fold=False"
+        )
     matrix = torch.diag(matrix) if matrix.dim() == 1 else matrix
     assert layer.bias is not None
     layer.weight.copy_(matrix @ layer.weight)

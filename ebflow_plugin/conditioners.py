@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from enum import Enum
 from types import BuiltinFunctionType, FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.nn.utils import parametrize
 
 from ebflow_plugin.registry import TypeRegistry, resolve
+from ebflow_plugin.smooth_modules import FUNCTIONS, Smoothness, known_smoothness, worst_of
 
 __all__ = [
     "TAUGHT_NETWORKS",
@@ -28,99 +27,71 @@ __all__ = [
     "unsteady_parts",
 ]
 
-
-class Smoothness(str, Enum):
-    """What a step does to the score. Objectives that integrate by parts need a continuous one (contract 9)."""
-
-    SMOOTH = "smooth"
-    KINKED = "score jumps"
-    JUMPS = "density jumps"
-    FALSE = "2nd derivative is wrong"
-    UNKNOWN = "unknown"
-
-    __str__ = str.__str__
-
-
-# Modules whose first derivative jumps. ELU is C1 at its default alpha of 1, so its score is continuous.
-_KINKED_MODULES = (
-    nn.ReLU,
-    nn.ReLU6,
-    nn.LeakyReLU,
-    nn.PReLU,
-    nn.RReLU,
-    nn.Hardtanh,
-    nn.Hardsigmoid,
-    nn.Hardswish,
-    nn.Hardshrink,
-    nn.Softshrink,
-    nn.Threshold,
-    nn.MaxPool1d,
-    nn.MaxPool2d,
-    nn.MaxPool3d,
-)
-_KINKED_FUNCTIONS = (
-    F.relu,
-    F.relu_,
-    F.relu6,
-    F.leaky_relu,
-    F.leaky_relu_,
-    F.prelu,
-    F.rrelu,
-    F.hardtanh,
-    F.hardsigmoid,
-    F.hardswish,
-    F.hardshrink,
-    F.softshrink,
-    F.threshold,
-    torch.relu,
-    torch.relu_,
-    torch.abs,
-)
-_SMOOTH = (
-    F.celu,
-    F.elu,
-    F.gelu,
-    F.logsigmoid,
-    F.mish,
-    F.sigmoid,
-    F.silu,
-    F.softplus,
-    F.softsign,
-    F.tanh,
-    torch.cos,
-    torch.exp,
-    torch.sigmoid,
-    torch.sin,
-    torch.tanh,
-)
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, functools.partial)
-# Packages whose networks hold their activations where they can be seen.
-_SEEN_INTO = ("torch", "nflows", "glasflow", "enflows", "flowcon", "nessai", "normflows", "sbi", "ebflow_plugin")
 # What users said about classes of networks of their own: rules.register_nonlinear puts it here.
 TAUGHT_NETWORKS: TypeRegistry[Smoothness] = TypeRegistry("smoothness")
 _BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
+_INSTANCE_NORMS = (nn.modules.instancenorm._InstanceNorm,)
 _DROPOUTS = (nn.modules.dropout._DropoutNd,)
+_RANDOM_POOLS = (nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
+
+
+class Ingredient(NamedTuple):
+    """A module inside of a network, or a function that a module holds as an attribute (as nflows' networks do)."""
+
+    path: str
+    name: str
+    smoothness: Smoothness
+
+
+def ingredients(module: nn.Module) -> Iterator[Ingredient]:
+    """All that a network is made of, as far as it can be seen: what a ``forward`` calls in its code alone cannot.
+
+    What is in no table, and nobody taught, is of unknown smoothness. Parametrisations act on weights and do not count.
+    """
+    weights = tuple(path for path, part in module.named_modules() if isinstance(part, parametrize.ParametrizationList))
+    for path, part in module.named_modules(remove_duplicate=False):
+        if any(path == one or path.startswith(f"{one}.") for one in weights) or path.endswith("parametrizations"):
+            continue
+        taught = _taught(part)
+        known, _ = resolve(part, known_smoothness)
+        if taught is not None:
+            yield Ingredient(path, type(part).__name__, taught)
+        else:
+            yield Ingredient(path, type(part).__name__, Smoothness.UNKNOWN if known is None else known(part))
+        for name, value in vars(part).items():
+            if isinstance(value, _FUNCTIONS):
+                below = f"{path}.{name}".lstrip(".")
+                smoothness = _of_function(value)
+                if taught is None or smoothness != Smoothness.UNKNOWN:
+                    yield Ingredient(below, getattr(value, "__name__", repr(value)), smoothness)
+
+
+def _of_function(value: Any) -> Smoothness:
+    try:
+        return FUNCTIONS.get(value, Smoothness.UNKNOWN)
+    except TypeError:  # a partial of something that has no hash
+        return Smoothness.UNKNOWN
 
 
 def kinked_parts(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """Finds ReLU-like activations: modules, and functions held as an attribute (as nflows' networks do).
+    """Finds ReLU-like activations: modules, and functions held as an attribute.
 
-    Gives the dotted path and the activation's name. What a network calls in its code alone cannot be seen.
+    Gives the dotted path and the activation's name.
 
     Example:
         >>> list(kinked_parts(nn.Sequential(nn.Linear(2, 2), nn.ReLU())))
         [('1', 'ReLU')]
     """
-    for path, part in module.named_modules(remove_duplicate=False):
-        if isinstance(part, _KINKED_MODULES) or (isinstance(part, nn.ELU) and part.alpha != 1.0):
-            yield path, type(part).__name__
-        for name, value in vars(part).items():
-            if any(value is function for function in _KINKED_FUNCTIONS):
-                yield f"{path}.{name}".lstrip("."), value.__name__
+    return (
+        (part.path, part.name)
+        for part in ingredients(module)
+        if part.smoothness in (Smoothness.KINKED, Smoothness.JUMPS)
+    )
 
 
 def opaque_parts(module: nn.Module) -> Iterator[str]:
-    """Finds what nobody can see into: modules with a ``forward`` of somebody's own, and functions nobody knows.
+    """Finds what nobody knows: modules with a ``forward`` of somebody's own, and functions that are in no table.
 
     A class that :func:`ebflow_plugin.register_nonlinear` was told about is no secret any more; what is inside of it is
     looked at all the same.
@@ -128,23 +99,11 @@ def opaque_parts(module: nn.Module) -> Iterator[str]:
     Example:
         >>> class Mine(nn.Module):
         ...     def forward(self, x):
-        ...         return torch.relu(x)
-        >>> Mine.__module__ = "a_users_package"
+        ...         return x.relu()
         >>> list(opaque_parts(nn.Sequential(nn.Linear(2, 2), Mine())))
         ['1']
     """
-    for path, part in module.named_modules():
-        taught = _taught(part)
-        if taught == Smoothness.UNKNOWN:
-            yield path
-        if taught is not None:
-            continue
-        owner = next(cls for cls in type(part).__mro__ if "forward" in vars(cls))
-        if owner.__module__.partition(".")[0] not in _SEEN_INTO:
-            yield path
-        for name, value in vars(part).items():
-            if isinstance(value, _FUNCTIONS) and not any(value is known for known in (*_SMOOTH, *_KINKED_FUNCTIONS)):
-                yield f"{path}.{name}".lstrip(".")
+    return (part.path for part in ingredients(module) if part.smoothness == Smoothness.UNKNOWN)
 
 
 def smoothness_of(module: Any) -> Smoothness:
@@ -156,13 +115,7 @@ def smoothness_of(module: Any) -> Smoothness:
     """
     if not isinstance(module, nn.Module):
         return Smoothness.UNKNOWN
-    taught = {_taught(part) for part in module.modules()}
-    for worst in (Smoothness.FALSE, Smoothness.JUMPS):
-        if worst in taught:
-            return worst
-    if Smoothness.KINKED in taught or next(kinked_parts(module), None) is not None:
-        return Smoothness.KINKED
-    return Smoothness.SMOOTH if next(opaque_parts(module), None) is None else Smoothness.UNKNOWN
+    return worst_of(part.smoothness for part in ingredients(module))
 
 
 def _taught(part: nn.Module) -> Smoothness | None:
@@ -171,7 +124,7 @@ def _taught(part: nn.Module) -> Smoothness | None:
 
 
 def unsteady_parts(module: Any) -> list[Callable[[], str | None]]:
-    """Finds batch norm and dropout inside a module: one question each, which answers with the reason to refuse.
+    """Finds what is random, or couples samples, inside a module: one question each, which answers with the reason.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
@@ -184,10 +137,9 @@ def unsteady_parts(module: Any) -> list[Callable[[], str | None]]:
         return []
     questions: list[Callable[[], str | None]] = []
     for path, part in module.named_modules():
-        if isinstance(part, _BATCH_NORMS):
-            questions.append(lambda part=part, path=path: _batch_norm_refusal(part, path))  # type: ignore[misc]
-        elif isinstance(part, _DROPOUTS):
-            questions.append(lambda part=part, path=path: _dropout_refusal(part, path))  # type: ignore[misc]
+        for kinds, ask in _UNSTEADY:
+            if isinstance(part, kinds):
+                questions.append(functools.partial(ask, part, f"{type(part).__name__} at {path!r}"))
     return questions
 
 
@@ -205,8 +157,7 @@ def first_reason(questions: list[Callable[[], str | None]]) -> str | None:
     return None
 
 
-def _batch_norm_refusal(part: nn.Module, path: str) -> str | None:
-    name = f"{type(part).__name__} at {path!r}"
+def _batch_norm_refusal(part: Any, name: str) -> str | None:
     if part.running_mean is None:
         return f"couples the samples of a batch ({name} keeps no running statistics); remove it"
     if part.training:
@@ -214,8 +165,44 @@ def _batch_norm_refusal(part: nn.Module, path: str) -> str | None:
     return None
 
 
-def _dropout_refusal(part: nn.Module, path: str) -> str | None:
-    if part.training and part.p:
-        name = f"{type(part).__name__} at {path!r}"
-        return f"is random in training mode ({name}, p={part.p}); put the model in eval(), or set p to 0"
+def _instance_norm_refusal(part: Any, name: str) -> str | None:
+    if part.training and part.track_running_stats:
+        return f"changes with every call in training mode ({name} keeps running statistics); put the model in eval()"
     return None
+
+
+def _dropout_refusal(part: Any, name: str) -> str | None:
+    return _random(part, name, part.p)
+
+
+def _random_inside_refusal(part: Any, name: str) -> str | None:
+    """Dropout that is no module: in attention, and between the layers of a recurrent network."""
+    return _random(part, name, part.dropout if getattr(part, "num_layers", 2) > 1 else 0.0)
+
+
+def _random(part: Any, name: str, p: float) -> str | None:
+    if part.training and p:
+        return f"is random in training mode ({name}, p={p}); put the model in eval(), or set p to 0"
+    return None
+
+
+def _rrelu_refusal(part: Any, name: str) -> str | None:
+    if part.training and part.lower != part.upper:
+        return f"is random in training mode ({name} draws its slope); put the model in eval(), or use LeakyReLU"
+    return None
+
+
+def _random_pool_refusal(part: Any, name: str) -> str | None:
+    if part._random_samples is None:
+        return f"is random in every mode ({name} draws its windows); use MaxPool, or AvgPool, which is smooth"
+    return None
+
+
+_UNSTEADY: tuple[tuple[tuple[type, ...], Callable[[Any, str], str | None]], ...] = (
+    (_BATCH_NORMS, _batch_norm_refusal),
+    (_INSTANCE_NORMS, _instance_norm_refusal),
+    (_DROPOUTS, _dropout_refusal),
+    ((nn.MultiheadAttention, nn.RNNBase), _random_inside_refusal),
+    ((nn.RReLU,), _rrelu_refusal),
+    (_RANDOM_POOLS, _random_pool_refusal),
+)

@@ -146,9 +146,23 @@ class Adapter(ABC):
         elif rule is not None:
             yield rule(module, path, inverted)
         else:
-            step = self.opaque(module, path, inverted)
+            step = self._opaque(module, path, inverted)
             step.known, step.reason = False, why
             yield step
+
+    def _opaque(self, module: Any, path: str, inverted: bool = False) -> OpaqueStep:
+        """The step of a module whose inside nobody walks, with the library's own steps that it holds somewhere."""
+        step = self.opaque(module, path, inverted)
+        inside = module.named_modules() if isinstance(module, nn.Module) else ()
+        step.inside = tuple(found for name, part in inside if name for found in self._own_step(part, f"{path}.{name}"))
+        return step
+
+    def _own_step(self, module: nn.Module, path: str) -> Iterator[Step]:
+        rule = self.rule(type(module))
+        while rule is not None and not isinstance(rule, (type, Container, Taught)):
+            rule = rule(module)
+        if isinstance(rule, type):
+            yield rule(module, path)
 
     def check_overrides(self, overrides: Mapping[str, str], flow: nn.Module) -> None:
         """Refuses overrides with a path that the flow does not have, or a word that means nothing."""
@@ -161,8 +175,8 @@ class Adapter(ABC):
 
     def _taught(self, rule: Taught, module: Any, path: str, inverted: bool, why: str) -> Step:
         if rule.linear:
-            return TaughtLinearStep(self.opaque(module, path), rule, path, inverted)
-        step = self.opaque(module, path, inverted)
+            return TaughtLinearStep(self._opaque(module, path), rule, path, inverted)
+        step = self._opaque(module, path, inverted)
         step.reason = why or "registered by the user"
         step.taught_smoothness = rule.smoothness
         return step

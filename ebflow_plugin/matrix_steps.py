@@ -1,6 +1,7 @@
 """The steps whose log-det costs something: dense, triangular and LU matrices, and our own layers.
 
-Factorisations are kept until a parameter changes. On images a matrix acts on the channels of each pixel.
+Factorisations are kept until a parameter changes. A matrix acts on the last dimension of an event, whatever stands
+before it, or on the channels of images (a 1 × 1 convolution): the class of the layer says which, not the data.
 """
 
 from __future__ import annotations
@@ -14,18 +15,80 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ebflow_plugin.conv import structure
+from ebflow_plugin.errors import InputError
 from ebflow_plugin.jets import Expansion
+from ebflow_plugin.layers import FullLinear
 from ebflow_plugin.linalg import Dense, KeptLU
-from ebflow_plugin.plan import LinearStep, Shape, Shapes
+from ebflow_plugin.plan import Blocks, LinearStep, Shape, Shapes
 
-__all__ = ["FullStep", "MatrixStep", "PackedLUStep", "TriangularStep"]
+__all__ = ["FullStep", "MatrixStep", "MixingStep", "PackedLUStep", "TriangularStep"]
 
 
-class MatrixStep(LinearStep):
-    """y = W x + b with a dense W that has no structure: O(D²) to apply, O(D³) for the log-det and the inverse.
+class MixingStep(LinearStep):
+    """A square matrix on the last dimension of an event, or on the channels of each pixel of an image.
 
-    For a batch of images, W acts on the channels of each pixel (a 1 × 1 convolution).
+    Attributes:
+        images: Whether it acts on the channels of images, with event shape ``(C, H, W)``.
     """
+
+    images: bool = False
+
+    @property
+    @abstractmethod
+    def features(self) -> int:
+        """The size of the matrix."""
+
+    def checked(self, x: Tensor) -> Tensor:
+        """Gives x back.
+
+        Raises:
+            InputError: If the matrix does not fit x.
+        """
+        self.copies(tuple(x.shape[1:]))
+        return x
+
+    def copies(self, shape: Shape) -> int:
+        """How many rows of features an event of this shape holds: its log-det is that many times the matrix's own.
+
+        Raises:
+            InputError: If the matrix does not fit such events.
+        """
+        if self.images and (len(shape) != 3 or shape[0] != self.features):
+            raise InputError(
+                f"{self.where} acts on images with {self.features} channels, event shape ({self.features}, H, W), got "
+                f"{shape}"
+            )
+        if not shape or (not self.images and shape[-1] != self.features):
+            raise InputError(f"{self.where} acts on {self.features} features in the last dimension, got events {shape}")
+        return prod(shape) // self.features
+
+    def library_flaw(self, shape: Shape) -> str | None:
+        if self.images or self.copies(shape) == 1:
+            return None
+        return f"counts one of the {self.copies(shape)} rows of {self.features} features in its log-det"
+
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """W x + b, for each row of features or each pixel."""
+        if self.images:
+            return F.conv2d(x, weight[:, :, None, None], bias)
+        return F.linear(x, weight, bias)
+
+    def placed(self, bias: Tensor | None) -> Tensor | float:
+        """b, to be added to a batch."""
+        if bias is None:
+            return 0.0
+        return bias[:, None, None] if self.images else bias
+
+    def on_rows(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Applies a function of row vectors ``(N, D)`` to each row of features, or to each pixel."""
+        moved = x.movedim(1, -1) if self.images else x
+        result = function(moved.reshape(-1, self.features)).reshape(moved.shape)
+        return result.movedim(-1, 1) if self.images else result
+
+
+class MatrixStep(MixingStep):
+    """y = W x + b with a dense W that has no structure: O(D²) to apply, O(D³) for the log-det and the inverse."""
 
     reason = "full matrix"
     transposed: bool = False  # whether the library keeps the transpose of W
@@ -42,17 +105,28 @@ class MatrixStep(LinearStep):
         """b, with shape ``(D,)``."""
         return None
 
-    def determinant(self, shapes: Shapes | None) -> int | None:
+    @property
+    def features(self) -> int:
         return self.kept().shape[0]
 
+    def determinant(self, shapes: Shapes | None) -> int | None:
+        return self.features
+
     def apply(self, x: Tensor) -> Tensor:
-        return multiply(x, self.kept().mT if self.transposed else self.kept(), self.bias())
+        return self.multiply(self.checked(x), self.kept().mT if self.transposed else self.kept(), self.bias())
 
     def invert(self, y: Tensor) -> Tensor:
-        return pixelwise(lambda rows: self._lu.solve(self.kept(), rows), subtract(y, self.bias()))
+        shifted = self.checked(y) - self.placed(self.bias())
+        return self.on_rows(lambda rows: self._lu.solve(self.kept(), rows), shifted)
+
+    def encode(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, None]:
+        if not self.inverted:
+            return self.apply(x), None
+        weight = self.kept().mT if self.transposed else self.kept()
+        return self.on_rows(lambda rows: solved(weight, rows), self.checked(x) - self.placed(self.bias())), None
 
     def log_abs_det(self, shape: Shape) -> Tensor:
-        return self._lu.log_abs_det(self.kept()) * prod(shape[1:])
+        return self._lu.log_abs_det(self.kept()) * self.copies(shape)
 
     @property
     def closed(self) -> bool:
@@ -62,12 +136,12 @@ class MatrixStep(LinearStep):
         weight = self.kept().mT if self.transposed else self.kept()
         return Expansion(
             value=self.apply(x),
-            push=lambda tangent: multiply(tangent, weight, None),
-            pull=lambda adjoint: multiply(adjoint, weight.mT, None),
+            push=lambda tangent: self.multiply(tangent, weight),
+            pull=lambda adjoint: self.multiply(adjoint, weight.mT),
         )
 
 
-class TriangularStep(LinearStep):
+class TriangularStep(MixingStep):
     """y = P L U x[order] + b: O(D²) to apply and to invert, O(D) for the log-det."""
 
     reason = "matrix held as LU factors"
@@ -79,6 +153,10 @@ class TriangularStep(LinearStep):
     @abstractmethod
     def log_diagonal(self) -> Tensor:
         """Log of the absolute diagonal of U, with shape ``(D,)``."""
+
+    @property
+    def features(self) -> int:
+        return self.log_diagonal().shape[0]
 
     def bias(self) -> Tensor | None:
         """b, with shape ``(D,)``."""
@@ -106,29 +184,29 @@ class TriangularStep(LinearStep):
         """The map of x, its linear part, and the transpose of that, all with the same factors."""
         lower, upper = self.factors()
         order, rows = self.order(), self.row_order()
-        if x.dim() != 2:
+        if self.images:
             weight = lower @ upper  # O(C³), next to O(B·H·W·C²) for the pixels
             weight = weight if order is None else weight[:, torch.argsort(order)]
             weight = weight if rows is None else weight[rows]
             return (
-                multiply(x, weight, self.bias()),
-                lambda tangent: multiply(tangent, weight, None),
-                lambda adjoint: multiply(adjoint, weight.mT, None),
+                self.multiply(self.checked(x), weight, self.bias()),
+                lambda tangent: self.multiply(tangent, weight),
+                lambda adjoint: self.multiply(adjoint, weight.mT),
             )
 
         def push(tangent: Tensor) -> Tensor:  # two products with O(B·D²), where that of the factors would take O(D³)
-            y = F.linear(F.linear(tangent if order is None else tangent[:, order], upper), lower)
-            return y if rows is None else y[:, rows]
+            y = F.linear(F.linear(tangent if order is None else tangent[..., order], upper), lower)
+            return y if rows is None else y[..., rows]
 
         def pull(adjoint: Tensor) -> Tensor:
-            adjoint = adjoint if rows is None else adjoint[:, torch.argsort(rows)]
+            adjoint = adjoint if rows is None else adjoint[..., torch.argsort(rows)]
             x = adjoint @ lower @ upper
-            return x if order is None else x[:, torch.argsort(order)]
+            return x if order is None else x[..., torch.argsort(order)]
 
-        return add(push(x), self.bias()), push, pull
+        return push(self.checked(x)) + self.placed(self.bias()), push, pull
 
     def invert(self, y: Tensor) -> Tensor:
-        return pixelwise(self._solve, subtract(y, self.bias()))
+        return self.on_rows(self._solve, self.checked(y) - self.placed(self.bias()))
 
     def _solve(self, rows: Tensor) -> Tensor:
         lower, upper = self.factors()
@@ -141,7 +219,7 @@ class TriangularStep(LinearStep):
         return x if order is None else x[:, torch.argsort(order)]
 
     def log_abs_det(self, shape: Shape) -> Tensor:
-        return self.log_diagonal().sum() * prod(shape[1:])
+        return self.log_diagonal().sum() * self.copies(shape)
 
 
 class PackedLUStep(TriangularStep):
@@ -160,6 +238,11 @@ class PackedLUStep(TriangularStep):
         flat = [entries.new_zeros(size * size).scatter(0, *pair) for pair in zip(self._places, packed, strict=True)]
         return flat[0].view(size, size), flat[1].view(size, size)
 
+    @property
+    def features(self) -> int:
+        size: int = self.module.features
+        return size
+
     def log_diagonal(self) -> Tensor:
         return torch.log(self.module.upper_diag)
 
@@ -172,7 +255,18 @@ class FullStep(LinearStep):
     """A FullLinear or FullConv2d of ours, in its density direction."""
 
     reason = "full, unconstrained"
-    cost = "D × D determinant"
+
+    def blocks(self, shapes: Shapes | None) -> Blocks | None:
+        if isinstance(self.module, FullLinear):
+            return Blocks(self.module.features)
+        if shapes is None:
+            return Blocks(None)
+        geometry = self.module.setting.geometry(self.encoded_shapes(shapes)[0] if self.inverted else shapes[0])
+        kind, group = structure(geometry), geometry.group
+        if kind in ("patches", "fourier"):  # blocks over the cells of stride × stride pixels, equal ones or not
+            cells = group.rows.out * group.columns.out if kind == "fourier" else 1
+            return Blocks(group.out_channels, cells * geometry.groups)
+        return Blocks(group.size, geometry.groups, kind == "band")
 
     def determinant(self, shapes: Shapes | None) -> int | None:
         size: int | None = getattr(self.module, "features", None if shapes is None else prod(shapes[0]))
@@ -185,6 +279,15 @@ class FullStep(LinearStep):
     def invert(self, y: Tensor) -> Tensor:
         result: Tensor = self.module.invert(y)
         return result
+
+    def encode(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, None]:
+        if not self.inverted:
+            return self.apply(x), None
+        if not isinstance(self.module, FullLinear):
+            return self.invert(x), None
+        self.module.input_shape(tuple(x.shape[1:]))
+        shifted = x if self.module.bias is None else x - self.module.bias
+        return solved(self.module.weight, shifted.flatten(0, -2)).reshape(x.shape), None
 
     def log_abs_det(self, shape: Shape) -> Tensor:
         result: Tensor = self.module.log_det(shape)
@@ -205,36 +308,22 @@ class FullStep(LinearStep):
         return Expansion(value, self.module.multiply, lambda adjoint: self.module.multiply_transposed(adjoint, x.shape))
 
 
+def solved(weight: Tensor, rows: Tensor) -> Tensor:
+    """W⁻¹ rows, in a density direction: nobody looks at the pivots, which waits for the device. O(D³) each time.
+
+    A singular W gives inf or NaN, which the loss shows; log Z names the layer.
+
+    Example:
+        >>> solved(torch.tensor([[2.0, 0.0], [0.0, 4.0]]), torch.tensor([[2.0, 4.0]]))
+        tensor([[1., 1.]])
+    """
+    result: Tensor = torch.linalg.solve_ex(weight, rows.to(weight.dtype).mT)[0].mT
+    return result
+
+
 def _packed_places(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Where the packed entries of L and of U stand in a flat matrix, each with the diagonal behind them."""
     rows, columns = torch.tril_indices(size, size, -1, device=device)
     up_rows, up_columns = torch.triu_indices(size, size, 1, device=device)
     diagonal = torch.arange(size, device=device) * (size + 1)
     return torch.cat([rows * size + columns, diagonal]), torch.cat([up_rows * size + up_columns, diagonal])
-
-
-def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """W x + b for a batch of vectors, or for the channels of a batch of images."""
-    if x.dim() == 4:
-        return F.conv2d(x, weight[:, :, None, None], bias)
-    return F.linear(x, weight, bias)
-
-
-def add(x: Tensor, bias: Tensor | None) -> Tensor:
-    """Adds b over the features or channels."""
-    return x if bias is None else x + bias.reshape(-1, *[1] * (x.dim() - 2))
-
-
-def subtract(x: Tensor, bias: Tensor | None) -> Tensor:
-    """Subtracts b over the features or channels."""
-    return x if bias is None else x - bias.reshape(-1, *[1] * (x.dim() - 2))
-
-
-def pixelwise(function: Any, x: Tensor) -> Tensor:
-    """Applies a function of row vectors ``(N, C)`` to a batch of vectors, or to each pixel of a batch of images."""
-    if x.dim() == 2:
-        result: Tensor = function(x)
-        return result
-    moved = x.movedim(1, -1)
-    result = function(moved.reshape(-1, x.shape[1])).reshape(moved.shape).movedim(-1, 1)
-    return result

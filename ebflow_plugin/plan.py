@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from ebflow_plugin.errors import EBFlowError, InputError, NoInverseError, Singul
 
 __all__ = [
     "Base",
+    "Blocks",
     "LinearStep",
     "Linearity",
     "NonlinearStep",
@@ -136,6 +137,10 @@ class Step(Part, ABC):
     def initialize(self, x: Value) -> None:
         """Runs the module's data-dependent initialisation on a clean batch, if it has one and it is still due."""
 
+    def library_flaw(self, shape: Shape) -> str | None:
+        """What is wrong with the library's own log-det for events of this shape, as the end of a sentence; or None."""
+        return None
+
     def forward_shapes(self, shapes: Shapes) -> Shapes:
         """The event shapes that the module's own forward makes of these."""
         return shapes
@@ -161,6 +166,37 @@ class Step(Part, ABC):
         """Moves towards data: the inverse of :meth:`encode`."""
 
 
+class Blocks(NamedTuple):
+    """The blocks of a matrix that its determinant is computed from.
+
+    Attributes:
+        size: Rows of a block; None where no shape is known.
+        number: How many blocks there are.
+        banded: Whether they are bands, which cost less than dense ones.
+
+    Example:
+        >>> str(Blocks(4)), str(Blocks(4, 25)), str(Blocks(784, 1, True)), str(Blocks(None))
+        ('4 × 4 determinant', '25 determinants of 4 × 4', 'banded 784 × 784 determinant', 'D × D determinant')
+    """
+
+    size: int | None
+    number: int = 1
+    banded: bool = False
+
+    def __str__(self) -> str:
+        side = "D" if self.size is None else str(self.size)
+        band = "banded " if self.banded else ""
+        if self.number == 1:
+            return f"{band}{side} × {side} determinant"
+        return self.counted()
+
+    def counted(self, steps: int = 1) -> str:
+        """As part of a sentence, for a number of steps with such blocks."""
+        side, number = "D" if self.size is None else str(self.size), self.number * steps
+        band = "banded " if self.banded else ""
+        return f"{number} {band}determinant{'s' * (number > 1)} of {side} × {side}"
+
+
 class LinearStep(Step):
     """A step that is affine in x: its log-det is a constant, and :meth:`encode` never computes it.
 
@@ -178,6 +214,15 @@ class LinearStep(Step):
             shapes: The event shapes before the step, if known.
         """
         return None
+
+    def blocks(self, shapes: Shapes | None) -> Blocks | None:
+        """The factorisations that its log-det takes, and ``energy()`` skips; None if it takes none.
+
+        Arguments:
+            shapes: The event shapes before the step, if known.
+        """
+        size = self.determinant(shapes)
+        return None if size is None else Blocks(size)
 
     @abstractmethod
     def apply(self, x: Any) -> Any:
@@ -205,7 +250,7 @@ class LinearStep(Step):
             like: Has the device and dtype of the data, for steps that must be run to tell.
         """
         if self.inverted:
-            return -self.log_abs_det(self.inverse_shapes(shapes)[0])
+            return -self.log_abs_det(self.encoded_shapes(shapes)[0])
         return self.log_abs_det(shapes[0])
 
 

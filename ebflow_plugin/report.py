@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
 from ebflow_plugin.jets import closed_steps
-from ebflow_plugin.plan import Linearity, LinearStep, Plan, Step
+from ebflow_plugin.plan import Blocks, Linearity, LinearStep, Plan, Step
+from ebflow_plugin.rules import TaughtLinearStep
 
 __all__ = ["FlowReport", "Row"]
 
@@ -47,22 +48,24 @@ class FlowReport:
         base: The class of the base density.
         adapter: The library, as the adapter calls it.
         inside: Where the flow stood in the object that was given; empty if it was the object.
-        determinants: Size and number of the dense determinants that ``energy()`` skips.
+        determinants: The determinants that ``energy()`` skips: the blocks of one size, and how many steps have them.
         preprocessing: How many leading steps score matching leaves out (MaP).
+        costs_of_its_own: How many linear steps were registered by users, whose log-dets have any price.
     """
 
     rows: tuple[Row, ...]
     base: str
     adapter: str
     inside: str = ""
-    determinants: tuple[tuple[int, int], ...] = ()
+    determinants: tuple[tuple[Blocks, int], ...] = ()
     preprocessing: int = 0
+    costs_of_its_own: int = 0
 
     @classmethod
     def of(cls, plan: Plan, inside: str = "", preprocessing: int = 0) -> FlowReport:
         """Reads a plan."""
         reached = dict(plan.shapes(plan.event_shape)) if plan.event_shape is not None else {}
-        sizes = [step.determinant(reached.get(step)) if isinstance(step, LinearStep) else None for step in plan.steps]
+        sizes = [step.blocks(reached.get(step)) if isinstance(step, LinearStep) else None for step in plan.steps]
         matched = replace(plan, steps=plan.steps[preprocessing:])
         closed = preprocessing + closed_steps(matched)
         ways = [_way(step, place, preprocessing, closed) for place, step in enumerate(plan.steps)]
@@ -70,7 +73,9 @@ class FlowReport:
         counts = Counter(size for size in sizes if size)
         shapes = plan.base.shapes
         base = plan.base.class_name + (f" {' + '.join(map(str, shapes))}" if shapes else "")
-        return cls(rows, base, plan.adapter, inside, tuple(sorted(counts.items(), reverse=True)), preprocessing)
+        largest = sorted(counts.items(), key=lambda item: item[0].size or 0, reverse=True)
+        taught = sum(isinstance(step, TaughtLinearStep) for step in plan.steps)
+        return cls(rows, base, plan.adapter, inside, tuple(largest), preprocessing, taught)
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
@@ -94,11 +99,10 @@ class FlowReport:
             parts.append(f"{refused} refused")
         if unknown := sum(not row.known for row in self.rows):
             parts.append(f"{unknown} of unknown class (kept exact, as nonlinear)")
-        if self.determinants:
-            skipped = [f"{n} determinant{'s' * (n > 1)} of {size} × {size}" for size, n in self.determinants]
-            parts.append(f"energy() skips {' and '.join(skipped)}")
-        else:
-            parts.append("energy() skips no dense determinant")
+        skipped = [blocks.counted(steps) for blocks, steps in self.determinants]
+        if self.costs_of_its_own:
+            skipped.append(f"{self.costs_of_its_own} log-det{'s' * (self.costs_of_its_own > 1)} of a cost of its own")
+        parts.append(f"energy() skips {' and '.join(skipped) or 'no dense determinant'}")
         if self.preprocessing:
             parts.append(f"score matching begins behind {self.rows[self.preprocessing - 1].path} (MaP)")
         parts.append(self._second_derivatives())
@@ -133,14 +137,14 @@ def _way(step: Step, place: int, preprocessing: int, closed: int) -> str:
     return "product" if step.linearity == Linearity.LINEAR else "closed form"
 
 
-def _row(step: Step, size: int | None, way: str) -> Row:
+def _row(step: Step, blocks: Blocks | None, way: str) -> Row:
     why = step.refusal()
     return Row(
         path=step.path,
         class_name=step.class_name,
         linearity=str(Linearity.REFUSED if why else step.linearity),
         reason=why or step.reason,
-        log_det_cost=step.cost if size is None else f"{size} × {size} determinant",
+        log_det_cost=step.cost if blocks is None else str(blocks),
         smoothness=str(step.smoothness),
         known=step.known,
         second_derivatives=way,

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ebflow_plugin.conditioners import TAUGHT_NETWORKS, Smoothness
-from ebflow_plugin.errors import UnknownNameError, suggest
-from ebflow_plugin.plan import LinearStep, NonlinearStep, Shape, Shapes, Step, own_tensors
+from ebflow_plugin.errors import InputError, UnknownNameError, suggest
+from ebflow_plugin.plan import LinearStep, NonlinearStep, Shape, Shapes, Step, Value, own_tensors
 from ebflow_plugin.registry import TypeRegistry
 
 __all__ = [
@@ -68,17 +68,53 @@ Rule = type[Step] | Container | Taught | Callable[[Any], "Rule"]
 TAUGHT: TypeRegistry[Container | Taught] = TypeRegistry("rule")
 
 
-class OpaqueStep(NonlinearStep):
+class SeenShapesStep(Step):
+    """A step whose class does not tell what it does to shapes: it keeps those that passed it.
+
+    A reshape of the user's own is one. What stands behind it needs its shapes for its log-det.
+    """
+
+    def __init__(self, module: Any, path: str, inverted: bool = False) -> None:
+        super().__init__(module, path, inverted)
+        self._seen: dict[Shapes, Shapes] = {}
+
+    def encode(self, x: Any, context: Tensor | None) -> tuple[Any, Tensor | None]:
+        value, log_det = super().encode(x, context)  # type: ignore[safe-super]
+        if not torch.compiler.is_compiling():
+            self._seen[_event_shapes(x)] = _event_shapes(value)
+        return value, log_det
+
+    def encoded_shapes(self, shapes: Shapes) -> Shapes:
+        if shapes not in self._seen and self.gives != self.takes:
+            raise InputError(
+                f"{self.where} gives shapes that nobody knows before data pass it: compute an energy first"
+            )
+        return self._seen.get(shapes, shapes)
+
+
+def _event_shapes(value: Value) -> Shapes:
+    return tuple(tuple(part.shape[1:]) for part in ((value,) if isinstance(value, Tensor) else value))
+
+
+class OpaqueStep(SeenShapesStep, NonlinearStep):
     """A module whose inside nobody knows, with its own log-det."""
 
     taught_smoothness: Smoothness = Smoothness.UNKNOWN
+    inside: tuple[Step, ...] = ()  # the steps of the library that the module holds, which may be refused
+
+    def refusal(self) -> str | None:
+        for step in self.inside:
+            why = step.refusal()
+            if why is not None:
+                return f"holds {step.class_name} at {step.path!r}: {why}"
+        return super().refusal()
 
     @property
     def smoothness(self) -> Smoothness:
         return self.taught_smoothness
 
 
-class TaughtLinearStep(LinearStep):
+class TaughtLinearStep(SeenShapesStep, LinearStep):
     """A module that a user says is affine in x. What the user gives no function for, the module itself does."""
 
     reason = "registered by the user"
@@ -87,6 +123,9 @@ class TaughtLinearStep(LinearStep):
         super().__init__(module.module, path, inverted)
         self._caller, self._rule = module, rule
         self.cost = rule.cost
+
+    def refusal(self) -> str | None:
+        return self._caller.refusal()
 
     def apply(self, x: Tensor) -> Tensor:
         if self._rule.apply is not None:

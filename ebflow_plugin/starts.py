@@ -77,13 +77,13 @@ def _refuse_unfit(step: FullStep) -> None:
 
 
 def rows_of(step: FullStep, value: Tensor) -> Tensor:
-    """What the rows of a full layer's matrix act on: vectors, or the cells of stride × stride pixels of images.
+    """What the rows of a full layer's matrix act on: rows of features, or cells of stride × stride pixels of images.
 
     A convolution is whitened in each cell on its own: the best map of its form that needs no more than one tap a pixel.
     """
     layer = step.module
     if isinstance(layer, FullLinear):
-        return value
+        return value.flatten(0, -2)
     setting = layer.setting
     high, wide = setting.stride
     if high != wide or setting.groups != 1 or setting.cell_taps() is None:
@@ -117,9 +117,10 @@ def whiten(plan: Plan, stream: Iterable[tuple[Tensor, Tensor | None]], gaussian:
             first = x, context
             before.initialize(x, context)
         (value,), _ = before.encode(x, plan.embed(context))
-        moments.add(rows_of(layer, value))
+        rows = rows_of(layer, value)
+        moments.add(rows)
         if gaussian:
-            sample.add(value)
+            sample.add(rows)
     assert first is not None
     moments.reduce()
     whiten_first_layer(layer, moments)

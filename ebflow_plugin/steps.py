@@ -102,12 +102,20 @@ class ElementwiseAffineStep(LinearStep):
         """log|scale|, to be broadcast against a batch with ``dim`` dimensions."""
 
     def apply(self, x: Tensor) -> Tensor:
-        scale, shift = self.scale_shift(x.dim())
+        scale, shift = self._fitting(x)
         return x * scale + shift
 
     def invert(self, y: Tensor) -> Tensor:
-        scale, shift = self.scale_shift(y.dim())
+        scale, shift = self._fitting(y)
         return (y - shift) / scale
+
+    def _fitting(self, x: Tensor) -> tuple[Tensor | float, Tensor | float]:
+        """Scale and shift, if they stretch over x and do not stretch x."""
+        numbers = self.scale_shift(x.dim())
+        for number in numbers:
+            if isinstance(number, Tensor) and not _stretches_over(tuple(number.shape), tuple(x.shape)):
+                raise InputError(f"{self.where} has numbers of shape {tuple(number.shape)}, got x {tuple(x.shape)}")
+        return numbers
 
     def log_abs_det(self, shape: Shape) -> Tensor:
         log_scale = self.log_scale(len(shape) + 1)
@@ -125,6 +133,12 @@ class ElementwiseAffineStep(LinearStep):
             return tangent / scale if self.inverted else tangent * scale
 
         return Expansion(value, scaled, scaled)
+
+
+def _stretches_over(small: Shape, large: Shape) -> bool:
+    """Whether broadcasting the one against the other gives the shape of the other."""
+    behind = large[len(large) - len(small) :]
+    return len(small) <= len(large) and all(a in (1, b) for a, b in zip(small, behind, strict=True))
 
 
 class InitialisedAffineStep(ElementwiseAffineStep):
@@ -216,15 +230,23 @@ class SqueezeStep(OrthogonalStep):
     factor = 2
 
     def apply(self, x: Tensor) -> Tensor:
+        self.forward_shapes((tuple(x.shape[1:]),))
         return F.pixel_unshuffle(x, self.factor)
 
     def invert(self, y: Tensor) -> Tensor:
+        self.inverse_shapes((tuple(y.shape[1:]),))
         return F.pixel_shuffle(y, self.factor)
 
     def forward_shapes(self, shapes: Shapes) -> Shapes:
-        ((channels, height, width),) = shapes
+        (shape,) = shapes
+        if len(shape) != 3 or shape[1] % self.factor or shape[2] % self.factor:
+            raise InputError(f"{self.where} takes images whose sides are multiples of {self.factor}, got {shape}")
+        channels, height, width = shape
         return ((channels * self.factor**2, height // self.factor, width // self.factor),)
 
     def inverse_shapes(self, shapes: Shapes) -> Shapes:
-        ((channels, height, width),) = shapes
+        (shape,) = shapes
+        if len(shape) != 3 or shape[0] % self.factor**2:
+            raise InputError(f"{self.where} gives images with a multiple of {self.factor**2} channels, not {shape}")
+        channels, height, width = shape
         return ((channels // self.factor**2, height * self.factor, width * self.factor),)

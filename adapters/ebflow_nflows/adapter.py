@@ -9,12 +9,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from ebflow_nflows import linear, steps
-from ebflow_nflows.base import ForeignBase, MixtureBase, NflowsBase, NormalBase
+from ebflow_nflows.base import ChangedBase, ForeignBase, MixtureBase, NflowsBase, NormalBase
 from ebflow_plugin.discovery import Adapter
 from ebflow_plugin.elementwise import ActivationStep
 from ebflow_plugin.errors import UnsupportedStepError
 from ebflow_plugin.matrix_steps import FullStep, PackedLUStep
 from ebflow_plugin.plan import Plan
+from ebflow_plugin.registry import resolve
 from ebflow_plugin.rules import Child, Container, Rule
 from ebflow_plugin.steps import IdentityStep, IndexedPermutationStep, RefusedStep
 
@@ -101,7 +102,7 @@ RULES: dict[str, Rule] = {
     },
 }
 
-BASES = {
+BASES: dict[str, type[NflowsBase]] = {
     "StandardNormal": NormalBase,
     "DiagonalNormal": NormalBase,
     "ConditionalDiagonalNormal": NormalBase,
@@ -142,14 +143,21 @@ class NflowsAdapter(Adapter):
         if transform is None or base is None or not hasattr(base, "log_prob"):
             lacking = "transform" if transform is None else "base distribution with log_prob"
             raise UnsupportedStepError(f"{type(flow).__name__} has no {lacking}; build it with Flow(transform, base)")
-        base_class = BASES.get(type(base).__name__, NflowsBase) if self.ours(type(base)) else ForeignBase
         embedding = getattr(flow, "_embedding_net", None)
         return Plan(
             steps=tuple(self.walk(transform, "_transform", self.inverted, overrides)),
-            base=base_class(base, "_distribution"),
+            base=self._base(base),
             adapter=self.name,
             **({} if embedding is None or isinstance(embedding, nn.Identity) else {"embedding": embedding}),
         )
+
+    def _base(self, base: Any) -> NflowsBase:
+        """The base density, by its class or by a parent that it does not change."""
+        known, _ = resolve(base, lambda cls: BASES.get(cls.__name__) if self.ours(cls) else None)
+        if known is not None:
+            return known(base, "_distribution")
+        changed = any(self.ours(parent) and parent.__name__ in BASES for parent in type(base).__mro__)
+        return (ChangedBase if changed else ForeignBase)(base, "_distribution")
 
     def full_layer(self, features: int, images: bool) -> nn.Module:
         from ebflow_nflows.layers import FullConv2d, FullLinear

@@ -8,19 +8,24 @@ import torch
 from torch import Tensor
 
 from ebflow_plugin.conditioners import Smoothness
+from ebflow_plugin.densities import density_smoothness
 from ebflow_plugin.discovery import takes_context
 from ebflow_plugin.jets import End, gaussian_end
 from ebflow_plugin.plan import Base, Shapes, per_sample
 from ebflow_plugin.registry import changes_the_map
-from ebflow_plugin.rules import TAUGHT, Taught
 
 
 class NflowsBase(Base):
     """A base distribution that does its own work."""
 
     def __init__(self, module: Any, path: str) -> None:
-        super().__init__(module, path, _shapes(module))
+        super().__init__(module, path, self.told_shapes(module))
         self._density_takes_context = takes_context(module.log_prob)
+
+    def told_shapes(self, module: Any) -> Shapes | None:
+        """The event shape, if the distribution tells it."""
+        shape = getattr(module, "_shape", None)
+        return (tuple(shape),) if isinstance(shape, torch.Size) else None
 
     def log_prob(self, latents: tuple[Tensor, ...], context: Tensor | None) -> Tensor:
         (z,) = latents
@@ -39,16 +44,26 @@ class NflowsBase(Base):
 
 
 class ForeignBase(NflowsBase):
-    """A base density of the user's own: whether its score jumps is known if somebody registered its class."""
+    """A base density of the user's own, of torch, or derived from one of nflows that it changes."""
 
     @property
     def smoothness(self) -> Smoothness:
-        taught = TAUGHT.get(type(self.module))
-        return taught.smoothness if isinstance(taught, Taught) else Smoothness.UNKNOWN
+        return density_smoothness(self.module)
+
+
+class ChangedBase(ForeignBase):
+    """A class derived from one of nflows that overrides some of it: its shape may be another than its parent's."""
+
+    def told_shapes(self, module: Any) -> Shapes | None:
+        return None
 
 
 class NormalBase(NflowsBase):
     """A Gaussian of nflows. Its samples are drawn here: nflows has them in float32, and DiagonalNormal has none."""
+
+    @property
+    def smoothness(self) -> Smoothness:
+        return Smoothness.SMOOTH  # a network that encodes the context is no function of x
 
     @property
     def closed(self) -> bool:
@@ -64,11 +79,11 @@ class NormalBase(NflowsBase):
 
     def mean_std(self, context: Tensor | None) -> tuple[Tensor | float, Tensor | float]:
         """Mean and standard deviation, to be broadcast against a batch of latents."""
-        kind = type(self.module).__name__
-        if kind == "DiagonalNormal":
+        kinds = {parent.__name__ for parent in type(self.module).__mro__}
+        if "DiagonalNormal" in kinds:
             shape = self.module._shape
             return self.module.mean_.reshape(1, *shape), self.module.log_std_.exp().reshape(1, *shape)
-        if kind == "ConditionalDiagonalNormal":
+        if "ConditionalDiagonalNormal" in kinds:
             mean, log_std = self.module._compute_params(context)
             return mean, log_std.exp()
         return 0.0, 1.0
@@ -76,6 +91,9 @@ class NormalBase(NflowsBase):
 
 class MixtureBase(NflowsBase):
     """MADEMoG, an autoregressive mixture of Gaussians. nflows draws from it in float32 and with a context alone."""
+
+    def told_shapes(self, module: Any) -> Shapes | None:
+        return ((module._made.features,),)
 
     def sample(self, n: int, context: Tensor | None, like: Tensor) -> tuple[Tensor, ...]:
         made = self.module._made
@@ -87,11 +105,3 @@ class MixtureBase(NflowsBase):
             std = torch.nn.functional.softplus(spreads.gather(1, component)) + made.epsilon
             z[:, feature] = (means.gather(1, component) + std * torch.randn_like(std)).squeeze(1)
         return (z,)
-
-
-def _shapes(module: Any) -> Shapes | None:
-    shape = getattr(module, "_shape", None)
-    if isinstance(shape, torch.Size):
-        return (tuple(shape),)
-    features = getattr(getattr(module, "_made", None), "features", None)
-    return None if features is None else ((features,),)

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ebflow_plugin.errors import InputError
 from ebflow_plugin.jets import Expansion
-from ebflow_plugin.matrix_steps import MatrixStep, PackedLUStep
-from ebflow_plugin.plan import LinearStep, Shape, Shapes
+from ebflow_plugin.matrix_steps import MatrixStep, MixingStep, PackedLUStep
+from ebflow_plugin.plan import Shape, Shapes
 from ebflow_plugin.steps import ElementwiseAffineStep, InitialisedAffineStep, OrthogonalStep, SqueezeStep
 
 
@@ -61,6 +62,8 @@ class ActNormStep(InitialisedAffineStep):
         return super().apply(x)
 
     def scale_shift(self, dim: int) -> tuple[Tensor, Tensor]:
+        if dim not in (2, 4):
+            raise InputError(f"{self.where} acts on vectors or images, not on events with {dim - 1} dimensions")
         broadcast = (-1, *[1] * (dim - 2))
         return self.module.scale.reshape(broadcast), self.module.shift.reshape(broadcast)
 
@@ -95,36 +98,46 @@ class OneByOneConvolutionStep(PackedLUStep):
     """OneByOneConvolution: a fixed permutation of the channels, then LU factors."""
 
     reason = "1 × 1 convolution held as LU factors"
+    images = True
 
     def order(self) -> Tensor:
         order: Tensor = self.module.permutation._permutation
         return order
 
 
-class HouseholderStep(OrthogonalStep):
+class FactorsStep(MixingStep):
+    """A matrix that nflows holds as factors, some of them products of reflections."""
+
+    @property
+    def features(self) -> int:
+        size: int = self.module.features
+        return size
+
+
+class HouseholderStep(OrthogonalStep, FactorsStep):
     """HouseholderSequence: a product of reflections, with log-det 0. O(K·D)."""
 
     reason = "orthogonal"
 
     def apply(self, x: Tensor) -> Tensor:
-        return reflect(x, self.module.q_vectors)
+        return reflect(self.checked(x), self.module.q_vectors)
 
     def invert(self, y: Tensor) -> Tensor:
-        return reflect(y, self.module.q_vectors.flip(0))
+        return reflect(self.checked(y), self.module.q_vectors.flip(0))
 
 
-class QRLinearStep(LinearStep):
+class QRLinearStep(FactorsStep):
     """QRLinear: y = Q R x + b."""
 
     reason = "matrix held as QR factors"
 
     def apply(self, x: Tensor) -> Tensor:
         t = self.module
-        return reflect(F.linear(x, t._create_upper()), t.orthogonal.q_vectors) + t.bias
+        return reflect(F.linear(self.checked(x), t._create_upper()), t.orthogonal.q_vectors) + t.bias
 
     def invert(self, y: Tensor) -> Tensor:
         t = self.module
-        rows = reflect(y - t.bias, t.orthogonal.q_vectors.flip(0))
+        rows = reflect(self.checked(y) - t.bias, t.orthogonal.q_vectors.flip(0))
         return torch.linalg.solve_triangular(t._create_upper().mT, rows, upper=False, left=False)
 
     @property
@@ -134,28 +147,30 @@ class QRLinearStep(LinearStep):
     def expand(self, x: Tensor, context: Tensor | None) -> Expansion:
         upper, vectors = self.module._create_upper(), self.module.orthogonal.q_vectors
         return Expansion(
-            value=reflect(F.linear(x, upper), vectors) + self.module.bias,
+            value=reflect(F.linear(self.checked(x), upper), vectors) + self.module.bias,
             push=lambda tangent: reflect(F.linear(tangent, upper), vectors),
             pull=lambda adjoint: reflect(adjoint, vectors.flip(0)) @ upper,
         )
 
     def log_abs_det(self, shape: Shape) -> Tensor:
         log_diagonal: Tensor = self.module.log_upper_diag
-        return log_diagonal.sum()
+        return log_diagonal.sum() * self.copies(shape)
 
 
-class SVDLinearStep(LinearStep):
+class SVDLinearStep(FactorsStep):
     """SVDLinear: y = U S V x + b."""
 
     reason = "matrix held as SVD factors"
 
     def apply(self, x: Tensor) -> Tensor:
         t = self.module
-        return reflect(reflect(x, t.orthogonal_2.q_vectors) * t.diagonal, t.orthogonal_1.q_vectors) + t.bias
+        return (
+            reflect(reflect(self.checked(x), t.orthogonal_2.q_vectors) * t.diagonal, t.orthogonal_1.q_vectors) + t.bias
+        )
 
     def invert(self, y: Tensor) -> Tensor:
         t = self.module
-        x = reflect(y - t.bias, t.orthogonal_1.q_vectors.flip(0)) / t.diagonal
+        x = reflect(self.checked(y) - t.bias, t.orthogonal_1.q_vectors.flip(0)) / t.diagonal
         return reflect(x, t.orthogonal_2.q_vectors.flip(0))
 
     @property
@@ -175,7 +190,7 @@ class SVDLinearStep(LinearStep):
         )
 
     def log_abs_det(self, shape: Shape) -> Tensor:
-        return torch.log(self.module.diagonal).sum()
+        return torch.log(self.module.diagonal).sum() * self.copies(shape)
 
 
 class SplitStep(OrthogonalStep):
@@ -231,5 +246,5 @@ def reflect(x: Tensor, vectors: Tensor) -> Tensor:
     """Applies Householder reflections in turn: x - 2 (x·q) q / (q·q) for each q of ``(K, D)`` vectors."""
     scaled = vectors * (2.0 / (vectors**2).sum(-1, keepdim=True))
     for vector, scaled_vector in zip(vectors.unbind(), scaled.unbind(), strict=True):
-        x = x - (x @ vector)[:, None] * scaled_vector
+        x = x - (x @ vector)[..., None] * scaled_vector
     return x

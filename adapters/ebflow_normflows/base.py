@@ -9,11 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ebflow_plugin.densities import density_smoothness
 from ebflow_plugin.discovery import comes_from
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.jets import End, gaussian_end
 from ebflow_plugin.plan import Base, Shapes, per_sample
-from ebflow_plugin.registry import changes_the_map
+from ebflow_plugin.registry import resolve
+from ebflow_plugin.smooth_modules import Smoothness, worst_of
+
+# The networks of these see the context, or a constant, and not x.
+BASES: dict[str, Smoothness] = {
+    **dict.fromkeys(("DiagGaussian", "ConditionalDiagGaussian", "ClassCondDiagGaussian"), Smoothness.SMOOTH),
+    **dict.fromkeys(("GlowBase", "AffineGaussian", "GaussianMixture", "GaussianPCA"), Smoothness.SMOOTH),
+    **dict.fromkeys(("Uniform", "UniformGaussian"), Smoothness.JUMPS),
+}
+
+
+def _ours(cls: type) -> bool:
+    return comes_from(cls, ("normflows",))
 
 
 class NormflowsBase(Base):
@@ -26,11 +39,16 @@ class NormflowsBase(Base):
     """
 
     def __init__(self, module: Any, path: str, conditional: bool) -> None:
-        super().__init__(module, path, _shapes(module))
+        self._known, why = resolve(module, lambda cls: BASES.get(cls.__name__) if _ours(cls) else None)
+        super().__init__(module, path, None if "overrides" in why else _shapes(module))
         self.classes: int | None = getattr(module, "num_classes", None)
         self.needs_context = self.classes is not None or hasattr(module, "context_encoder")
         self.takes_context = conditional or self.needs_context
         self._names = [_context_name(module.log_prob), _context_name(getattr(module, "forward", None))]
+
+    @property
+    def smoothness(self) -> Smoothness:
+        return density_smoothness(self.module) if self._known is None else self._known
 
     def refusal(self) -> str | None:
         if "Resampled" in self.class_name and self.module.training:  # of the package larsflow
@@ -45,9 +63,8 @@ class NormflowsBase(Base):
 
     @property
     def closed(self) -> bool:
-        cls = type(self.module)
-        known = self.class_name == "DiagGaussian" and comes_from(cls, ("normflows",))
-        return known and changes_the_map(self.module, cls) is None  # somebody may have patched the object
+        kind, _ = resolve(self.module, lambda cls: cls.__name__ if _ours(cls) and cls.__name__ in BASES else None)
+        return kind == "DiagGaussian"  # asked each time: somebody may have patched the object
 
     def expand(self, latents: tuple[Tensor, ...], context: Tensor | None) -> End:
         temperature = 1.0 if self.module.temperature is None else self.module.temperature
@@ -84,6 +101,10 @@ class LevelsBase(Base):
         known = None if None in shapes else tuple(shape for one in shapes if one is not None for shape in one)
         super().__init__(module, path, known)
         self.takes_context = any(part.takes_context for part in self.parts)
+
+    @property
+    def smoothness(self) -> Smoothness:
+        return worst_of(part.smoothness for part in self.parts)
 
     @property
     def class_name(self) -> str:

@@ -17,7 +17,7 @@ from ebflow_plugin.errors import InputError
 from ebflow_plugin.jets import Expansion
 from ebflow_plugin.matrix_steps import MatrixStep, TriangularStep
 from ebflow_plugin.memo import Memo
-from ebflow_plugin.plan import Shapes
+from ebflow_plugin.plan import Shape, Shapes
 from ebflow_plugin.steps import (
     ElementwiseAffineStep,
     InitialisedAffineStep,
@@ -36,6 +36,11 @@ class AffineConstStep(ElementwiseAffineStep):
     def log_scale(self, dim: int) -> Tensor:
         log_scale: Tensor = self.module.s
         return log_scale
+
+    def library_flaw(self, shape: Shape) -> str | None:
+        if len(shape) + 1 == self.module.s.dim():
+            return None
+        return f"counts the dimensions of its parameters, {tuple(self.module.s.shape[1:])}, alone in its log-det"
 
 
 class ActNormStep(InitialisedAffineStep, AffineConstStep):
@@ -61,6 +66,11 @@ class ActNormStep(InitialisedAffineStep, AffineConstStep):
     def start(self, x: Tensor) -> None:
         module, dims = self.module, self.module.batch_dims
         mean, log_std = x.mean(dims, keepdim=True), torch.log(x.std(dims, keepdim=True) + 1e-6)
+        if mean.shape != module.s.shape:
+            raise InputError(
+                f"{self.where} has one scale for each entry of {tuple(module.s.shape[1:])}, and cannot start from "
+                f"events {tuple(x.shape[1:])}: build it with the event shape, 1 where positions share a scale"
+            )
         log_scale, shift = (log_std, mean) if self.inverted else (-log_std, -mean * torch.exp(-log_std))
         # In place: normflows puts new tensors here, the flag on the CPU and in float32 whatever the model is in.
         module.s.copy_(log_scale)
@@ -122,6 +132,7 @@ class ConvolutionStep(MatrixStep):
     """The inverse of an Invertible1x1Conv with ``use_lu=False``: y = W x for each pixel."""
 
     reason = "1 × 1 convolution, full matrix"
+    images = True
 
     def kept(self) -> Tensor:
         kept: Tensor = self.module.W
@@ -132,6 +143,7 @@ class LUConvolutionStep(TriangularStep):
     """The inverse of an Invertible1x1Conv with ``use_lu=True``: y = P L U x for each pixel."""
 
     reason = "1 × 1 convolution held as LU factors"
+    images = True
 
     def __init__(self, module: Any, path: str, inverted: bool = False) -> None:
         super().__init__(module, path, inverted)
@@ -159,9 +171,6 @@ class VectorStep(MatrixStep):
         kept: Tensor = self.module.W
         return kept
 
-    def apply(self, x: Tensor) -> Tensor:
-        return super().apply(vectors(self, x))
-
 
 class LUVectorStep(LUConvolutionStep):
     """The inverse of an InvertibleAffine with ``use_lu=True``: y = x P L U, with x as a row.
@@ -170,6 +179,7 @@ class LUVectorStep(LUConvolutionStep):
     """
 
     reason = "matrix held as LU factors"
+    images = False
 
     def order(self) -> Tensor:
         return self._order.get([self.module.P], lambda: self.module.P.argmax(0), key="columns")
@@ -179,16 +189,16 @@ class LUVectorStep(LUConvolutionStep):
         order = self.order()
 
         def push(tangent: Tensor) -> Tensor:
-            return tangent[:, order] @ lower @ upper
+            return tangent[..., order] @ lower @ upper
 
         def pull(adjoint: Tensor) -> Tensor:
-            return F.linear(F.linear(adjoint, upper), lower)[:, torch.argsort(order)]
+            return F.linear(F.linear(adjoint, upper), lower)[..., torch.argsort(order)]
 
-        return push(vectors(self, x)), push, pull
+        return push(self.checked(x)), push, pull
 
-    def invert(self, y: Tensor) -> Tensor:
+    def _solve(self, rows: Tensor) -> Tensor:
         lower, upper = self.factors()
-        half = torch.linalg.solve_triangular(upper, y, upper=True, left=False)
+        half = torch.linalg.solve_triangular(upper, rows, upper=True, left=False)
         x: Tensor = torch.linalg.solve_triangular(lower, half, upper=False, left=False, unitriangular=True)
         return x[:, torch.argsort(self.order())]
 
@@ -283,10 +293,3 @@ def _light(half: Tensor, mode: str) -> Tensor:
     for size in half.shape[1:-1]:
         parity = parity[..., None] + torch.arange(size, device=half.device)
     return ((parity % 2 == 0) != ("inv" in mode))[..., None]
-
-
-def vectors(step: MatrixStep | TriangularStep, x: Tensor) -> Tensor:
-    """Refuses anything but a batch of vectors: normflows' log-det of an InvertibleAffine is right for these alone."""
-    if x.dim() != 2:
-        raise InputError(f"{step.where} acts on vectors, got {tuple(x.shape)}; use Invertible1x1Conv for images")
-    return x

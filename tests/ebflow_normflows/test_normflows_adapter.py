@@ -158,12 +158,6 @@ def test_a_permutation_of_the_wrong_size_is_refused():
             model.plan.encode(torch.zeros(3, 6))
 
 
-def test_a_vector_layer_takes_no_images():
-    model = ebf.wrap(model_of(flows.InvertibleAffine(4), base=DiagGaussian((4, 4))))
-    with pytest.raises(ebf.InputError, match="use Invertible1x1Conv for images"):
-        model.energy(data(5, 4, 4))
-
-
 def test_cached_layers_can_be_copied_and_are_never_stale():
     flow, x = model_of(lu_permute(cached=True)), data()
     model = ebf.wrap(flow)

@@ -1,12 +1,14 @@
 """verify() holds on what is right (test_contracts.py), and finds what is wrong."""
 
+from math import log
+
 import pytest
 import torch
 from nflows import distributions, flows, transforms
 from nflows.nn import nets
 
 import ebflow_plugin as ebf
-from ebflow_plugin import rules
+from ebflow_plugin import rules, verification
 
 D = 4
 
@@ -147,3 +149,83 @@ def test_a_flow_that_does_not_run_in_float64_says_so(x):
     with pytest.warns(UserWarning, match="not known"):
         report = ebf.verify(make_flow(Single()).float(), x.float())
     assert any(check.passed is None and "does not run in float64" in check.detail for check in report)
+
+
+class Scale(transforms.Transform):
+    """Right in all."""
+
+    def forward(self, inputs, context=None):
+        return 2.0 * inputs, inputs.new_full((len(inputs),), inputs[0].numel() * log(2.0))
+
+    def inverse(self, inputs, context=None):
+        return inputs / 2.0, inputs.new_full((len(inputs),), -inputs[0].numel() * log(2.0))
+
+
+class WrongInverse(Scale):
+    def inverse(self, inputs, context=None):
+        return inputs / 2.1, super().inverse(inputs)[1]
+
+
+class Halved(Scale):
+    def forward(self, inputs, context=None):
+        outputs, log_det = super().forward(inputs)
+        return outputs, log_det / 2
+
+
+def test_a_wrong_inverse_of_a_taught_class_is_found(x):
+    ebf.register_linear(Scale, apply=lambda module, x: 2.0 * x, invert=lambda module, y: y / 2.1)
+    try:
+        with pytest.raises(ebf.VerificationError, match=r"FAILED +inverse undoes the step +_transform._transforms.0"):
+            ebf.verify(make_flow(Scale()), x)
+        ebf.register_linear(Scale, apply=lambda module, x: 2.0 * x, invert=lambda module, y: y / 2.0, force=True)
+        assert all(check.passed for check in ebf.verify(make_flow(Scale()), x))
+    finally:
+        rules.TAUGHT.remove(Scale)
+
+
+@pytest.mark.filterwarnings("ignore:1 of")
+def test_a_wrong_inverse_of_an_unknown_class_is_found(x):
+    with pytest.raises(ebf.VerificationError, match=r"FAILED +inverse undoes the step "):
+        ebf.verify(make_flow(WrongInverse()), x)
+
+
+@pytest.mark.filterwarnings("ignore:1 of")
+@pytest.mark.parametrize("shape", [(129,), (300,), (3, 10, 10)])
+def test_a_wrong_log_det_of_a_large_event_is_found(shape):
+    x = torch.randn(3, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    base = distributions.StandardNormal(shape)
+    with pytest.raises(ebf.VerificationError, match=r"FAILED +log-det matches autograd"):
+        ebf.verify(flows.Flow(Halved(), base).double(), x)
+    assert all(check.passed for check in ebf.verify(flows.Flow(Scale(), base).double(), x))
+
+
+def test_a_context_reaches_every_row_of_a_jacobian():
+    """A Jacobian is taken many rows at a time, all with the context of the one point."""
+    torch.manual_seed(0)
+    size = 130
+    net = nets.ResidualNet(65, 130, 8, context_features=2, activation=torch.tanh)
+    coupling = transforms.AffineCouplingTransform([0, 1] * 65, lambda i, o: net)
+    flow = flows.Flow(coupling, distributions.StandardNormal([size])).double()
+    with torch.no_grad():
+        for parameter in flow.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    x, context = torch.randn(3, size, dtype=torch.float64), torch.randn(3, 2, dtype=torch.float64)
+    assert all(check.passed for check in ebf.verify(flow, x, context))
+
+
+@pytest.mark.filterwarnings("ignore:1 of")
+def test_what_was_not_measured_is_listed(monkeypatch):
+    monkeypatch.setattr(verification, "_JACOBIAN_LIMIT", 8)
+    x = torch.randn(3, 9, dtype=torch.float64)
+    report = ebf.verify(flows.Flow(Halved(), distributions.StandardNormal([9])).double(), x)
+    (first, second) = (check for check in report if check.passed is None)
+    assert (first.name, first.detail) == ("log-det matches autograd", "a Jacobian of 9 × 9 is too large")
+    assert second.name.endswith("parameters moved")
+    assert str(report).endswith("2 could not be measured")
+
+    class OneWay(transforms.Transform):
+        def forward(self, inputs, context=None):
+            return inputs.sinh(), inputs.cosh().log().sum(-1)
+
+    report = ebf.verify(flows.Flow(OneWay(), distributions.StandardNormal([3])).double(), x[:, :3])
+    assert any(check.passed is None and check.detail == "the step has no inverse" for check in report)

@@ -1,0 +1,160 @@
+"""Linear steps on events of every rank: the true density of the library's own map, or a clear refusal."""
+
+import normflows
+import pytest
+import torch
+from nflows import distributions, flows, transforms
+from normflows.distributions import DiagGaussian
+from normflows.flows.mixing import _LULinear
+
+import ebflow_nflows
+import ebflow_normflows
+import ebflow_plugin as ebf
+from case import perturb
+
+D = 4
+SHAPES = [(D,), (1, D), (3, D), (D, 3), (D, D), (2, 3, D), (D, 3, 2), (D, D, D), (D, 1, 1)]
+NFLOWS = {
+    "LULinear": lambda: transforms.LULinear(D, identity_init=False),
+    "NaiveLinear": lambda: transforms.NaiveLinear(D, orthogonal_initialization=False),
+    "QRLinear": lambda: transforms.QRLinear(D, num_householder=2),
+    "SVDLinear": lambda: transforms.SVDLinear(D, num_householder=2),
+    "HouseholderSequence": lambda: transforms.HouseholderSequence(D, 2),
+    "OneByOneConvolution": lambda: transforms.OneByOneConvolution(D, identity_init=False),
+    "BatchNorm": lambda: transforms.BatchNorm(D),
+    "ActNorm": lambda: transforms.ActNorm(D),
+    "PointwiseAffineTransform": lambda: transforms.PointwiseAffineTransform(torch.ones(D), torch.arange(1.0, D + 1)),
+    "RandomPermutation": lambda: transforms.RandomPermutation(D),
+    "SqueezeTransform": lambda: transforms.SqueezeTransform(),
+    "FullLinear": lambda: ebflow_nflows.FullLinear(D),
+    "FullConv2d": lambda: ebflow_nflows.FullConv2d(D, kernel_size=1),
+}
+NORMFLOWS = {
+    "InvertibleAffine": lambda: normflows.flows.InvertibleAffine(D, use_lu=False),
+    "InvertibleAffine, LU": lambda: normflows.flows.InvertibleAffine(D, use_lu=True),
+    "_LULinear": lambda: _LULinear(D, identity_init=False),
+    "LULinearPermute": lambda: normflows.flows.LULinearPermute(D),
+    "Invertible1x1Conv": lambda: normflows.flows.Invertible1x1Conv(D, use_lu=False),
+    "Invertible1x1Conv, LU": lambda: normflows.flows.Invertible1x1Conv(D, use_lu=True),
+    "AffineConstFlow": lambda: normflows.flows.AffineConstFlow(D),
+    "ActNorm": lambda: normflows.flows.ActNorm(D),
+    "Permute": lambda: normflows.flows.Permute(D),
+    "FullLinear": lambda: ebflow_normflows.FullLinear(D),
+    "FullConv2d": lambda: ebflow_normflows.FullConv2d(D, kernel_size=1),
+}
+
+
+def nflows_flow(name, shape, turned):
+    layer = NFLOWS[name]()
+    layer = transforms.InverseTransform(layer) if turned else layer
+    return flows.Flow(layer, distributions.StandardNormal(shape))
+
+
+def normflows_flow(name, shape, turned):
+    layer = NORMFLOWS[name]()
+    layer = normflows.flows.Reverse(layer) if turned else layer
+    return normflows.NormalizingFlow(DiagGaussian(shape, trainable=False), [layer])
+
+
+def own_map(flow, x):
+    """What the library itself makes of x in the density direction."""
+    if isinstance(flow, flows.Flow):
+        return flow._transform(x)[0]
+    return flow.flows[0].inverse(x)[0]
+
+
+CASES = [
+    pytest.param(make, name, shape, turned, id=f"{make.__name__}-{name}-{shape}{'-turned' if turned else ''}")
+    for make, names in ((nflows_flow, NFLOWS), (normflows_flow, NORMFLOWS))
+    for name in names
+    for shape in SHAPES
+    for turned in (False, True)
+]
+
+
+@pytest.mark.parametrize(("make", "name", "shape", "turned"), CASES)
+def test_the_density_is_true_or_refused(make, name, shape, turned):
+    torch.manual_seed(0)
+    flow = make(name, shape, turned).double().eval()
+    perturb(flow)
+    if name == "BatchNorm":
+        flow.apply(lambda part: part.running_var.fill_(1.0) if hasattr(part, "running_var") else None)
+    x = torch.randn(3, *shape, dtype=torch.float64)
+    try:
+        theirs = own_map(flow, x)
+    except Exception:  # a layer that does not fit, or that the library cannot invert
+        theirs = None
+    try:
+        model = ebf.wrap(flow)
+        value = model.log_prob(x)
+    except ebf.InputError:
+        assert theirs is None or theirs.shape != x.shape, "refused what the library takes"
+        return
+    if theirs is not None:
+        (ours,), _ = model.plan.encode(x)
+        torch.testing.assert_close(ours, theirs)
+    for row in range(len(x)):
+        jacobian = torch.autograd.functional.jacobian(lambda v: model.plan.encode(v[None])[0][0].flatten(), x[row])
+        (latent,), _ = model.plan.encode(x[row : row + 1])
+        log_det = torch.linalg.slogdet(jacobian.reshape(x[row].numel(), -1))[1]
+        torch.testing.assert_close(value[row], model.plan.base.log_prob((latent,), None)[0] + log_det)
+    (latents,), _ = model.plan.encode(x)
+    torch.testing.assert_close(model.plan.decode((latents,)), x, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(3, D), (2, 3, D)])
+def test_verify_says_that_the_library_counts_one_row(shape):
+    torch.manual_seed(0)
+    flow = nflows_flow("LULinear", shape, False).double()
+    report = ebf.verify(flow, torch.randn(4, *shape, dtype=torch.float64))
+    (own,) = (check for check in report if check.name == "log_prob equals the flow's own")
+    assert own.passed is None
+    assert f"counts one of the {torch.Size(shape[:-1]).numel()} rows of 4 features" in own.detail
+
+
+@pytest.mark.parametrize("shape", [(3, D), (2, 3, D)])
+def test_starts_whiten_the_rows_of_such_events(shape):
+    torch.manual_seed(0)
+    full, bend = ebflow_nflows.FullLinear(D), ebflow_nflows.SmoothLeakyReLU(0.3)
+    layers = transforms.CompositeTransform([full, bend, ebflow_nflows.FullLinear(D)])
+    flow = flows.Flow(layers, distributions.StandardNormal(shape)).double()
+    x = 1.0 + 3.0 * torch.randn(300, *shape, dtype=torch.float64)
+    model = ebf.wrap(flow)
+    model.initialize(x, whiten=True)
+    rows = full.transform(x).flatten(0, -2)
+    torch.testing.assert_close(rows.mean(0), torch.zeros(D, dtype=torch.float64), rtol=0, atol=1e-9)
+    torch.testing.assert_close(torch.cov(rows.mT), torch.eye(D, dtype=torch.float64), rtol=0, atol=1e-6)
+    before = model.log_prob(x).mean()
+    model.initialize(x, gaussianize=True)
+    assert model.log_prob(x).mean() > before
+    weight = layers._transforms[-1].weight.clone()
+    with pytest.raises(ebf.InputError, match=r"acts on 4 features at a time, .* fold=False"):
+        model.calibrate(5.0 * x, fold=True)
+    assert torch.equal(layers._transforms[-1].weight, weight)
+    assert model.calibrate(5.0 * x).kind == "full"
+
+
+class Flat(transforms.Transform):
+    """A reshape of the user's own."""
+
+    def forward(self, inputs, context=None):
+        return inputs.flatten(1), inputs.new_zeros(len(inputs))
+
+    def inverse(self, inputs, context=None):
+        return inputs.unflatten(1, (3, D)), inputs.new_zeros(len(inputs))
+
+
+@pytest.mark.filterwarnings("ignore:1 of")
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_reshape_of_the_users_own_before_a_matrix(turned):
+    """Nobody knows its shapes, which the log-det behind it depends on, until data pass it."""
+    torch.manual_seed(0)
+    before, behind = ((3 * D,), (3, D)) if turned else ((3, D), (3 * D,))
+    first = transforms.InverseTransform(Flat()) if turned else Flat()
+    matrix = transforms.NaiveLinear(behind[-1], orthogonal_initialization=False)
+    base = distributions.StandardNormal(behind)
+    model = ebf.wrap(flows.Flow(transforms.CompositeTransform([first, matrix]), base).double())
+    x = torch.randn(2, *before, dtype=torch.float64)
+    jacobian = torch.autograd.functional.jacobian(lambda v: model.plan.encode(v[None])[0][0].flatten(), x[0])
+    expected = base.log_prob(model.plan.encode(x[:1])[0][0])[0] + torch.linalg.slogdet(jacobian.reshape(12, 12))[1]
+    torch.testing.assert_close(model.log_prob(x)[0], expected)
