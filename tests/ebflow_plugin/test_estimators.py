@@ -224,6 +224,40 @@ def test_an_orthogonal_map_is_exact_at_once():
     assert found.products == 2 * 16  # it stops at the first step
 
 
+@pytest.mark.parametrize(("dim", "scale"), [(500, 2.0), (100, 0.1), (60, 1e-100), (33, 1e6)])
+@pytest.mark.parametrize("dtype", [WIDE, torch.float32])
+def test_a_scaled_rotation_is_exact(dim, scale, dtype):
+    """Its singular values differ by rounding alone, over which the logarithm has no measurable slope."""
+    if dtype == torch.float32 and scale < 1e-30:
+        pytest.skip("no number of single precision")
+    for number in range(3):
+        layer = ebflow_nflows.FullLinear(dim, init="orthogonal", generator=seed(number), dtype=WIDE)
+        with torch.no_grad():
+            layer.weight *= scale
+        model = ebf.wrap(flows.Flow(layer.to(dtype).requires_grad_(False), distributions.StandardNormal([dim])))
+        found = model.log_z(method="lanczos", generator=seed(number))
+        assert_agrees(found, model.log_z())
+        assert found.std_error < 1e-5 * dim
+        assert float(found) == pytest.approx(-dim * math.log(scale), rel=1e-6)
+
+
+def test_the_slope_of_the_control_variate_lies_within_the_spectrum():
+    """A rotation with a few other singular values, far from 1: the slope is that of a chord of the logarithm."""
+    dim = 80
+    rotation = torch.linalg.qr(torch.randn(dim, dim, generator=seed(1), dtype=WIDE))[0]
+    singular = torch.full((dim,), 50.0, dtype=WIDE)
+    singular[:2] = torch.tensor([50.0 + 1e-9, 49.0], dtype=WIDE)
+    weight = rotation * singular
+    scores = []
+    for number in range(40):
+        found = lanczos.log_abs_det(
+            lambda x: x @ weight.mT, (dim,), weight, squares=float(weight.square().sum()), generator=seed(number)
+        )
+        scores.append((found.value - float(singular.log().sum())) / found.std_error)
+        assert found.std_error < 1e-2
+    assert max(map(abs, scores)) < 5
+
+
 def test_a_whole_krylov_space_is_exact():
     """Without reorthogonalisation the vectors come back, and the last steps repeat the first."""
     dim = 60
