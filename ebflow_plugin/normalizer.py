@@ -301,8 +301,7 @@ def _matched_shape(model: EBFlow, event_shape: Shape) -> Shape:
 def _in_data_space(model: EBFlow, event_shape: Shape, found: Estimate) -> Estimate:
     """Adds the linear steps in front of the matched variable, which are fixed and known."""
     fixed = sum(_number(value) for _, value in model._prefix.log_dets(event_shape))
-    value = model._like().new_tensor(float(found) - fixed)
-    return Estimate.of(value, found.std_error, found.method, found.effective_sample_size)
+    return found.about(model._like().new_tensor(float(found) - fixed))
 
 
 def _number(value: Tensor | float) -> float:
