@@ -19,6 +19,7 @@ from ebflow_plugin.estimators import annealed, importance
 from ebflow_plugin.geometry import Geometry
 from ebflow_plugin.lanczos import log_abs_det
 from ebflow_plugin.layers import FullConv2d, FullLinear
+from ebflow_plugin.linalg import is_traced
 from ebflow_plugin.matrix_steps import FullStep, MatrixStep
 from ebflow_plugin.memo import Memo
 from ebflow_plugin.plan import LinearStep, Plan, Shape
@@ -51,11 +52,11 @@ class Normalizer:
     def exact(self, event_shape: Shape, like: Tensor) -> Tensor:
         """Returns log Z, a scalar with the device and dtype of ``like``.
 
-        Where a gradient can be asked for (grad mode is on, a linear step has parameters that require one) it is
-        computed anew, with its graph: that is what maximum likelihood pays for. Otherwise it is kept.
+        Where a gradient can be asked for (grad mode is on and a linear step has parameters that require one, or they are
+        differentiated in forward mode) it is computed anew, with its graph: that is what maximum likelihood pays for. Otherwise it is kept.
         """
         sources = self._sources()
-        if torch.is_grad_enabled() and any(source.requires_grad for source in sources):
+        if any(map(is_traced, sources)):
             return self._plan.log_z(event_shape, like)
         with torch.no_grad():
             if any(isinstance(step, TaughtLinearStep) and not _tensors(step.module) for step in self._plan.steps):

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ebflow_plugin.conditioners import Smoothness, first_reason, smoothness_of, unsteady_parts
 from ebflow_plugin.errors import NoInverseError, SingularError, UnsupportedStepError, blame
+from ebflow_plugin.linalg import is_readable
 
 __all__ = [
     "Base",
@@ -380,7 +381,7 @@ class Plan:
         if not terms:
             return like.new_zeros(())
         values = torch.stack([value for _, value in terms])
-        if not like.is_meta:
+        if is_readable(values):
             finite = torch.isfinite(values.detach()).tolist()
             singular = [step.where for (step, _), good in zip(terms, finite, strict=True) if not good]
             if singular:
