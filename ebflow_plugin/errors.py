@@ -21,6 +21,7 @@ __all__ = [
     "UnsupportedStepError",
     "VerificationError",
     "blame",
+    "refuse_precision",
     "suggest",
 ]
 
@@ -72,6 +73,15 @@ def blame(error: Exception, step: Any, value: Any, context: Any) -> NoReturn:
         given = "without a context" if context is None else f"with a context of shape {tuple(context.shape)}"
         error.add_note(f"in step {step.where}, on an input of shape {shape}, {given}")
     raise error
+
+
+def refuse_precision(error: NotImplementedError, where: str) -> None:
+    """Raises if torch lacks an operation in a dtype, which is no missing inverse; torch uses the same error for both."""
+    if "not implemented for" in str(error):
+        raise InputError(
+            f"torch cannot do this in the flow's precision: {error}\n  {where}\nMove the model to float32 or float64 with "
+            ".to(dtype)."
+        ) from error
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

@@ -13,6 +13,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from ebflow_plugin.conv import bandwidths, structure
+from ebflow_plugin.draws import check_generator
 from ebflow_plugin.errors import InputError, SingularError, UnknownNameError, suggest
 from ebflow_plugin.estimate import Estimate
 from ebflow_plugin.estimators import annealed, importance
@@ -106,9 +107,10 @@ def estimate_log_z(model: EBFlow, event_shape: Shape, method: str, options: Mapp
         if method == "exact":  # options of the method that was not needed are no mistake
             _check_options("lanczos", _METHODS["lanczos"], options)
             options = {}
-    if method not in _METHODS:
+    if not isinstance(method, str) or method not in _METHODS:
         raise InputError(f"log_z has no method {method!r}. {suggest(str(method), (*_METHODS, 'auto'))}")
     function = _METHODS[method]
+    check_generator(options.get("generator"))
     _check_options(method, function, options)
     return function(model, event_shape, **options)
 
@@ -163,6 +165,11 @@ def _importance(
     progress: bool = False,
 ) -> Estimate:
     q = _fitted(model, proposal, generator) if isinstance(proposal, Tensor) else proposal
+    if q is not None and not all(callable(getattr(q, name, None)) for name in ("sample", "log_prob")):
+        if not isinstance(q, Gaussian):
+            raise InputError(
+                f"proposal must be a tensor of data, or have sample and log_prob, got {type(q).__name__}"
+            )
     found = importance(
         _energy(model, context),
         _matched_shape(model, event_shape),

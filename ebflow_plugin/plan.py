@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ebflow_plugin.conditioners import Smoothness, first_reason, smoothness_of, unsteady_parts
-from ebflow_plugin.errors import NoInverseError, SingularError, UnsupportedStepError, blame
+from ebflow_plugin.errors import NoInverseError, SingularError, UnsupportedStepError, blame, refuse_precision
 from ebflow_plugin.linalg import is_readable
 
 __all__ = [
@@ -338,6 +338,7 @@ class Plan:
             try:
                 value = step.decode(value, context)
             except NotImplementedError as error:
+                refuse_precision(error, step.where)
                 raise NoInverseError(
                     f"the model cannot be sampled: one of its steps has no inverse\n  {step.where}"
                 ) from error
