@@ -67,8 +67,8 @@ def kl_divergence(
         x: Samples of the true density p, with shape ``(B, *)``.
         true_log_prob: :math:`\log p(x)`: a tensor with shape ``(B,)``, or a function of a batch.
         context: What the model is conditioned on, with ``B`` rows.
-        log_z: The model's log Z, if the exact one is out of reach: a number, or ``model.log_z(method="lanczos")``, whose
-            standard error is counted.
+        log_z: The model's log Z, if the exact one is out of reach: a number, or ``model.log_z(method="lanczos")``,
+            whose standard error is counted.
         batch_size: At most how many samples at a time.
 
     Returns:

@@ -76,11 +76,11 @@ def blame(error: Exception, step: Any, value: Any, context: Any) -> NoReturn:
 
 
 def refuse_precision(error: NotImplementedError, where: str) -> None:
-    """Raises if torch lacks an operation in a dtype, which is no missing inverse; torch uses the same error for both."""
+    """Raises if torch lacks an operation in a dtype, which is no missing inverse: the same error means both."""
     if "not implemented for" in str(error):
         raise InputError(
-            f"torch cannot do this in the flow's precision: {error}\n  {where}\nMove the model to float32 or float64 with "
-            ".to(dtype)."
+            f"torch cannot do this in the flow's precision: {error}\n  {where}\nMove the model to float32 or float64 "
+            "with .to(dtype)."
         ) from error
 
 

@@ -125,7 +125,7 @@ def log_mean_exp(log_weights: Tensor, method: str, doubt: str | None = None) -> 
         doubt = f"has weights with too heavy a tail for a mean of {count} (Pareto k = {shape:.2f})"
     elif shape is not None and error > 1e-12:
         # Beyond the largest of M weights a tail of shape k holds, in the mean, a further largest weight / (1 - k).
-        error = math.hypot(error, float(shares.max()) / (1.0 - min(max(shape, 0.0), 0.9)))
+        error = math.hypot(error, (float(shares.max()) - 1.0 / count) / (1.0 - min(max(shape, 0.0), 0.9)))
     if doubt is not None:
         warnings.warn(
             f"{method} {doubt}: the estimate is unreliable, most likely too low, and nobody knows by how much. Pass a "

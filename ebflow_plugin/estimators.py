@@ -153,7 +153,9 @@ class _Path:
     target = 0.7  # acceptance; between what is best for Langevin (0.574) and for long Hamiltonian paths (0.8)
 
     def __init__(self, energy: Energy, start: Gaussian, leapfrogs: int) -> None:
-        self._energy, self._start, self._leapfrogs = energy, start, leapfrogs
+        self._energy, self._leapfrogs = energy, leapfrogs
+        with torch.inference_mode(False):  # copies, since gradients pass through them
+            self._start = Gaussian(start.mean.clone(), start.scale.clone())
 
     def energy(self, z: Tensor) -> Tensor:
         """The energy in these coordinates, but for a constant."""

@@ -187,7 +187,7 @@ class Band:
 class KeptLU:
     r"""The log-determinant and the inverse of the matrix of a weight, kept until the weight changes.
 
-    If the weight is differentiated, in whatever mode, they are computed on every call, as a part of the graph and in the weight's own
+    If the weight is differentiated, in whatever mode, they are computed on every call, in the weight's own
     precision (single at least). If not, they are computed once, in double precision: in single precision the round
     trip through a random 784 x 784 weight loses ten times as many digits, and the log-determinant is wrong by 1e-4.
 

@@ -53,8 +53,9 @@ class Normalizer:
     def exact(self, event_shape: Shape, like: Tensor) -> Tensor:
         """Returns log Z, a scalar with the device and dtype of ``like``.
 
-        Where a gradient can be asked for (grad mode is on and a linear step has parameters that require one, or they are
-        differentiated in forward mode) it is computed anew, with its graph: that is what maximum likelihood pays for. Otherwise it is kept.
+        Where a gradient can be asked for (grad mode is on and a linear step has parameters that require one, or they
+        are differentiated in forward mode) it is computed anew, with its graph: that is what maximum likelihood pays
+        for. Otherwise it is kept.
         """
         sources = self._sources()
         if any(map(is_traced, sources)):
@@ -165,11 +166,9 @@ def _importance(
     progress: bool = False,
 ) -> Estimate:
     q = _fitted(model, proposal, generator) if isinstance(proposal, Tensor) else proposal
-    if q is not None and not all(callable(getattr(q, name, None)) for name in ("sample", "log_prob")):
-        if not isinstance(q, Gaussian):
-            raise InputError(
-                f"proposal must be a tensor of data, or have sample and log_prob, got {type(q).__name__}"
-            )
+    drawn_from = q is None or isinstance(q, Gaussian) or all(hasattr(q, name) for name in ("sample", "log_prob"))
+    if not drawn_from:
+        raise InputError(f"proposal must be a tensor of data, or have sample and log_prob, got {type(q).__name__}")
     found = importance(
         _energy(model, context),
         _matched_shape(model, event_shape),
@@ -289,6 +288,9 @@ def _energy(model: EBFlow, context: Tensor | None) -> Callable[[Tensor], Tensor]
     if context is not None and (not isinstance(context, Tensor) or context.dim() == 0 or len(context) != 1):
         got = tuple(context.shape) if isinstance(context, Tensor) else type(context).__name__
         raise InputError(f"log_z needs a context of one row, got {got}; log Z is the same for all contexts")
+
+    with torch.inference_mode(False):
+        context = None if context is None else context.clone()  # gradients pass by it
 
     def energy(x: Tensor) -> Tensor:
         return model.core.energy(x, None if context is None else context.expand(len(x), *context.shape[1:]))

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ebflow_plugin.draws import at_least
 from ebflow_plugin.elementwise import Curve, ElementwiseStep, logit_curve, sigmoid_curve
 from ebflow_plugin.errors import InputError, UnknownNameError, suggest
 from ebflow_plugin.jets import Expansion
@@ -45,9 +46,7 @@ class Dequantize(nn.Module):
 
     def __init__(self, levels: int = 256) -> None:
         super().__init__()
-        if isinstance(levels, bool) or not isinstance(levels, int) or levels < 2:
-            raise InputError(f"levels must be a whole number, at least 2, got {levels!r}")
-        self.levels = levels
+        self.levels = at_least(2, "levels", levels)
 
     def extra_repr(self) -> str:
         return f"levels={self.levels}"

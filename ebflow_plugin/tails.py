@@ -76,7 +76,7 @@ def largest_believable_k(count: int) -> float:
 def too_narrow(
     energy: Callable[[Tensor], Tensor], x: Tensor, log_weights: Tensor, batch_size: int | None = None
 ) -> bool:
-    r"""Whether weighted draws miss the width of the density :math:`\exp(-E) / Z` in the direction in which it is flattest.
+    r"""Whether weighted draws miss the width of :math:`\exp(-E) / Z` in the direction in which it is flattest.
 
     Weights of draws that never came near to the tails can look harmless. But whatever Z is, stretching one direction v
     about a centre m by a factor c leaves the integral as it is:

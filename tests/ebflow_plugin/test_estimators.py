@@ -6,6 +6,7 @@ import math
 import pickle
 
 import normflows
+import numpy as np
 import pytest
 import torch
 from nflows import distributions, flows, transforms
@@ -502,6 +503,14 @@ ERRORS = [
     ({"method": "ais", "proposal": torch.distributions.Normal(0.0, 1.0)}, "starts from data or a Gaussian"),
     ({"method": "importance", "proposal": torch.distributions.Normal(torch.zeros(5), 1.0)}, "Independent"),
     ({"method": "importance", "proposal": torch.distributions.Normal(torch.zeros(4), 1.0)}, r"takes \(5,\)"),
+    ({"method": "importance", "proposal": 3}, "proposal must be a tensor of data.*got int"),
+    ({"method": "importance", "proposal": np.zeros((9, 5))}, "proposal must be a tensor of data.*got ndarray"),
+    ({"method": "importance", "batch_size": 0}, "batch_size must be a whole number, at least 1, got 0"),
+    ({"method": "ais", "batch_size": 0}, "batch_size must be a whole number, at least 1, got 0"),
+    ({"method": "lanczos", "generator": 0}, "generator must be a torch.Generator"),
+    ({"event_shape": 3}, "event_shape must be a tuple of whole numbers.*got 3"),
+    ({"event_shape": (5.0,)}, "event_shape must be a tuple"),
+    ({"method": 3}, "no method 3"),
     ({"method": "importance", "proposal": torch.zeros(1, 5, dtype=WIDE)}, "at least 2 data points"),
     ({"method": "importance", "proposal": torch.zeros(9, 5, dtype=WIDE)}, "constant"),
 ]
@@ -511,6 +520,21 @@ ERRORS = [
 def test_errors_name_the_option(options, message):
     with pytest.raises(ebf.InputError, match=message):
         make_model(5).log_z(**options)
+
+
+@pytest.mark.parametrize("method", ["lanczos", "importance", "ais"])
+def test_inference_mode(method):
+    model = make_model(3, 0.1)
+    with torch.inference_mode():
+        data = model.sample(200, generator=seed(1))
+        for options in ({}, {"proposal": data}) if method != "lanczos" else ({},):
+            assert_agrees(model.log_z(method=method, generator=seed(), **options), model.log_z(), 5.0)
+
+
+def test_counts_of_numpy():
+    model = make_model(3, 0.1)
+    model.log_z(method="importance", samples=np.int64(200), batch_size=np.int64(60), generator=seed())
+    model.log_z(method="lanczos", probes=np.int32(4), generator=seed())
 
 
 def test_an_unknown_option_is_refused():

@@ -1,6 +1,9 @@
 import copy
 import pickle
+import sys
+import threading
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -50,6 +53,50 @@ def test_a_value_is_kept_until_its_tensors_change():
         assert (value(), value()) == (1, 1), name
         edit(parameter)
         assert (value(), value()) == (2, 2), name
+
+
+@pytest.mark.parametrize("size", [2, 10, 101, 300])  # small ones are summed together, large ones each on its own
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_transpose_is_a_change(size, dtype):
+    for number in range(10):
+        weight = torch.randn(size, size, generator=torch.Generator().manual_seed(number), dtype=dtype)
+        value = Counted(Memo(), nn.Parameter(weight))
+        value()
+        value.tensors[0].data = weight.mT.contiguous()
+        assert value() == 2
+
+
+def test_threads_get_their_own_values():
+    tensor, memo, wrong = torch.eye(2), Memo(), []
+
+    def read(key):
+        for _ in range(3000):
+            found = memo.get([tensor], lambda: key, key)
+            if found != key:
+                wrong.append(found)
+
+    threads = [threading.Thread(target=read, args=(key,)) for key in range(3)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not wrong
+
+
+def test_another_thread_between_the_look_and_the_answer():
+    """Whatever happens while a value is computed, it is the one that is given back."""
+    tensor, memo = torch.eye(2), Memo()
+
+    def compute():
+        memo.get([tensor], lambda: "other", "other")
+        return "own"
+
+    assert memo.get([tensor], compute, "own") == "own"
 
 
 def test_a_swapped_tensor_and_another_key_are_changes():
