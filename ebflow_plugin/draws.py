@@ -61,11 +61,11 @@ def check_generator(generator: object) -> None:
     Example:
         >>> check_generator(0)
         Traceback (most recent call last):
-        ebflow_plugin.errors.InputError: generator must be a torch.Generator or None, got 0; make one with .manual_seed(0)
+        ebflow_plugin.errors.InputError: generator must be a torch.Generator or None, got 0; seed one with .manual_seed
     """
     if generator is not None and not isinstance(generator, Generator):
         raise InputError(
-            f"generator must be a torch.Generator or None, got {generator!r}; make one with .manual_seed(0)"
+            f"generator must be a torch.Generator or None, got {generator!r}; seed one with .manual_seed"
         )
 
 

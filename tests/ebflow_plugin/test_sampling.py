@@ -300,27 +300,6 @@ def test_a_temperature_is_never_written_into_the_users_base():
     assert base.temperature == 0.5
 
 
-def test_log_z_of_several_image_sizes_in_threads():
-    layer = ebflow_nflows.FullConv2d(1, 3, init="normal", dtype=WIDE, generator=seed())
-
-    class Standard(nn.Module):
-        def log_prob(self, inputs, context=None):
-            return -0.5 * inputs.flatten(1).square().sum(1)
-
-    model = ebf.wrap(flows.Flow(layer, Standard()).requires_grad_(False))
-    shapes = [(1, size, size) for size in (3, 4, 5)]
-    expected = {shape: float(model.log_z(shape)) for shape in shapes}
-    wrong = []
-
-    def read(shape):
-        for _ in range(100):
-            if float(model.log_z(shape)) != expected[shape]:
-                wrong.append(shape)
-
-    in_threads(*(lambda shape=shape: read(shape) for shape in shapes))
-    assert not wrong
-
-
 def test_a_precision_that_torch_lacks_is_no_missing_inverse():
     flow = flows.Flow(transforms.QRLinear(D, num_householder=2), distributions.StandardNormal([D])).to(torch.bfloat16)
     with pytest.raises(ebf.InputError, match=r"(?s)BFloat16.*QRLinear.*float32"):

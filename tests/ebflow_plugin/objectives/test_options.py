@@ -269,7 +269,7 @@ def test_options_are_shown(model):
 def test_gradients_for_each_sample(projection):
     """vmap(grad) draws another direction for each sample, which it refuses to do in place."""
     torch.manual_seed(0)
-    model = ebf.wrap(flows.Flow(transforms.LULinear(3), distributions.StandardNormal([3])).double())
+    model = ebf.wrap(Flow(LULinear(3), StandardNormal([3])).double())
     loss = SSM(model, projection=projection)
     weights = {name: p.detach() for name, p in loss.named_parameters()}
 
