@@ -64,9 +64,7 @@ def check_generator(generator: object) -> None:
         ebflow_plugin.errors.InputError: generator must be a torch.Generator or None, got 0; seed one with .manual_seed
     """
     if generator is not None and not isinstance(generator, Generator):
-        raise InputError(
-            f"generator must be a torch.Generator or None, got {generator!r}; seed one with .manual_seed"
-        )
+        raise InputError(f"generator must be a torch.Generator or None, got {generator!r}; seed one with .manual_seed")
 
 
 def _home(x: Tensor, generator: Generator | None) -> torch.device:
