@@ -11,6 +11,7 @@ from torch import Tensor
 from ebflow_plugin.draws import over_rows
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.estimate import Estimate, mean_of
+from ebflow_plugin.inputs import is_number
 from ebflow_plugin.wrapper import EBFlow
 
 __all__ = ["fisher_divergence", "kl_divergence"]
@@ -54,7 +55,7 @@ def kl_divergence(
     true_log_prob: Known,
     *,
     context: Tensor | None = None,
-    log_z: Tensor | None = None,
+    log_z: Tensor | float | None = None,
     batch_size: int | None = None,
 ) -> Estimate:
     r"""Estimates the Kullback-Leibler divergence, :math:`\mathbb{E}_p [ \log p(x) - \log q(x) ]`.
@@ -66,8 +67,8 @@ def kl_divergence(
         x: Samples of the true density p, with shape ``(B, *)``.
         true_log_prob: :math:`\log p(x)`: a tensor with shape ``(B,)``, or a function of a batch.
         context: What the model is conditioned on, with ``B`` rows.
-        log_z: The model's log Z, if the exact one is out of reach: ``model.log_z(method="lanczos")``, whose standard
-            error is counted.
+        log_z: The model's log Z, if the exact one is out of reach: a number, or ``model.log_z(method="lanczos")``,
+            whose standard error is counted.
         batch_size: At most how many samples at a time.
 
     Returns:
@@ -86,7 +87,9 @@ def kl_divergence(
     energy = over_rows(model.energy, x, context, batch_size)
     with torch.no_grad():
         constant = model.log_z(tuple(x.shape[1:])) if log_z is None else log_z
-    gap = mean_of(truth + energy + constant.detach(), "monte carlo")
+    if not is_number(constant) and not (isinstance(constant, Tensor) and constant.numel() == 1):
+        raise InputError(f"log_z must be a number, or a tensor with one, got {constant!r}")
+    gap = mean_of(truth + energy + float(constant), "monte carlo")
     extra = constant.std_error if isinstance(constant, Estimate) else 0.0
     return Estimate.of(gap.as_subclass(Tensor), math.hypot(gap.std_error, extra), gap.method)
 

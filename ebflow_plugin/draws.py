@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
@@ -10,7 +11,17 @@ from torch import Generator, Tensor
 
 from ebflow_plugin.errors import InputError
 
-__all__ = ["at_least", "gaussian_like", "over_rows", "rows_in_chunks", "shown", "signs", "uniform_like"]
+__all__ = [
+    "as_whole",
+    "at_least",
+    "check_generator",
+    "gaussian_like",
+    "over_rows",
+    "rows_in_chunks",
+    "shown",
+    "signs",
+    "uniform_like",
+]
 
 T = TypeVar("T")
 
@@ -23,26 +34,60 @@ def at_least(low: int, name: str, value: object) -> int:
         Traceback (most recent call last):
         ebflow_plugin.errors.InputError: chains must be a whole number, at least 2, got 1
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+    number = as_whole(value)
+    if number is None or number < low:
         raise InputError(f"{name} must be a whole number, at least {low}, got {value!r}")
-    return value
+    return number
+
+
+def as_whole(value: object) -> int | None:
+    """Gives a whole number of any type as an int: those of numpy, and all else that can be an index; None for others.
+
+    Example:
+        >>> as_whole(3), as_whole(3.0), as_whole(True), as_whole(torch.tensor([3]))
+        (3, None, None, None)
+    """
+    if isinstance(value, (bool, Tensor)) or type(value).__name__ in ("bool_", "bool"):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def check_generator(generator: object) -> None:
+    """Refuses anything but a generator or None.
+
+    Example:
+        >>> check_generator(0)
+        Traceback (most recent call last):
+        ebflow_plugin.errors.InputError: generator must be a torch.Generator or None, got 0; seed one with .manual_seed
+    """
+    if generator is not None and not isinstance(generator, Generator):
+        raise InputError(f"generator must be a torch.Generator or None, got {generator!r}; seed one with .manual_seed")
+
+
+def _home(x: Tensor, generator: Generator | None) -> torch.device:
+    """Where to draw: at the generator, which may live elsewhere than x."""
+    check_generator(generator)
+    return x.device if generator is None else generator.device
 
 
 def gaussian_like(x: Tensor, generator: Generator | None) -> Tensor:
     """Draws standard normal numbers, on the device and in the dtype of x; the generator may live elsewhere."""
-    device = x.device if generator is None else generator.device
+    device = _home(x, generator)
     return torch.randn(x.shape, generator=generator, device=device, dtype=x.dtype).to(x.device)
 
 
 def uniform_like(x: Tensor, generator: Generator | None) -> Tensor:
     """Draws numbers from [0, 1), on the device and in the dtype of x; the generator may live elsewhere."""
-    device = x.device if generator is None else generator.device
+    device = _home(x, generator)
     return torch.rand(x.shape, generator=generator, device=device, dtype=x.dtype).to(x.device)
 
 
 def signs(shape: tuple[int, ...], like: Tensor, generator: Generator | None) -> Tensor:
     """Draws -1 and 1 with equal chances (Rademacher), on the device and in the dtype of ``like``."""
-    device = like.device if generator is None else generator.device
+    device = _home(like, generator)
     bits = torch.randint(2, shape, generator=generator, device=device)
     return bits.to(like.device).to(like.dtype) * 2 - 1
 
@@ -69,8 +114,8 @@ def rows_in_chunks(count: int, size: int | None) -> Iterator[slice]:
         >>> list(rows_in_chunks(5, 2))
         [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
     """
-    size = count if size is None else size
-    for start in range(0, count, max(1, size)):
+    size = max(1, count) if size is None else at_least(1, "batch_size", size)
+    for start in range(0, count, size):
         yield slice(start, min(start + size, count))
 
 
@@ -78,6 +123,9 @@ def over_rows(
     function: Callable[[Tensor, Tensor | None], Tensor], x: Tensor, context: Tensor | None, size: int | None
 ) -> Tensor:
     """Applies a function of rows, a chunk at a time, without a graph, so that memory stays bounded."""
+    if len(x) == 0:
+        with torch.no_grad():
+            return function(x, context)
     with torch.no_grad():
         pieces = [
             function(x[part], context if context is None else context[part]) for part in rows_in_chunks(len(x), size)

@@ -25,6 +25,7 @@ __all__ = [
     "VerificationError",
     "WriteError",
     "blame",
+    "refuse_precision",
     "suggest",
 ]
 
@@ -101,6 +102,15 @@ def _is_conditional(module: Any) -> bool:
         return False
     members = (item for part in module.modules() for item in (*vars(part).items(), *part._modules.items()))
     return any("context" in name and value for name, value in members)
+
+
+def refuse_precision(error: NotImplementedError, where: str) -> None:
+    """Raises if torch lacks an operation in a dtype, which is no missing inverse: the same error means both."""
+    if "not implemented for" in str(error):
+        raise InputError(
+            f"torch cannot do this in the flow's precision: {error}\n  {where}\nMove the model to float32 or float64 "
+            "with .to(dtype)."
+        ) from error
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

@@ -17,11 +17,15 @@ from ebflow_plugin.errors import InputError
 from ebflow_plugin.estimate import Estimate, log_mean_exp
 from ebflow_plugin.inputs import positive
 from ebflow_plugin.proposals import Gaussian, Proposal, draw_from, standard_log_prob
+from ebflow_plugin.tails import too_narrow
 
 __all__ = ["annealed", "importance"]
 
 Energy = Callable[[Tensor], Tensor]
 Shape = tuple[int, ...]
+
+KEPT = 2**24  # numbers of draws that are kept to be looked at
+NARROW = "found the model wider than its draws reach"
 
 
 @torch.no_grad()
@@ -40,10 +44,11 @@ def importance(
 
     .. math:: Z \approx \frac1M \sum_j \frac{\exp(-E(x_j))}{q(x_j)}, \qquad x_j \sim q
 
-    Unbiased for Z. The variance grows exponentially with the dimension unless q is close to the model: look at
-    ``effective_sample_size``.
+    Unbiased for Z. The variance grows exponentially with the dimension unless q is close to the model. Three things
+    are looked at, any of which makes the standard error inf, with a warning: the effective sample size, the tail of the
+    weights, and whether a Gaussian q is wide enough (:mod:`ebflow_plugin.tails`).
 
-    Cost: M energies.
+    Cost: M energies, and as many gradients and energies again for a Gaussian q and M ≥ 4 D.
 
     Arguments:
         energy: :math:`E`, from ``(B, *shape)`` to ``(B,)``.
@@ -62,11 +67,16 @@ def importance(
     """
     count = at_least(2, "samples", samples)
     density = Gaussian.standard(shape, like) if proposal is None else proposal
-    weights = []
+    weights, kept = [], []
+    room = KEPT // max(1, math.prod(shape)) if isinstance(density, Gaussian) else 0
     for part in shown(list(rows_in_chunks(count, batch_size)), progress, "importance sampling"):
         x, log_q = draw_from(density, part.stop - part.start, shape, like, generator)
         weights.append(_finite(-energy(x) - log_q))
-    return log_mean_exp(torch.cat(weights), "importance")
+        kept.append(x[: max(0, room - part.start)])
+    looked_at, log_weights = torch.cat(kept), _supported(torch.cat(weights))
+    # Only a Gaussian reaches everywhere: a stretched draw of another one may lie where the energy is not defined.
+    narrow = too_narrow(energy, looked_at, log_weights[: len(looked_at)], batch_size)
+    return log_mean_exp(log_weights, "importance", NARROW if narrow else None)
 
 
 def annealed(
@@ -91,6 +101,8 @@ def annealed(
 
     The chains run in the coordinates in which q is N(0, I), so that a fitted q is their preconditioner. The step size
     at each temperature comes from a pilot run that is thrown away, which is what keeps the weights unbiased.
+
+    The weights, and where the chains end, are looked at as for :func:`importance`.
 
     Cost: ``steps · chains · leapfrogs`` gradients of the energy, and a quarter more for the pilot.
 
@@ -125,11 +137,14 @@ def annealed(
         sizes = path.tune(betas, pilot, generator, progress)
     else:
         sizes = [positive("step_size", step_size)] * steps
-    weights = [
+    chunks = [
         path.weights(betas, sizes, part.stop - part.start, generator, progress)
         for part in rows_in_chunks(count, batch_size)
     ]
-    return log_mean_exp(_finite(torch.cat(weights)), "ais")
+    ends, weights = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+    log_weights = _supported(_finite(weights))
+    narrow = too_narrow(path.energy, ends, log_weights, batch_size)
+    return log_mean_exp(log_weights, "ais", NARROW if narrow else None)
 
 
 class _Path:
@@ -138,12 +153,18 @@ class _Path:
     target = 0.7  # acceptance; between what is best for Langevin (0.574) and for long Hamiltonian paths (0.8)
 
     def __init__(self, energy: Energy, start: Gaussian, leapfrogs: int) -> None:
-        self._energy, self._start, self._leapfrogs = energy, start, leapfrogs
+        self._energy, self._leapfrogs = energy, leapfrogs
+        with torch.inference_mode(False):  # copies, since gradients pass through them
+            self._start = Gaussian(start.mean.clone(), start.scale.clone())
+
+    def energy(self, z: Tensor) -> Tensor:
+        """The energy in these coordinates, but for a constant."""
+        return self._energy(self._start.place(z))
 
     def weights(
         self, betas: list[float], sizes: list[float], count: int, generator: Generator | None, progress: bool
-    ) -> Tensor:
-        """The logarithms of the weights of new chains."""
+    ) -> tuple[Tensor, Tensor]:
+        """Where new chains end, and the logarithms of their weights."""
         z = self._noise(count, generator)
         log_weight = torch.zeros_like(z[:, 0])
         gap, slope = self._gap(z)
@@ -153,7 +174,7 @@ class _Path:
             before = beta
             if beta < 1.0:  # what moves behind the last weight changes nothing
                 z, gap, slope, _ = self._move(z, gap, slope, beta, size, generator)
-        return log_weight
+        return z, log_weight
 
     def tune(self, betas: list[float], count: int, generator: Generator | None, progress: bool) -> list[float]:
         """Finds the step size at each temperature, with chains of its own."""
@@ -174,7 +195,7 @@ class _Path:
         """The logarithm of exp(-E) over q, in these coordinates, and its gradient."""
         with torch.inference_mode(False), torch.enable_grad():
             z = z.detach().clone().requires_grad_()
-            gap = -self._energy(self._start.place(z)) + self._start.log_volume - standard_log_prob(z)
+            gap = -self.energy(z) + self._start.log_volume - standard_log_prob(z)
             (slope,) = torch.autograd.grad(gap.sum(), z)
         return gap.detach(), slope
 
@@ -199,13 +220,18 @@ class _Path:
 
 
 def _finite(log_weights: Tensor) -> Tensor:
-    """Refuses NaN, which no weight can be; a weight of zero is a point outside of the model's support."""
+    """Refuses NaN, which no weight can be."""
     bad = int((torch.isnan(log_weights) | (log_weights == math.inf)).sum())
     if bad:
         raise InputError(
             f"the energy is NaN or -inf at {bad} of {len(log_weights)} draws: the proposal reaches out of the model's "
             "domain, or the model's parameters are not finite. Pass a proposal that stays inside."
         )
+    return log_weights
+
+
+def _supported(log_weights: Tensor) -> Tensor:
+    """Refuses weights that are all zero; one of zero is a point outside of the model's support."""
     if bool((log_weights == -math.inf).all()):
         raise InputError("the energy is infinite at all draws: the proposal misses the model's support")
     return log_weights

@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ebflow_plugin.draws import as_whole
 from ebflow_plugin.errors import InputError, suggest
 
-__all__ = ["Axis", "Geometry", "Setting", "convolve", "convolve_transposed"]
+__all__ = ["Axis", "Geometry", "Setting", "convolve", "convolve_transposed", "positive_integer"]
 
 PADDING_MODES = ("circular", "reflect", "replicate", "zeros")
 
@@ -176,13 +177,13 @@ class Setting:
         groups: int = 1,
     ) -> Setting:
         """Checks what the user says, and fills in what was left out."""
-        _positive("in_channels", in_channels)
-        _positive("groups", groups)
+        in_channels = positive_integer("in_channels", in_channels)
+        groups = positive_integer("groups", groups)
         kernel_size, stride = _pair("kernel_size", kernel_size), _pair("stride", stride)
         dilation = _pair("dilation", dilation)
         if out_channels is None:
             out_channels = in_channels * math.prod(stride)
-        _positive("out_channels", out_channels)
+        out_channels = positive_integer("out_channels", out_channels)
         if padding_mode not in PADDING_MODES:
             raise InputError(f"unknown padding_mode {padding_mode!r}. {suggest(padding_mode, PADDING_MODES)}")
         for name, channels in (("in_channels", in_channels), ("out_channels", out_channels)):
@@ -341,25 +342,33 @@ def _automatic_padding(kernel_size: Pair, stride: Pair, dilation: Pair) -> Sides
     return left, right, top, bottom
 
 
-def _positive(name: str, value: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+def positive_integer(name: str, value: object) -> int:
+    """Returns a size as an int, whatever type of whole number it is, or raises an error that names it.
+
+    Example:
+        >>> positive_integer("groups", 0)
+        Traceback (most recent call last):
+        ebflow_plugin.errors.InputError: groups must be a positive integer, got 0.
+    """
+    number = as_whole(value)
+    if number is None or number < 1:
         raise InputError(f"{name} must be a positive integer, got {value!r}.")
-    return value
+    return number
 
 
 def _pair(name: str, value: int | Pair) -> Pair:
-    both = (value, value) if isinstance(value, int) else value
+    both = value if as_whole(value) is None and not isinstance(value, bool) else (value, value)
     if not isinstance(both, tuple | list) or len(both) != 2:
         raise InputError(f"{name} must be an integer, or one for the height and one for the width, got {value!r}.")
-    return _positive(name, both[0]), _positive(name, both[1])
+    return positive_integer(name, both[0]), positive_integer(name, both[1])
 
 
 def _sides(value: int | Pair | Sides) -> Sides:
-    sides = (value,) * 4 if isinstance(value, int) else value
-    if isinstance(sides, tuple | list) and len(sides) == 2:
-        sides = (sides[1], sides[1], sides[0], sides[0])
-    given = isinstance(sides, tuple | list) and len(sides) == 4
-    if not given or any(not isinstance(side, int) or side < 0 for side in sides):
+    given = value if isinstance(value, tuple | list) else (value,) * 4
+    if len(given) == 2:
+        given = (given[1], given[1], given[0], given[0])
+    sides = [side for one in given if (side := as_whole(one)) is not None and side >= 0]
+    if len(given) != 4 or len(sides) != 4:
         raise InputError(
             "padding must be a non-negative integer, (vertical, horizontal), or (left, right, top, bottom); "
             f"got {value!r}."

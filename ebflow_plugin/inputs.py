@@ -5,18 +5,21 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable
-from numbers import Integral, Real
+from numbers import Real
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from ebflow_plugin.draws import as_whole, at_least
 from ebflow_plugin.errors import InputError, suggest
 from ebflow_plugin.plan import Shape
 
 __all__ = [
     "check_context",
     "check_input",
+    "check_shape",
+    "check_tensor",
     "flag",
     "is_number",
     "one_of",
@@ -44,8 +47,7 @@ def check_input(
         Traceback (most recent call last):
         ebflow_plugin.errors.InputError: x must have shape (B, 4), got (5, 3)
     """
-    if not isinstance(x, Tensor):
-        raise InputError(f"x must be a tensor, got {type(x).__name__}")
+    check_tensor("x", x)
     if not x.is_floating_point():
         if not integers or x.is_complex():
             raise InputError(
@@ -81,8 +83,7 @@ def check_context(context: Tensor, anchor: Tensor | None, rows: int | None, devi
         Traceback (most recent call last):
         ebflow_plugin.errors.InputError: context must be a tensor, got list
     """
-    if not isinstance(context, Tensor):
-        raise InputError(f"context must be a tensor, got {type(context).__name__}")
+    check_tensor("context", context)
     if context.dim() == 0 or rows not in (None, context.shape[0]):
         wanted = "rows, one for each set of samples" if rows is None else f"{rows} rows, as x has"
         raise InputError(f"context must have {wanted}, got shape {tuple(context.shape)}")
@@ -127,6 +128,32 @@ def positive(name: str, value: object) -> float:
     return float(value)  # type: ignore[arg-type]
 
 
+def check_shape(name: str, value: object) -> Shape:
+    """Returns an event shape as a tuple of positive whole numbers, or raises an error that names the option.
+
+    Example:
+        >>> check_shape("event_shape", 3)
+        Traceback (most recent call last):
+        ebflow_plugin.errors.InputError: event_shape must be a tuple of whole numbers, (3, 32, 32) for one, got 3
+    """
+    sizes = [as_whole(size) for size in value] if isinstance(value, (tuple, list)) else [None]
+    if not all(size is not None and size > 0 for size in sizes):
+        raise InputError(f"{name} must be a tuple of whole numbers, (3, 32, 32) for one, got {value!r}")
+    return tuple(size for size in sizes if size is not None)
+
+
+def check_tensor(name: str, value: object) -> None:
+    """Refuses what is no tensor, a numpy array for one.
+
+    Example:
+        >>> check_tensor("x", [1.0])
+        Traceback (most recent call last):
+        ebflow_plugin.errors.InputError: x must be a tensor, got list; torch.as_tensor makes one
+    """
+    if not isinstance(value, Tensor):
+        raise InputError(f"{name} must be a tensor, got {type(value).__name__}; torch.as_tensor makes one")
+
+
 def whole(name: str, value: object) -> int:
     """Returns a whole number of at least 1, or raises an error that names the option.
 
@@ -135,9 +162,7 @@ def whole(name: str, value: object) -> int:
         Traceback (most recent call last):
         ebflow_plugin.errors.InputError: projections must be a whole number, at least 1, got 0
     """
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-        raise InputError(f"{name} must be a whole number, at least 1, got {value!r}")
-    return int(value)
+    return at_least(1, name, value)
 
 
 def flag(name: str, value: object) -> bool:

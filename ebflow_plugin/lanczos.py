@@ -41,7 +41,7 @@ class LogDet:
     Attributes:
         value: The estimate.
         variance: Of the mean over the probes.
-        bias: How far the quadrature may still be from its limit: the last changes, carried on.
+        bias: How far the quadrature may still be from its limit: the last changes, carried on, and rounding.
         products: How many products with W and with its transpose were made, both counted.
     """
 
@@ -113,7 +113,8 @@ def log_abs_det(
     if not bool(torch.isfinite(each).all()):
         raise SingularError("the map is singular, or not finite: products with it leave no finite logarithm")
     mean = each.mean(0).tolist()
-    return LogDet(mean[-1], float(each[:, -1].var()) / probes, _tail(mean), products)
+    rounding = torch.finfo(like.dtype).eps * (dim + abs(mean[-1]))
+    return LogDet(mean[-1], float(each[:, -1].var()) / probes, _tail(mean) + rounding, products)
 
 
 class _Linear:
@@ -219,14 +220,17 @@ def _linear_part(rules: list[_Rule], mean_square: float, dim: int) -> Tensor:
     r"""What :math:`c\,(v^\top W^\top W v - \operatorname{tr} W^\top W)` is for each probe; its mean is zero.
 
     The slope c is that of the straight line nearest to the logarithm over the spectrum, as all probes together see it.
+    With :math:`r = \lambda / \bar\lambda` for each node, whose weighted mean is one, it is the mean of the chords'
+    slopes :math:`\log r / (r - 1)` with the weights :math:`(r - 1)^2`. Written so, it lies between the slopes of the
+    logarithm at both ends even where the nodes differ by rounding alone, as those of a scaled rotation do.
     """
     squares = torch.cat([rule.nodes.square().flatten() for rule in rules])
     weights = torch.cat([rule.weights.flatten() for rule in rules])
-    logs = squares.log() / 2
-    weights = weights / weights.sum()
-    centred = squares - (weights * squares).sum()
+    centre = (weights * squares).sum() / weights.sum()
+    ratios = squares / centre
+    centred = ratios - 1.0
     spread = (weights * centred.square()).sum()
-    slope = (weights * centred * logs).sum() / spread if spread > 0 else spread
+    slope = (weights * centred * ratios.log()).sum() / (2.0 * centre * spread) if spread > 0 else spread
     each = torch.cat([(rule.weights * rule.nodes.square()).sum(1) for rule in rules])
     return dim * slope * (each - mean_square)
 

@@ -8,7 +8,7 @@ from torch import Generator, Tensor
 from ebflow_plugin.chains import Chains, Moves, run_chains
 from ebflow_plugin.draws import at_least, over_rows
 from ebflow_plugin.errors import InputError, suggest
-from ebflow_plugin.inputs import positive, refuse_non_finite
+from ebflow_plugin.inputs import check_tensor, positive, refuse_non_finite
 from ebflow_plugin.preprocess import DequantizeStep
 from ebflow_plugin.wrapper import EBFlow
 
@@ -116,7 +116,7 @@ def impute(
     Arguments:
         model: What :func:`~ebflow_plugin.wrap` returns.
         x: Data, with shape ``(B, *)``.
-        mask: True where an entry is missing, with the shape of x.
+        mask: True where an entry is missing, with the shape of x, or of one of its rows for the same entries in all.
         steps: How many steps behind the burn-in.
         step_size: :math:`\alpha`, at the beginning.
         chains: How many chains for each row of x.
@@ -144,16 +144,24 @@ def impute(
     """
     _check_model("impute", model)
     _check_space(model, space)
-    at_least(1, "chains", chains)
+    chains = at_least(1, "chains", chains)
+    check_tensor("x", x)
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         got = f"{mask.dtype}" if isinstance(mask, Tensor) else type(mask).__name__
         raise InputError(f"mask must be a tensor of bool, True where an entry is missing, got {got}")
-    if mask.shape != x.shape:
-        raise InputError(f"mask must have the shape of x, {tuple(x.shape)}, got {tuple(mask.shape)}")
+    if mask.shape not in (x.shape, x.shape[1:], (1, *x.shape[1:])):
+        raise InputError(
+            f"mask must have the shape of x, {tuple(x.shape)}, or of one of its rows, got {tuple(mask.shape)}"
+        )
     if mask.device != x.device:
         raise InputError(f"mask is on {mask.device}, x is on {x.device}; move one with .to()")
-    if init is not None and init.shape != x.shape:
-        raise InputError(f"init must have the shape of x, {tuple(x.shape)}, got {tuple(init.shape)}")
+    mask = mask.expand(x.shape)
+    if init is not None:
+        check_tensor("init", init)
+        if init.shape != x.shape:
+            raise InputError(f"init must have the shape of x, {tuple(x.shape)}, got {tuple(init.shape)}")
+        if init.device != x.device:
+            raise InputError(f"init is on {init.device}, x is on {x.device}; move one with .to()")
     start = x if init is None else torch.where(mask, init, x)
     if start.is_floating_point() and bool((mask & ~torch.isfinite(start)).any()):
         raise InputError("missing entries start at NaN or inf: pass finite ones in init=, the mean of the data for one")
@@ -209,6 +217,7 @@ def denoise(
     """
     _check_model("denoise", model)
     _check_space(model, space)
+    check_tensor("x", x)
     if isinstance(sigma, Tensor):
         if sigma.shape not in ((), x.shape[:1]):
             raise InputError(f"sigma must be a number, or one for each of {len(x)} rows, got {tuple(sigma.shape)}")

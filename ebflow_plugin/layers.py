@@ -15,7 +15,7 @@ from torch import Generator, Tensor, nn
 
 from ebflow_plugin.conv import conv_matrix
 from ebflow_plugin.errors import InputError, suggest
-from ebflow_plugin.geometry import Setting, convolve, convolve_transposed
+from ebflow_plugin.geometry import Setting, convolve, convolve_transposed, positive_integer
 from ebflow_plugin.linalg import KeptLU
 
 __all__ = ["FullConv2d", "FullLinear", "SmoothLeakyReLU"]
@@ -62,9 +62,7 @@ class FullLinear(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(features, int) or features < 1:
-            raise InputError(f"features must be a positive integer, got {features!r}.")
-        self.features = features
+        features = self.features = positive_integer("features", features)
         self.init = _known_init(init)
         self.weight = nn.Parameter(torch.empty(features, features, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(features, device=device, dtype=dtype)) if bias else None

@@ -19,11 +19,12 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ebflow_plugin.errors import SingularError
 from ebflow_plugin.memo import Memo
 
-__all__ = ["Band", "Dense", "KeptLU", "Matrix", "Solver"]
+__all__ = ["Band", "Dense", "KeptLU", "Matrix", "Solver", "is_readable", "is_traced"]
 
 Solver = Callable[[Tensor], Tensor]
 T = TypeVar("T")
@@ -67,7 +68,7 @@ class Dense:
 
     def log_abs_det(self) -> Tensor:
         r"""Returns :math:`\log |\det A|`, with shape :math:`(*)`, real."""
-        if _in_graph(self.matrix):
+        if is_traced(self.matrix):
             # The backward of slogdet is one solve; that of lu_factor costs three times as much (measured).
             result: Tensor = torch.linalg.slogdet(self.matrix)[1]
             return result
@@ -76,14 +77,14 @@ class Dense:
 
     def inverse(self) -> Solver:
         r"""Returns the map from rows :math:`b`, with shape :math:`(*, N, D)`, to the rows :math:`A^{-1} b`."""
-        if _in_graph(self.matrix):
-            return self._solve_in_graph
+        if is_traced(self.matrix):
+            return self._solve_traced
         lu, pivots = self._factors()
         return lambda rows: torch.linalg.lu_solve(lu, pivots, rows.to(lu.dtype).mT).mT
 
-    def _solve_in_graph(self, rows: Tensor) -> Tensor:
+    def _solve_traced(self, rows: Tensor) -> Tensor:
         columns, info = torch.linalg.solve_ex(self.matrix, rows.to(self.matrix.dtype).mT)
-        if not info.is_meta and bool(info.any()):
+        if is_readable(info) and bool(info.any()):
             raise SingularError(f"{_name(self.matrix.shape[-1])} is singular: a pivot is zero. {_ADVICE}")
         solved: Tensor = columns.mT
         return solved
@@ -140,7 +141,7 @@ class Band:
         # a clone, since a view would hold on to all panels
         pivots, scale = zip(*((panel.lu.diagonal().clone(), panel.scale) for panel in self._panels()), strict=True)
         diagonal = torch.cat(pivots)
-        if not _in_graph(diagonal):
+        if not is_traced(diagonal):
             _refuse_singular(diagonal, torch.cat(scale), self.size)
         return diagonal.abs().log().sum()
 
@@ -178,7 +179,7 @@ class Band:
             upper = torch.linalg.solve_triangular(lu[:width], rest[:width], upper=False, unitriangular=True)
             yield _Panel(lu, order, upper, torch.minimum(row_scale[:width], column_scale[:width]))
             # In place where no graph needs the old values: windows are large, and copies half of the time.
-            update = torch.addmm if _in_graph(rest) else Tensor.addmm_
+            update = torch.addmm if is_traced(rest) else Tensor.addmm_
             window = update(rest[width:], lu[width:], upper, alpha=-1)
             row_scale, column_scale = row_scale[width:], column_scale[width:]
 
@@ -186,7 +187,7 @@ class Band:
 class KeptLU:
     r"""The log-determinant and the inverse of the matrix of a weight, kept until the weight changes.
 
-    If the weight wants a gradient, they are computed on every call, as a part of the graph and in the weight's own
+    If the weight is differentiated, in whatever mode, they are computed on every call, in the weight's own
     precision (single at least). If not, they are computed once, in double precision: in single precision the round
     trip through a random 784 x 784 weight loses ten times as many digits, and the log-determinant is wrong by 1e-4.
 
@@ -230,7 +231,7 @@ class KeptLU:
 
     def _get(self, memo: Memo[T], compute: Callable[[Matrix], T], weight: Tensor, setting: tuple[Hashable, ...]) -> T:
         precision = _precision(weight)
-        if _in_graph(weight):
+        if is_traced(weight):
             return compute(self._matrix(weight.to(precision), *setting))
 
         def outside() -> T:
@@ -242,7 +243,7 @@ class KeptLU:
 
 
 def _precision(weight: Tensor) -> torch.dtype:
-    return torch.promote_types(weight.dtype, torch.float32 if _in_graph(weight) else torch.float64)
+    return torch.promote_types(weight.dtype, torch.float32 if is_traced(weight) else torch.float64)
 
 
 def _without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
@@ -277,8 +278,37 @@ def _substitute(panels: list[_Panel], columns: Tensor) -> Tensor:
     return torch.cat(solved)
 
 
-def _in_graph(tensor: Tensor) -> bool:
-    return tensor.requires_grad and torch.is_grad_enabled()
+def is_traced(tensor: Tensor) -> bool:
+    """Whether what is computed from a tensor must not be kept: somebody differentiates it, or it stands for many.
+
+    That is reverse mode, forward mode (a dual tensor, whatever grad mode says), and all of ``torch.func``.
+
+    Example:
+        >>> is_traced(torch.eye(2)), is_traced(torch.eye(2).requires_grad_())
+        (False, True)
+        >>> with forward_ad.dual_level():
+        ...     is_traced(forward_ad.make_dual(torch.eye(2), torch.eye(2)))
+        True
+    """
+    if tensor.requires_grad and torch.is_grad_enabled():
+        return True
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return True
+    return forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def is_readable(tensor: Tensor) -> bool:
+    """Whether a tensor has one value that Python can look at: none on the meta device, and none inside of vmap.
+
+    Example:
+        >>> is_readable(torch.eye(2)), is_readable(torch.eye(2, device="meta"))
+        (True, False)
+    """
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if torch._C._functorch.is_batchedtensor(tensor):
+            return False
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return not tensor.is_meta
 
 
 def _order(lu: Tensor, pivots: Tensor) -> Tensor:
@@ -301,7 +331,7 @@ def _name(size: int) -> str:
 
 def _refuse_singular(pivots: Tensor, scale: Tensor, size: int) -> None:
     """Raises if a pivot is zero, is not finite, or is rounding noise beside the entries of its row and column."""
-    if pivots.is_meta:
+    if not is_readable(pivots):
         return
     pivots, scale = pivots.abs().flatten(), scale.flatten()
     noise = max(size, 16) * torch.finfo(pivots.dtype).eps * scale

@@ -26,6 +26,8 @@ class Memo(Generic[T]):
     through ``tensor.data`` raises no version counter. The checksum reads every element once and waits for the
     device; use ``contents=False`` where waiting is not allowed.
 
+    Threads may share a memo: each gets the value of its own tensors and key, computed once more at worst.
+
     The value is dropped when the memo is copied or pickled: it belongs to the original's tensors.
 
     Example:
@@ -44,8 +46,7 @@ class Memo(Generic[T]):
 
     def clear(self) -> None:
         """Forgets the value."""
-        self._state: tuple[Any, ...] | None = None
-        self._value: T | None = None
+        self._kept: tuple[tuple[Any, ...], T] | None = None
 
     def get(self, tensors: Sequence[Tensor], compute: Callable[[], T], key: Hashable = None) -> T:
         """Returns the kept value, or computes it if ``key`` or a tensor changed.
@@ -60,10 +61,12 @@ class Memo(Generic[T]):
         # Identities, not references: torch refuses to swap a tensor that somebody holds a weak reference to. An
         # identity that is used again goes with the same contents here, for which the value is right too.
         state = (key, *(_stamp(tensor) for tensor in tensors), self._checksum(tensors))
-        if state != self._state:
-            self._value = compute()
-            self._state = state
-        return self._value  # type: ignore[return-value]
+        kept = self._kept  # once: another thread may put its own in its place at any time
+        if kept is not None and kept[0] == state:
+            return kept[1]
+        value = compute()
+        self._kept = (state, value)
+        return value
 
     def _checksum(self, tensors: Sequence[Tensor]) -> tuple[float, ...]:
         if not (self.contents and tensors):
@@ -91,9 +94,15 @@ def _stamp(tensor: Tensor) -> tuple[Hashable, ...]:
 
 
 def _weighted_sums(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Two numbers that change with any one entry (the sum), and when entries change places (a bilinear form)."""
+    """Two numbers that change with any one entry (the sum), and when entries change places (a bilinear form).
+
+    The vectors of the form differ, since with twice the same one a matrix and its transpose have the same value.
+    """
     if not tensor.is_floating_point():
         tensor = tensor.to(torch.float64)
     rows = tensor.reshape(tensor.shape[0], -1) if tensor.dim() > 1 else tensor.reshape(1, -1)
-    left, right = (torch.arange(1, size + 1, device=rows.device, dtype=rows.dtype).sqrt() for size in rows.shape)
+    left, right = (
+        torch.arange(1, size + 1, device=rows.device, dtype=rows.dtype).pow(power)
+        for size, power in zip(rows.shape, (1 / 2, 1 / 3), strict=True)
+    )
     return tensor.sum(dtype=torch.float64), (left @ (rows @ right)).to(torch.float64)

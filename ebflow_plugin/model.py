@@ -13,7 +13,7 @@ from ebflow_plugin.calibration import Calibration, CalibrationReport
 from ebflow_plugin.discovery import Adapter, Found, Wrapped, find_flow
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.estimate import Estimate
-from ebflow_plugin.inputs import check_input, is_number, one_of, refuse_non_finite
+from ebflow_plugin.inputs import check_input, check_shape, is_number, one_of, refuse_non_finite
 from ebflow_plugin.moments import batches, meet
 from ebflow_plugin.normalizer import Normalizer, estimate_log_z
 from ebflow_plugin.plan import Plan, Shape
@@ -208,7 +208,7 @@ class EBFlow(Wrapped):
         shape = event_shape or self.plan.event_shape or (self._seen and self._seen[0])
         if shape is None:
             raise InputError("log_z needs event_shape: the base density does not tell it, and no data was seen yet")
-        return estimate_log_z(self, tuple(shape), method, options)
+        return estimate_log_z(self, check_shape("event_shape", shape), method, options)
 
     @torch.no_grad()
     def sample(

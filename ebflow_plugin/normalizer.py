@@ -13,12 +13,14 @@ import torch
 from torch import Generator, Tensor, nn
 
 from ebflow_plugin.conv import bandwidths, structure
+from ebflow_plugin.draws import check_generator
 from ebflow_plugin.errors import InputError, SingularError, UnknownNameError, suggest
 from ebflow_plugin.estimate import Estimate
 from ebflow_plugin.estimators import annealed, importance
 from ebflow_plugin.geometry import Geometry
 from ebflow_plugin.lanczos import log_abs_det
 from ebflow_plugin.layers import FullConv2d, FullLinear
+from ebflow_plugin.linalg import is_traced
 from ebflow_plugin.matrix_steps import FullStep, MatrixStep
 from ebflow_plugin.memo import Memo
 from ebflow_plugin.plan import LinearStep, Plan, Shape, own_tensors
@@ -51,12 +53,13 @@ class Normalizer:
     def exact(self, event_shape: Shape, like: Tensor) -> Tensor:
         """Returns log Z, a scalar with the device and dtype of ``like``.
 
-        Where a gradient can be asked for (grad mode is on, a linear step has parameters that require one) it is
-        computed anew, with its graph: that is what maximum likelihood pays for. Otherwise it is kept.
+        Where a gradient can be asked for (grad mode is on and a linear step has parameters that require one, or they
+        are differentiated in forward mode) it is computed anew, with its graph: that is what maximum likelihood pays
+        for. Otherwise it is kept.
         """
         steps = self._linear_steps()
         sources = list({id(tensor): tensor for step in steps for tensor in own_tensors(step.module)}.values())
-        if torch.is_grad_enabled() and any(source.requires_grad for source in sources):
+        if any(map(is_traced, sources)):
             return self._plan.log_z(event_shape, like)
         if any(isinstance(step, TaughtLinearStep) for step in steps):
             return self._plan.log_z(event_shape, like)  # nobody can tell what a user's layer depends on
@@ -110,9 +113,10 @@ def estimate_log_z(model: EBFlow, event_shape: Shape, method: str, options: Mapp
         if method == "exact":  # options of the method that was not needed are no mistake
             _check_options("lanczos", _METHODS["lanczos"], options)
             options = {}
-    if method not in _METHODS:
+    if not isinstance(method, str) or method not in _METHODS:
         raise InputError(f"log_z has no method {method!r}. {suggest(str(method), (*_METHODS, 'auto'))}")
     function = _METHODS[method]
+    check_generator(options.get("generator"))
     _check_options(method, function, options)
     return function(model, event_shape, **options)
 
@@ -167,6 +171,9 @@ def _importance(
     progress: bool = False,
 ) -> Estimate:
     q = _fitted(model, proposal, generator) if isinstance(proposal, Tensor) else proposal
+    drawn_from = q is None or isinstance(q, Gaussian) or all(hasattr(q, name) for name in ("sample", "log_prob"))
+    if not drawn_from:
+        raise InputError(f"proposal must be a tensor of data, or have sample and log_prob, got {type(q).__name__}")
     found = importance(
         _energy(model, context),
         _matched_shape(model, event_shape),
@@ -287,6 +294,9 @@ def _energy(model: EBFlow, context: Tensor | None) -> Callable[[Tensor], Tensor]
         got = tuple(context.shape) if isinstance(context, Tensor) else type(context).__name__
         raise InputError(f"log_z needs a context of one row, got {got}; log Z is the same for all contexts")
 
+    with torch.inference_mode(False):
+        context = None if context is None else context.clone()  # gradients pass by it
+
     def energy(x: Tensor) -> Tensor:
         return model.core.energy(x, None if context is None else context.expand(len(x), *context.shape[1:]))
 
@@ -306,8 +316,7 @@ def _matched_shape(model: EBFlow, event_shape: Shape) -> Shape:
 def _in_data_space(model: EBFlow, event_shape: Shape, found: Estimate) -> Estimate:
     """Adds the linear steps in front of the matched variable, which are fixed and known."""
     fixed = sum(_number(value) for _, value in model._prefix.log_dets(event_shape, model._like()))
-    value = model._like().new_tensor(float(found) - fixed)
-    return Estimate.of(value, found.std_error, found.method, found.effective_sample_size)
+    return found.about(model._like().new_tensor(float(found) - fixed))
 
 
 def _number(value: Tensor | float) -> float:

@@ -25,7 +25,16 @@ import torch
 from torch import Tensor, nn
 
 from ebflow_plugin.conditioners import Smoothness, first_reason, smoothness_of, unsteady_parts
-from ebflow_plugin.errors import EBFlowError, InputError, NoInverseError, SingularError, UnsupportedStepError, blame
+from ebflow_plugin.errors import (
+    EBFlowError,
+    InputError,
+    NoInverseError,
+    SingularError,
+    UnsupportedStepError,
+    blame,
+    refuse_precision,
+)
+from ebflow_plugin.linalg import is_readable
 
 __all__ = [
     "Base",
@@ -413,6 +422,7 @@ class Plan:
             try:
                 value = step.decode(value, context)
             except NotImplementedError as error:
+                refuse_precision(error, step.where)
                 raise NoInverseError(
                     f"the model cannot be sampled: one of its steps has no inverse\n  {step.where}"
                 ) from error
@@ -456,7 +466,7 @@ class Plan:
         if not terms:
             return like.new_zeros(())
         values = torch.stack([value for _, value in terms])
-        if not like.is_meta:
+        if is_readable(values):
             finite = torch.isfinite(values.detach()).tolist()
             singular = [step.where for (step, _), good in zip(terms, finite, strict=True) if not good]
             if singular:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import log, prod
-from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ebflow_plugin.draws import at_least
 from ebflow_plugin.elementwise import Curve, ElementwiseStep, logit_curve, sigmoid_curve
 from ebflow_plugin.errors import InputError, UnknownNameError, suggest
 from ebflow_plugin.inputs import is_number
@@ -63,9 +63,7 @@ class Dequantize(nn.Module):
 
     def __init__(self, levels: int = 256) -> None:
         super().__init__()
-        if isinstance(levels, bool) or not isinstance(levels, Integral) or levels < 2:
-            raise InputError(f"levels must be a whole number, at least 2, got {levels!r}")
-        self.levels = int(levels)
+        self.levels = at_least(2, "levels", levels)
 
     def odd(self, x: Tensor) -> Tensor:
         """Where x is no whole number from 0 to ``levels - 1``; NaN, which stays what it is, does not count."""

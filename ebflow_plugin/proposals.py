@@ -10,7 +10,7 @@ from torch import Generator, Tensor
 
 from ebflow_plugin.draws import gaussian_like
 from ebflow_plugin.errors import InputError
-from ebflow_plugin.sampling import seeded_by
+from ebflow_plugin.streams import seeded_by
 
 __all__ = ["Gaussian", "Proposal", "draw_from"]
 

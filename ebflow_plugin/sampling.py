@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import copy
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ebflow_plugin.draws import at_least, rows_in_chunks
-from ebflow_plugin.errors import InputError, NoInverseError, blame
+from ebflow_plugin.draws import at_least, check_generator, rows_in_chunks
+from ebflow_plugin.errors import InputError, NoInverseError, blame, refuse_precision
 from ebflow_plugin.inputs import check_context, positive
 from ebflow_plugin.plan import Base, Plan
+from ebflow_plugin.streams import seeded_by
 
-__all__ = ["draw", "seeded_by"]
+__all__ = ["draw"]
 
 _GAUSSIANS = (
     torch.distributions.Normal,
@@ -38,10 +38,11 @@ def draw(
     The noise is drawn at once, since it is no larger than the samples; the steps then take ``batch_size`` rows at a
     time.
     """
-    at_least(0, "n", n)
+    n = at_least(0, "n", n)
+    check_generator(generator)
     positive("temperature", temperature)
     if batch_size is not None:
-        at_least(1, "batch_size", batch_size)
+        batch_size = at_least(1, "batch_size", batch_size)
     if context is not None:
         check_context(context, like, None, like.device)
     if n == 0:
@@ -58,6 +59,7 @@ def draw(
         try:
             latents = _latents(plan.base, count, rows, like, temperature)
         except NotImplementedError as error:
+            refuse_precision(error, plan.base.where)
             raise NoInverseError(
                 f"the model cannot be sampled: its base density cannot\n  {plan.base.where}"
             ) from error
@@ -77,8 +79,7 @@ def _latents(base: Base, count: int, rows: Tensor | None, like: Tensor, temperat
         return base.sample(count, rows, like)
     parts = getattr(base, "parts", [base])  # the levels of a multiscale flow
     if all(hasattr(part.module, "temperature") for part in parts):  # the base does it itself, as those of normflows do
-        with _heated([part.module for part in parts], temperature):
-            return base.sample(count, rows, like)
+        return _heated(base, temperature).sample(count, rows, like)
     moments = getattr(base, "mean_std", None)
     mean = moments(rows)[0] if moments is not None else _mean(base.module)
     if mean is None:
@@ -86,17 +87,16 @@ def _latents(base: Base, count: int, rows: Tensor | None, like: Tensor, temperat
     return tuple(mean + temperature * (z - mean) for z in base.sample(count, rows, like))
 
 
-@contextmanager
-def _heated(modules: list[Any], temperature: float) -> Iterator[None]:
-    """Sets the temperature of base densities that have one, for a while."""
-    before = [module.temperature for module in modules]
-    try:
-        for module, own in zip(modules, before, strict=True):
-            module.temperature = temperature if own is None else own * temperature
-        yield
-    finally:
-        for module, own in zip(modules, before, strict=True):
-            module.temperature = own
+def _heated(base: Base, temperature: float) -> Base:
+    """A base density that shares all but its temperature with the given one, which other threads may be using."""
+    heated = copy.copy(base)
+    if hasattr(base, "parts"):
+        heated.parts = [_heated(part, temperature) for part in base.parts]  # type: ignore[attr-defined]
+        return heated
+    heated.module = copy.copy(base.module)
+    own = base.module.temperature
+    heated.module.temperature = temperature if own is None else own * temperature
+    return heated
 
 
 def _mean(distribution: Any) -> Tensor | None:
@@ -107,26 +107,3 @@ def _mean(distribution: Any) -> Tensor | None:
         mean: Tensor = distribution.mean
         return mean
     return None
-
-
-@contextmanager
-def seeded_by(generator: torch.Generator | None) -> Iterator[None]:
-    """Lets a generator decide what the global one draws, for libraries whose sampling takes no generator.
-
-    One number is drawn from the generator; the global state, on every device, is as before afterwards.
-
-    Example:
-        >>> with seeded_by(torch.Generator().manual_seed(0)):
-        ...     first = torch.randn(2)
-        >>> with seeded_by(torch.Generator().manual_seed(0)):
-        ...     second = torch.randn(2)
-        >>> torch.equal(first, second)
-        True
-    """
-    if generator is None:
-        yield
-        return
-    seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        yield

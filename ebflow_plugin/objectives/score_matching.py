@@ -289,10 +289,9 @@ def gaussian(like: Tensor, generator: Generator | None) -> Tensor:
 def rademacher(like: Tensor, generator: Generator | None) -> Tensor:
     """Entries of +1 and -1."""
     where = like.device if generator is None else generator.device
-    bits = torch.randint(
-        2, like.shape, generator=generator, device=where, dtype=like.dtype
-    )  # vmap has no in-place draws
-    return (bits * 2.0 - 1.0).to(like.device, non_blocking=True)
+    empty = torch.empty(like.shape, device=where, dtype=like.dtype)  # the same draws for any memory format
+    drawn = torch.bernoulli(empty, 0.5, generator=generator)  # not in place: vmap draws others for each sample
+    return drawn.mul(2.0).sub(1.0).to(like.device, non_blocking=True)
 
 
 def sphere(like: Tensor, generator: Generator | None) -> Tensor:

@@ -110,3 +110,13 @@ def test_errors(function):
         function(model, x[:1], true_score)
     with pytest.raises(ebf.InputError, match="wrap it first"):
         function(model.flow, x, true_score)
+
+
+def test_log_z_may_be_a_number():
+    model = ebf.wrap(flows.Flow(transforms.IdentityTransform(), distributions.StandardNormal([2])))
+    x = torch.randn(50, 2)
+    truth = model.log_prob(x)
+    assert float(ebf.kl_divergence(model, x, truth, log_z=0.0)) == pytest.approx(0.0, abs=1e-6)
+    assert float(ebf.kl_divergence(model, x, truth, log_z=2)) == pytest.approx(2.0, abs=1e-6)
+    with pytest.raises(ebf.InputError, match="log_z must be a number"):
+        ebf.kl_divergence(model, x, truth, log_z="exact")

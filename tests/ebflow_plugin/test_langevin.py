@@ -3,6 +3,7 @@
 import math
 import sys
 
+import numpy as np
 import pytest
 import torch
 from nflows import distributions, flows, transforms
@@ -314,7 +315,7 @@ def test_preprocessing_that_mixes_entries_is_refused():
 IMPUTE_ERRORS = [
     ({"mask": torch.zeros(2, 3)}, "mask must be a tensor of bool, True where an entry is missing, got torch.float32"),
     ({"mask": [True]}, "mask must be a tensor of bool.*got list"),
-    ({"mask": torch.zeros(3, dtype=torch.bool)}, r"mask must have the shape of x, \(2, 3\), got \(3,\)"),
+    ({"mask": torch.zeros(2, dtype=torch.bool)}, r"mask must have the shape of x, \(2, 3\), .* got \(2,\)"),
     ({"chains": 0}, "chains must be"),
     ({"step_size": -1.0}, "step_size must be"),
     ({"init": torch.zeros(1, 3, dtype=WIDE)}, "init must have the shape of x"),
@@ -370,3 +371,36 @@ def test_errors_of_denoise(sigma):
     model, _, _ = make_gaussian()
     with pytest.raises(ebf.InputError, match="sigma must be"):
         denoise(model, torch.zeros(3, 3, dtype=WIDE), sigma)
+
+
+def small_model():
+    torch.manual_seed(0)
+    return ebf.wrap(flows.Flow(transforms.LULinear(4), distributions.StandardNormal([4])).requires_grad_(False))
+
+
+def test_a_mask_of_one_row_holds_for_all():
+    model, x = small_model(), torch.randn(3, 4)
+    mask = torch.tensor([True, False, True, False])
+    runs = [
+        ebf.impute(model, x, given, steps=4, step_size=0.1, generator=torch.Generator().manual_seed(0))
+        for given in (mask, mask[None], mask.expand(3, 4))
+    ]
+    assert torch.equal(runs[0], runs[2])
+    assert torch.equal(runs[1], runs[2])
+    with pytest.raises(ebf.InputError, match=r"mask must have the shape of x, \(3, 4\), or of one of its rows"):
+        ebf.impute(model, x, mask[:3], steps=4, step_size=0.1)
+
+
+def test_arrays_are_refused_and_no_rows_are_fine():
+    model, x = small_model(), torch.randn(3, 4)
+    array = np.zeros((3, 4), dtype=np.float32)
+    with pytest.raises(ebf.InputError, match="x must be a tensor, got ndarray"):
+        ebf.denoise(model, array, 0.1)
+    with pytest.raises(ebf.InputError, match="x must be a tensor, got ndarray"):
+        ebf.impute(model, array, x > 0, steps=1, step_size=0.1)
+    with pytest.raises(ebf.InputError, match="init must be a tensor, got ndarray"):
+        ebf.impute(model, x, x > 0, steps=1, step_size=0.1, init=array)
+    with pytest.raises(ebf.InputError, match="generator must be a torch.Generator"):
+        ebf.langevin(model, x, steps=1, step_size=0.1, generator=0)
+    assert ebf.denoise(model, x[:0], 0.1).shape == (0, 4)
+    assert ebf.denoise(model, x[:0], 0.1, batch_size=2).shape == (0, 4)

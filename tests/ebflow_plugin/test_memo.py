@@ -1,6 +1,7 @@
 import copy
 import pickle
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -50,6 +51,47 @@ def test_a_value_is_kept_until_its_tensors_change():
         assert (value(), value()) == (1, 1), name
         edit(parameter)
         assert (value(), value()) == (2, 2), name
+
+
+@pytest.mark.parametrize("size", [2, 10, 101, 300])  # small ones are summed together, large ones each on its own
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_transpose_is_a_change(size, dtype):
+    for number in range(10):
+        weight = torch.randn(size, size, generator=torch.Generator().manual_seed(number), dtype=dtype)
+        value = Counted(Memo(), nn.Parameter(weight))
+        value()
+        value.tensors[0].data = weight.mT.contiguous()
+        assert value() == 2
+
+
+class Interrupted:
+    """A key that lets another thread, so to say, use the memo at the moment in which it is compared."""
+
+    def __init__(self, other):
+        self.other = other
+
+    def __eq__(self, key):
+        self.other()
+        return isinstance(key, Interrupted)
+
+    def __hash__(self):
+        return 0
+
+
+def test_another_thread_between_the_look_and_the_answer():
+    tensor, memo = torch.eye(2), Memo()
+
+    def other():
+        memo.get([tensor], lambda: "other", "other")
+
+    assert memo.get([tensor], lambda: "own", Interrupted(other)) == "own"
+    assert memo.get([tensor], lambda: "own", Interrupted(other)) == "own"
+
+    def compute():
+        other()
+        return "own"
+
+    assert memo.get([tensor], compute, "own") == "own"
 
 
 def test_a_swapped_tensor_and_another_key_are_changes():

@@ -1,6 +1,10 @@
 """Samples by the inverse: temperature, batches, kept factorisations."""
 
+import sys
+import threading
+
 import normflows
+import numpy as np
 import pytest
 import torch
 from nflows import distributions, flows, transforms
@@ -212,3 +216,100 @@ def test_a_layer_without_an_inverse_names_itself():
         model = ebf.wrap(flows.Flow(OneWay(), distributions.StandardNormal([D])))
     with pytest.raises(ebf.NoInverseError, match="OneWay"):
         model.sample(2)
+
+
+def in_threads(*functions):
+    """Runs functions at the same time, switching between them as often as Python can."""
+    errors = []
+
+    def guarded(function):
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(function,)) for function in functions]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    if errors:
+        raise errors[0]
+
+
+MODELS = {
+    "nflows": lambda: flows.Flow(transforms.LULinear(D), distributions.StandardNormal([D])),
+    "normflows": lambda: normflows.NormalizingFlow(
+        normflows.distributions.DiagGaussian(D), [normflows.flows.LULinearPermute(D)]
+    ),
+    "a mixture": lambda: normflows.NormalizingFlow(normflows.distributions.GaussianMixture(3, D), []),
+    "of torch": lambda: flows.Flow(
+        transforms.LULinear(D), Wrapped(torch.distributions.Independent(torch.distributions.StudentT(torch.ones(D)), 1))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_generator_decides_whatever_other_threads_draw(name):
+    torch.manual_seed(0)
+    model = ebf.wrap(MODELS[name]().eval())
+    expected = {number: model.sample(5, generator=seed(number)) for number in range(3)}
+    wrong = []
+
+    def repeat(number):
+        for _ in range(30):
+            if not torch.equal(model.sample(5, generator=seed(number)), expected[number]):
+                wrong.append(number)
+
+    in_threads(*(lambda number=number: repeat(number) for number in range(3)), lambda: torch.randn(100_000))
+    assert not wrong
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_generator_leaves_the_global_state_alone(name, monkeypatch):
+    model = ebf.wrap(MODELS[name]().eval())
+    before = torch.get_rng_state()
+    monkeypatch.setattr(torch, "manual_seed", None)
+    monkeypatch.setattr(torch.random, "fork_rng", None)
+    monkeypatch.setattr(torch, "set_rng_state", None)
+    first, second, third = (model.sample(4, generator=seed(number)) for number in (0, 0, 1))
+    assert torch.equal(first, second)
+    assert not torch.equal(first, third)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_temperature_is_never_written_into_the_users_base():
+    class Watched(normflows.distributions.DiagGaussian):
+        def __setattr__(self, key, value):
+            if key == "temperature" and self.__dict__.get("watched") == id(self):
+                raise AssertionError("the user's base was written to")
+            super().__setattr__(key, value)
+
+    base = Watched(D)
+    base.temperature = 0.5
+    object.__setattr__(base, "watched", id(base))
+    model = ebf.wrap(normflows.NormalizingFlow(base, [normflows.flows.Permute(D)]))
+    cold, warm = (model.sample(2000, temperature=t, generator=seed()) for t in (0.2, 1.0))
+    torch.testing.assert_close(cold, 0.2 * warm)
+    assert float(warm.std()) == pytest.approx(0.5, rel=0.1)
+    assert base.temperature == 0.5
+
+
+def test_a_precision_that_torch_lacks_is_no_missing_inverse():
+    flow = flows.Flow(transforms.QRLinear(D, num_householder=2), distributions.StandardNormal([D])).to(torch.bfloat16)
+    with pytest.raises(ebf.InputError, match=r"(?s)BFloat16.*QRLinear.*float32"):
+        ebf.wrap(flow).sample(3)
+
+
+def test_counts_of_numpy_and_generators_that_are_none():
+    model = ebf.wrap(make_flow())
+    assert model.sample(np.int64(3), batch_size=np.int32(2)).shape == (3, D)
+    with pytest.raises(ebf.InputError, match="n must be a whole number"):
+        model.sample(np.bool_(True))
+    with pytest.raises(ebf.InputError, match=r"generator must be a torch.Generator or None, got 0"):
+        model.sample(3, generator=0)

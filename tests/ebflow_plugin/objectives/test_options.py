@@ -288,3 +288,23 @@ def test_options_are_shown(model):
         DSM(model, sigma=(0.1, 1.0), energy_weight=0.001)
     )
     assert "eps=0.2" in repr(FDSSM(model, eps=0.2))
+
+
+@pytest.mark.parametrize("projection", ["rademacher", "gaussian"])
+def test_gradients_for_each_sample(projection):
+    """vmap(grad) draws another direction for each sample, which it refuses to do in place."""
+    torch.manual_seed(0)
+    model = ebf.wrap(Flow(LULinear(3), StandardNormal([3])).double())
+    loss = SSM(model, projection=projection)
+    weights = {name: p.detach() for name, p in loss.named_parameters()}
+
+    def value(weights, row):
+        return torch.func.functional_call(loss, weights, (row[None],))
+
+    x = torch.randn(4, 3, dtype=torch.float64)
+    each = torch.func.vmap(torch.func.grad(value), in_dims=(None, 0), randomness="different")(weights, x)
+    assert all(torch.isfinite(each[name]).all() and len(each[name]) == 4 for name in weights)
+    again = torch.func.vmap(torch.func.grad(value), in_dims=(None, 0), randomness="different")(
+        weights, x[:1].repeat(4, 1)
+    )
+    assert any(not torch.equal(again[name][0], again[name][1]) for name in weights)  # by the directions alone
