@@ -7,12 +7,12 @@
     model.score(x)
     model.log_prob(x)           # exact, equal to the flow's own
 
-The plan of a flow (:mod:`ebflow_plugin.plan`) is the heart: its steps, split into linear and nonlinear ones.
+The plan of a flow (:mod:`ebflow_plugin.plan.plan`) is the heart: its steps, split into linear and nonlinear ones.
 """
 
 from ebflow_plugin import objectives
-from ebflow_plugin.divergences import fisher_divergence, kl_divergence
-from ebflow_plugin.ema import EMA
+from ebflow_plugin.adapting.surgery import smooth, unconstrain
+from ebflow_plugin.adapting.teaching import register_container, register_linear, register_nonlinear
 from ebflow_plugin.errors import (
     AdapterError,
     EBFlowError,
@@ -26,13 +26,13 @@ from ebflow_plugin.errors import (
     VerificationError,
     WriteError,
 )
-from ebflow_plugin.langevin import denoise, impute, langevin
 from ebflow_plugin.objectives import objective, register_objective
-from ebflow_plugin.preprocess import Dequantize, Logit, Rescale, Standardize
+from ebflow_plugin.plan.preprocessing import Dequantize, Logit, Rescale, Standardize
 from ebflow_plugin.report import FlowReport
-from ebflow_plugin.rules import register_container, register_linear, register_nonlinear
-from ebflow_plugin.surgery import smooth, unconstrain
+from ebflow_plugin.sampling.divergences import fisher_divergence, kl_divergence
+from ebflow_plugin.sampling.langevin import denoise, impute, langevin
 from ebflow_plugin.training import FitResult, fit, load_best
+from ebflow_plugin.training.ema import EMA
 from ebflow_plugin.verification import verify
 from ebflow_plugin.version import __version__
 from ebflow_plugin.wrapper import EBFlow, describe, wrap

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from ebflow_plugin.conv import conv_matrix
 from ebflow_plugin.errors import InputError, suggest
-from ebflow_plugin.geometry import Setting, convolve, convolve_transposed, positive_integer
-from ebflow_plugin.linalg import KeptLU
+from ebflow_plugin.linalg.convolution import conv_matrix
+from ebflow_plugin.linalg.dense import KeptLU
+from ebflow_plugin.linalg.geometry import Setting, convolve, convolve_transposed, positive_integer
 
 __all__ = ["FullConv2d", "FullLinear", "SmoothLeakyReLU"]
 
@@ -31,7 +31,7 @@ class FullLinear(nn.Module):
     The log-determinant is :math:`\log |\det W|` (Table A.2 of the paper, fully-connected).
 
     Cost: :math:`O(D^2)` for each vector transformed. ``log_det`` and the first ``invert`` are :math:`O(D^3)`; what they
-    compute is kept until the weight changes, unless the weight wants a gradient: :class:`~ebflow_plugin.linalg.KeptLU`.
+    compute is kept until the weight changes, unless the weight wants a gradient: :class:`~ebflow_plugin.linalg.dense.KeptLU`.
 
     Arguments:
         features: The number :math:`D` of features.
@@ -139,9 +139,9 @@ class FullConv2d(nn.Module):
     .. math:: z = w \star y + b
 
     The log-determinant is :math:`\log |\det \hat W|` of the :math:`D \times D` matrix that the convolution is (Table
-    A.2 of the paper, convolutional). The matrix is never built where it has structure: :mod:`ebflow_plugin.conv` says
+    A.2 of the paper, convolutional). The matrix is never built where it has structure: :mod:`ebflow_plugin.linalg.convolution` says
     how, and for what cost. ``log_det`` and the factors for ``invert`` are kept until the kernel or the size of the
-    image changes, unless the kernel wants a gradient (:class:`~ebflow_plugin.linalg.KeptLU`).
+    image changes, unless the kernel wants a gradient (:class:`~ebflow_plugin.linalg.dense.KeptLU`).
 
     Arguments:
         in_channels: The number of input channels.

@@ -8,19 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ebflow_plugin import calibration, starts
-from ebflow_plugin.calibration import Calibration, CalibrationReport
-from ebflow_plugin.discovery import Adapter, Found, Wrapped, find_flow
+from ebflow_plugin.adapting.discovery import Adapter, Found, Wrapped, find_flow
+from ebflow_plugin.adapting.walk import Options, Walked, walk
+from ebflow_plugin.closed_form import calibration, starts
+from ebflow_plugin.closed_form.calibration import Calibration, CalibrationReport
+from ebflow_plugin.closed_form.moments import batches, meet
 from ebflow_plugin.errors import InputError
-from ebflow_plugin.estimate import Estimate
-from ebflow_plugin.inputs import check_input, check_shape, is_number, one_of, refuse_non_finite
-from ebflow_plugin.moments import batches, meet
-from ebflow_plugin.normalizer import Normalizer, estimate_log_z
-from ebflow_plugin.plan import Plan, Shape
-from ebflow_plugin.preprocess import DequantizeStep, refuse_trainable
+from ebflow_plugin.log_z.estimate import Estimate
+from ebflow_plugin.log_z.normalizer import Normalizer, estimate_log_z
+from ebflow_plugin.plan.inputs import check_input, check_shape, is_number, one_of, refuse_non_finite
+from ebflow_plugin.plan.plan import Plan, Shape
+from ebflow_plugin.plan.preprocessing import DequantizeStep, refuse_trainable
 from ebflow_plugin.report import FlowReport
-from ebflow_plugin.sampling import draw
-from ebflow_plugin.walked import Options, Walked, walk
+from ebflow_plugin.sampling.inverse import draw
 
 __all__ = ["EBFlow"]
 
@@ -263,7 +263,7 @@ class EBFlow(Wrapped):
             whiten: Whether to whiten. A flow must have a FullLinear or FullConv2d, behind nothing but ActNorms,
                 permutations and fixed steps.
             gaussianize: Whether to whiten, by a FullLinear, and then scale and shift each feature so that the
-                elementwise nonlinearity behind the layer makes it as Gaussian as it can: :mod:`ebflow_plugin.starts`.
+                elementwise nonlinearity behind the layer makes it as Gaussian as it can: :mod:`ebflow_plugin.closed_form.starts`.
                 O(N·D), no gradient; it takes the paper's MNIST model from 1045 to 1009 nats before any training.
 
         Raises:

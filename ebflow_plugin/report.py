@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
-from ebflow_plugin.jets import closed_steps
-from ebflow_plugin.plan import Blocks, Linearity, LinearStep, Plan, Step
-from ebflow_plugin.rules import TaughtLinearStep
+from ebflow_plugin.adapting.teaching import TaughtLinearStep
+from ebflow_plugin.plan.derivatives import closed_steps
+from ebflow_plugin.plan.plan import Blocks, Linearity, LinearStep, Plan, Step
 
 __all__ = ["FlowReport", "Row"]
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ebflow_plugin.plan import LinearStep
+from ebflow_plugin.plan.plan import LinearStep
 from ebflow_plugin.verification import verify
 from ebflow_plugin.wrapper import EBFlow, wrap
 

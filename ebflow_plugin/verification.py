@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from ebflow_plugin.errors import InputError, VerificationError
-from ebflow_plugin.inputs import refuse_non_finite
-from ebflow_plugin.plan import LinearStep, Plan, Step, Value
+from ebflow_plugin.plan.inputs import refuse_non_finite
+from ebflow_plugin.plan.plan import LinearStep, Plan, Step, Value
 from ebflow_plugin.wrapper import EBFlow, wrap
 
 __all__ = ["Check", "VerificationReport", "verify"]

@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import nn
 
-from ebflow_plugin.discovery import find_flow
+from ebflow_plugin.adapting.discovery import find_flow
+from ebflow_plugin.adapting.walk import Options
 from ebflow_plugin.errors import InputError, UnsupportedStepError
 from ebflow_plugin.model import EBFlow
-from ebflow_plugin.preprocess import boundary, refuse_trainable
+from ebflow_plugin.plan.preprocessing import boundary, refuse_trainable
 from ebflow_plugin.report import FlowReport
-from ebflow_plugin.walked import Options
 
 __all__ = ["EBFlow", "describe", "wrap"]
 

@@ -15,7 +15,7 @@ from nflows import distributions, flows
 
 import ebflow_plugin as ebf
 from ebflow_nflows import FullLinear
-from ebflow_plugin.lanczos import log_abs_det
+from ebflow_plugin.log_z.lanczos import log_abs_det
 
 REPEATS = 2 if os.environ.get("EBFLOW_SMOKE") else 100
 PAPER = {50: (0.004211, 0.099940, 0.355314), 100: (0.003503, 0.034608, 0.076239), 200: (0.002332, 0.015411, 0.011175)}

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from ebflow_nflows import linear, steps
 from ebflow_nflows.base import ChangedBase, ForeignBase, MixtureBase, NflowsBase, NormalBase
-from ebflow_plugin.discovery import Adapter
-from ebflow_plugin.elementwise import ActivationStep
+from ebflow_plugin.adapting.discovery import Adapter
+from ebflow_plugin.adapting.teaching import Child, Container, Rule
 from ebflow_plugin.errors import UnsupportedStepError
-from ebflow_plugin.matrix_steps import FullStep, PackedLUStep
-from ebflow_plugin.plan import Plan
-from ebflow_plugin.registry import resolve
-from ebflow_plugin.rules import Child, Container, Rule
-from ebflow_plugin.steps import IdentityStep, IndexedPermutationStep, RefusedStep
+from ebflow_plugin.plan.elementwise import ActivationStep
+from ebflow_plugin.plan.linear import IdentityStep, IndexedPermutationStep, RefusedStep
+from ebflow_plugin.plan.matrices import FullStep, PackedLUStep
+from ebflow_plugin.plan.plan import Plan
+from ebflow_plugin.plan.registry import resolve
 
 # nflows, its forks, a package that is built of its parts, and our own layers
 PACKAGES = ("nflows", "glasflow", "enflows", "flowcon", "nessai", "ebflow_nflows")

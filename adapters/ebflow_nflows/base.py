@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ebflow_plugin.conditioners import Smoothness
-from ebflow_plugin.densities import density_smoothness
-from ebflow_plugin.discovery import takes_context
-from ebflow_plugin.jets import End, gaussian_end
-from ebflow_plugin.plan import Base, Shapes, per_sample
-from ebflow_plugin.registry import changes_the_map
+from ebflow_plugin.adapting.densities import density_smoothness
+from ebflow_plugin.adapting.discovery import takes_context
+from ebflow_plugin.plan.derivatives import End, gaussian_end
+from ebflow_plugin.plan.plan import Base, Shapes, per_sample
+from ebflow_plugin.plan.registry import changes_the_map
+from ebflow_plugin.plan.smoothness import Smoothness
 
 
 class NflowsBase(Base):

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ebflow_plugin.conditioners import Smoothness, smoothness_of
-from ebflow_plugin.elementwise import Curve, ElementwiseStep, logit_slopes, sigmoid_curve
-from ebflow_plugin.plan import NonlinearStep
-from ebflow_plugin.rules import OpaqueStep
+from ebflow_plugin.adapting.teaching import OpaqueStep
+from ebflow_plugin.plan.elementwise import Curve, ElementwiseStep, logit_slopes, sigmoid_curve
+from ebflow_plugin.plan.plan import NonlinearStep
+from ebflow_plugin.plan.smoothness import Smoothness, smoothness_of
 
 
 class NflowsStep(NonlinearStep):

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from ebflow_normflows import linear, steps
 from ebflow_normflows.base import LevelsBase, NormflowsBase
 from ebflow_normflows.steps import ours
-from ebflow_plugin.discovery import Adapter
-from ebflow_plugin.elementwise import ActivationStep
+from ebflow_plugin.adapting.discovery import Adapter
+from ebflow_plugin.adapting.teaching import Child, Container, Rule
 from ebflow_plugin.errors import InputError, NotAFlowError, UnsupportedStepError
-from ebflow_plugin.matrix_steps import FullStep, PackedLUStep
-from ebflow_plugin.plan import Plan, Step
-from ebflow_plugin.registry import resolve
-from ebflow_plugin.rules import Child, Container, Rule
-from ebflow_plugin.steps import IdentityStep, IndexedPermutationStep, SqueezeStep
+from ebflow_plugin.plan.elementwise import ActivationStep
+from ebflow_plugin.plan.linear import IdentityStep, IndexedPermutationStep, SqueezeStep
+from ebflow_plugin.plan.matrices import FullStep, PackedLUStep
+from ebflow_plugin.plan.plan import Plan, Step
+from ebflow_plugin.plan.registry import resolve
 
 
 def backwards(step: type[Step]) -> Container:

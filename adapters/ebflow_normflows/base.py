@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ebflow_plugin.densities import density_smoothness
-from ebflow_plugin.discovery import comes_from
+from ebflow_plugin.adapting.densities import density_smoothness
+from ebflow_plugin.adapting.discovery import comes_from
 from ebflow_plugin.errors import InputError
-from ebflow_plugin.jets import End, gaussian_end
-from ebflow_plugin.plan import Base, Shapes, per_sample
-from ebflow_plugin.registry import resolve
-from ebflow_plugin.smooth_modules import Smoothness, worst_of
+from ebflow_plugin.plan.derivatives import End, gaussian_end
+from ebflow_plugin.plan.plan import Base, Shapes, per_sample
+from ebflow_plugin.plan.registry import resolve
+from ebflow_plugin.plan.smooth_modules import Smoothness, worst_of
 
 # The networks of these see the context, or a constant, and not x.
 BASES: dict[str, Smoothness] = {

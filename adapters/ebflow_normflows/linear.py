@@ -14,17 +14,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ebflow_plugin.errors import InputError
-from ebflow_plugin.jets import Expansion
-from ebflow_plugin.matrix_steps import MatrixStep, TriangularStep
-from ebflow_plugin.memo import Memo
-from ebflow_plugin.plan import Shape, Shapes
-from ebflow_plugin.steps import (
+from ebflow_plugin.linalg.memo import Memo
+from ebflow_plugin.plan.derivatives import Expansion
+from ebflow_plugin.plan.linear import (
     ElementwiseAffineStep,
     InitialisedAffineStep,
     IsometryStep,
     OrthogonalStep,
     PermutationStep,
 )
+from ebflow_plugin.plan.matrices import MatrixStep, TriangularStep
+from ebflow_plugin.plan.plan import Shape, Shapes
 
 
 class AffineConstStep(ElementwiseAffineStep):

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from ebflow_normflows.linear import halves, joined
-from ebflow_plugin.conditioners import Smoothness, smoothness_of
-from ebflow_plugin.discovery import comes_from, takes_context
-from ebflow_plugin.elementwise import Curve, ElementwiseStep, logit_curve, sigmoid_curve
+from ebflow_plugin.adapting.discovery import comes_from, takes_context
+from ebflow_plugin.adapting.teaching import OpaqueStep
 from ebflow_plugin.errors import InputError, UnsupportedStepError
-from ebflow_plugin.plan import NonlinearStep, Value
-from ebflow_plugin.rules import OpaqueStep
-from ebflow_plugin.steps import RefusedStep
+from ebflow_plugin.plan.elementwise import Curve, ElementwiseStep, logit_curve, sigmoid_curve
+from ebflow_plugin.plan.linear import RefusedStep
+from ebflow_plugin.plan.plan import NonlinearStep, Value
+from ebflow_plugin.plan.smoothness import Smoothness, smoothness_of
 
 PACKAGES = ("normflows", "ebflow_normflows")
 ONE_WAY = (

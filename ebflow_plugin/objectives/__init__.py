@@ -27,7 +27,7 @@ from ebflow_plugin.objectives.base import FunctionObjective, Objective, Weighted
 from ebflow_plugin.objectives.likelihood import ML, SML
 from ebflow_plugin.objectives.relative import RelativeML
 from ebflow_plugin.objectives.score_matching import DSM, FDSSM, SM, SSM
-from ebflow_plugin.registry import NameRegistry
+from ebflow_plugin.plan.registry import NameRegistry
 from ebflow_plugin.wrapper import EBFlow
 
 __all__ = [

@@ -13,8 +13,8 @@ import torch
 from torch import Generator, Tensor, nn
 
 from ebflow_plugin.errors import InputError, UnknownNameError, suggest
-from ebflow_plugin.inputs import is_number, one_of
-from ebflow_plugin.plan import Plan
+from ebflow_plugin.plan.inputs import is_number, one_of
+from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.wrapper import EBFlow
 
 __all__ = ["Common", "FunctionObjective", "Objective", "WeightedSum"]

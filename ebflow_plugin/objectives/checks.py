@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ebflow_plugin.conditioners import Smoothness
 from ebflow_plugin.errors import EBFlowError, UnsupportedStepError
-from ebflow_plugin.plan import Base, Step
+from ebflow_plugin.plan.plan import Base, Step
+from ebflow_plugin.plan.smoothness import Smoothness
 from ebflow_plugin.wrapper import EBFlow
 
 if TYPE_CHECKING:

@@ -13,12 +13,12 @@ from typing import Unpack
 import torch
 from torch import Generator, Tensor
 
-from ebflow_plugin.conditioners import Smoothness
 from ebflow_plugin.errors import InputError
-from ebflow_plugin.inputs import flag, one_of, positive, whole
-from ebflow_plugin.jets import Derivatives, derivatives, dot, transformed
 from ebflow_plugin.objectives import checks
 from ebflow_plugin.objectives.base import Common, Objective
+from ebflow_plugin.plan.derivatives import Derivatives, derivatives, dot, transformed
+from ebflow_plugin.plan.inputs import flag, one_of, positive, whole
+from ebflow_plugin.plan.smoothness import Smoothness
 from ebflow_plugin.wrapper import EBFlow
 
 __all__ = ["DSM", "FDSSM", "SM", "SSM", "ScoreObjective"]
@@ -104,7 +104,7 @@ class SSM(ScoreObjective):
               \qquad \mathbb{E}[v v^T] = I
 
     Cost: one energy, its gradient, and for each projection one tangent through all steps, as long as these are linear
-    or elementwise (three products for a full layer: see :mod:`ebflow_plugin.jets`), and a Hessian-vector product
+    or elementwise (three products for a full layer: see :mod:`ebflow_plugin.plan.derivatives`), and a Hessian-vector product
     through the rest; ``model.report`` says where that begins. Use it where the data have a density of their own (no
     noise is added), and the flow is smooth. It integrates by parts, so it needs a continuous
     score: it warns where a step does not give one.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.objectives import DSM, FDSSM, ML, SML, SSM, Objective, WeightedSum
-from ebflow_plugin.plan import NonlinearStep
+from ebflow_plugin.plan.plan import NonlinearStep
 from ebflow_plugin.wrapper import EBFlow
 
 __all__ = ["bf16_conditioners", "compiled_energy"]

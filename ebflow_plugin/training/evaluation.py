@@ -9,9 +9,9 @@ from dataclasses import replace
 import torch
 from torch import Generator, Tensor
 
-from ebflow_plugin.calibration import CalibrationStep
-from ebflow_plugin.normalizer import Normalizer
-from ebflow_plugin.plan import per_sample
+from ebflow_plugin.closed_form.calibration import CalibrationStep
+from ebflow_plugin.log_z.normalizer import Normalizer
+from ebflow_plugin.plan.plan import per_sample
 from ebflow_plugin.training.batches import Batches, LoaderBatches
 from ebflow_plugin.training.distributed import Processes
 from ebflow_plugin.training.randomness import mix

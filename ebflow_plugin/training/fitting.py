@@ -15,15 +15,15 @@ from torch import Generator, Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ebflow_plugin.ema import EMA
 from ebflow_plugin.errors import InputError
-from ebflow_plugin.inputs import flag, one_of, path_of, refuse_non_finite, whole
 from ebflow_plugin.objectives import Objective
-from ebflow_plugin.preprocess import Dequantize
+from ebflow_plugin.plan.inputs import flag, one_of, path_of, refuse_non_finite, whole
+from ebflow_plugin.plan.preprocessing import Dequantize
 from ebflow_plugin.training.acceleration import bf16_conditioners, compiled_energy
 from ebflow_plugin.training.batches import Batches, LoaderBatches, batches, refuse_useless_context
 from ebflow_plugin.training.checkpoints import CheckpointFolder, check_saveable, write_weights
 from ebflow_plugin.training.distributed import Processes, processes
+from ebflow_plugin.training.ema import EMA
 from ebflow_plugin.training.loop import Event, Run
 from ebflow_plugin.training.options import average, listeners, numbers, optimizer_of, scheduler_of, seed_of
 from ebflow_plugin.training.progress import JsonLines, Record, TensorBoard, display

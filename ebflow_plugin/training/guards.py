@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ebflow_plugin.errors import InputError, TrainingError
-from ebflow_plugin.plan import Step, Value
-from ebflow_plugin.preprocess import Dequantize
+from ebflow_plugin.plan.plan import Step, Value
+from ebflow_plugin.plan.preprocessing import Dequantize
 from ebflow_plugin.training.distributed import Processes
 from ebflow_plugin.training.spectrum import FullLayer, Spectrum, estimate_spectrum
 from ebflow_plugin.wrapper import EBFlow

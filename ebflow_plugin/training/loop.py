@@ -15,13 +15,13 @@ from torch import Generator, Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from ebflow_plugin.ema import EMA
 from ebflow_plugin.errors import EBFlowError, TrainingError, WriteError
 from ebflow_plugin.objectives import Objective
 from ebflow_plugin.objectives.base import waits_for_data
 from ebflow_plugin.training.batches import Batches, LoaderBatches
 from ebflow_plugin.training.checkpoints import CheckpointFolder, atomic_write, compare, identity, write_weights
 from ebflow_plugin.training.distributed import Processes, parallel
+from ebflow_plugin.training.ema import EMA
 from ebflow_plugin.training.evaluation import evaluate, evaluate_calibrated
 from ebflow_plugin.training.guards import ConditionWatch, Finding, FiniteWatch, diagnose, failure
 from ebflow_plugin.training.interrupts import Interrupts

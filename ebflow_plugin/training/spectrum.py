@@ -14,9 +14,9 @@ from math import prod
 import torch
 from torch import Generator, Tensor, nn
 
-from ebflow_plugin.matrix_steps import FullStep, MatrixStep
 from ebflow_plugin.objectives import Objective
-from ebflow_plugin.plan import Plan, Shape, Step
+from ebflow_plugin.plan.matrices import FullStep, MatrixStep
+from ebflow_plugin.plan.plan import Plan, Shape, Step
 
 __all__ = ["FullLayer", "PenalisedLoss", "Spectrum", "conditioning_penalty", "estimate_spectrum", "full_layers"]
 

@@ -13,7 +13,7 @@ from ebflow_examples.data import NAMES
 from ebflow_examples.runs import Run
 from ebflow_examples.streams import drawing_from
 from ebflow_plugin.errors import InputError, SingularError
-from ebflow_plugin.inputs import positive, whole
+from ebflow_plugin.plan.inputs import positive, whole
 
 __all__ = ["check", "objective_of", "settle"]
 

@@ -17,7 +17,7 @@ from ebflow_examples.reproduce.timed import train_for
 from ebflow_examples.runs import build, likelihood, open_run
 from ebflow_examples.streams import drawing_from, stream
 from ebflow_examples.training import train
-from ebflow_plugin.preprocess import DequantizeStep
+from ebflow_plugin.plan.preprocessing import DequantizeStep
 
 SMALL = TrainConfig(
     steps=2, batch_size=20, limit=150, evaluate_every=1, loss="dsm", sigma=0.2, device="cpu", calibrate="full"

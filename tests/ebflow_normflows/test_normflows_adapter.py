@@ -17,7 +17,7 @@ import ebflow_plugin as ebf
 from case import perturb
 from ebflow_normflows.adapter import RULES
 from ebflow_normflows.linear import halves, joined
-from ebflow_plugin.discovery import adapters
+from ebflow_plugin.adapting.discovery import adapters
 from ebflow_plugin.testing import no_factorisation
 from normflows_parts import IMG, D, conv_net, glow_levels, lu_permute, masked, net, residual
 from normflows_small import data, model_of

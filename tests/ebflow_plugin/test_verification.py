@@ -8,7 +8,8 @@ from nflows import distributions, flows, transforms
 from nflows.nn import nets
 
 import ebflow_plugin as ebf
-from ebflow_plugin import rules, verification
+from ebflow_plugin import verification
+from ebflow_plugin.adapting import teaching as rules
 
 D = 4
 

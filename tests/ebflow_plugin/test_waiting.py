@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ebflow_plugin as ebf
 from cases import SUPPORTED
 from ebflow_nflows import FullLinear
-from ebflow_plugin.conditioners import Smoothness
 from ebflow_plugin.objectives import DSM, FDSSM, SSM
+from ebflow_plugin.plan.smoothness import Smoothness
 from exemptions import asking
 
 READS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique2", "_unique2")

@@ -69,7 +69,7 @@ def main(
     import ebflow_examples.reproduce.output as output
     from ebflow_examples.folders import writable
     from ebflow_plugin.errors import UnknownNameError, suggest
-    from ebflow_plugin.inputs import positive, whole
+    from ebflow_plugin.plan.inputs import positive, whole
 
     if what not in WHATS:
         raise UnknownNameError(f"unknown table or figure {what!r}. {suggest(what, WHATS)}")

@@ -23,10 +23,10 @@ from torch import nn
 
 import ebflow_plugin as ebf
 from ebflow_nflows import SmoothLeakyReLU
-from ebflow_plugin.conditioners import TAUGHT_NETWORKS
+from ebflow_plugin.adapting.teaching import TAUGHT
 from ebflow_plugin.objectives import DSM, FDSSM, ML, SM, SML, SSM
 from ebflow_plugin.objectives.checks import find_blind_spots
-from ebflow_plugin.rules import TAUGHT
+from ebflow_plugin.plan.smoothness import TAUGHT_NETWORKS
 
 
 def seeded(seed=0):

@@ -14,9 +14,9 @@ from torch import nn
 import ebflow_plugin as ebf
 from cases import SUPPORTED, Case
 from ebflow_plugin import testing
-from ebflow_plugin.conditioners import Smoothness
 from ebflow_plugin.objectives import DSM, FDSSM, ML, SM, SML, SSM, objective
 from ebflow_plugin.objectives.checks import find_blind_spots
+from ebflow_plugin.plan.smoothness import Smoothness
 
 NAMES = ["ml", "sml", "sm", "ssm", "fdssm", "dsm"]
 every = pytest.mark.parametrize("name", NAMES)

@@ -89,7 +89,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, kind):
 def test_killed_processes_leave_no_trace_in_the_metrics(tmp_path):
     path = os.pathsep.join([str(TESTS), *sys.path])
     done = subprocess.run(
-        [sys.executable, TESTS / "scripts" / "killed_runs.py", tmp_path, "4", "0"],
+        [sys.executable, TESTS / "support" / "scripts" / "killed_runs.py", tmp_path, "4", "0"],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -13,7 +13,7 @@ import torch
 from training_models import same, without_timing
 
 TESTS = Path(__file__).parents[2]
-SCRIPT = TESTS / "scripts" / "parallel_runs.py"
+SCRIPT = TESTS / "support" / "scripts" / "parallel_runs.py"
 
 
 def load_script():
@@ -54,7 +54,7 @@ def test_two_processes_train_together(tmp_path):
 
 def test_one_that_calls_alone_what_is_for_all_gets_an_error(tmp_path):
     """It would wait for ever; afterwards, all of them together can still make the call."""
-    first, second = run_together(tmp_path, TESTS / "scripts" / "lonely_calls.py")
+    first, second = run_together(tmp_path, TESTS / "support" / "scripts" / "lonely_calls.py")
     assert second["found"] == []
     assert len(first["found"]) == 2
     for name, message in zip(("model.calibrate()", "model.initialize(whiten=True)"), first["found"], strict=True):

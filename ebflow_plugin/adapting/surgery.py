@@ -1,0 +1,256 @@
+"""unconstrain() and smooth(): the same flow with other parts, in a copy.
+
+Both find the parts by walking the flow as :func:`~ebflow_plugin.wrap` does, and say what they replaced.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ebflow_plugin.adapting.discovery import Adapter, Found, find_flow
+from ebflow_plugin.errors import InputError, UnknownNameError, suggest
+from ebflow_plugin.plan.linear import PermutationStep
+from ebflow_plugin.plan.plan import LinearStep, Step
+from ebflow_plugin.plan.smoothness import kinked_parts
+
+__all__ = ["Replaced", "Result", "smooth", "unconstrain"]
+
+
+class Replaced(NamedTuple):
+    """One replacement: where, what stood there, and what stands there now."""
+
+    path: str
+    old: str
+    new: str
+
+
+class Result(NamedTuple):
+    """A flow with other parts, and what was replaced in it."""
+
+    flow: nn.Module
+    replaced: tuple[Replaced, ...]
+
+
+def unconstrain(flow: Any, *, in_place: bool = False) -> Result:
+    """Replaces constrained linear layers by full, unconstrained ones with the same map, so that log_prob stays.
+
+    LU, QR, SVD and Householder layers, and 1 × 1 convolutions held as LU factors, become a ``FullLinear`` or a
+    ``FullConv2d``, with a permutation directly before them taken in. This is how an existing, even a trained, flow
+    comes to linear layers without constraints, whose determinants score matching never pays for.
+
+    Arguments:
+        flow: What :func:`~ebflow_plugin.wrap` takes.
+        in_place: Edits the given flow instead of a copy. Optimisers that hold its old parameters must be made anew.
+
+    Returns:
+        ``(flow, replaced)``: the flow, and for each replacement its path, old class and new class.
+
+    Example:
+        >>> import ebflow_plugin as ebf
+        >>> from nflows import distributions, flows, transforms
+        >>> flow = flows.Flow(transforms.LULinear(2), distributions.StandardNormal([2]))
+        >>> full, replaced = ebf.unconstrain(flow)
+        >>> replaced
+        (Replaced(path='_transform', old='LULinear', new='FullLinear'),)
+        >>> x = torch.randn(3, 2)
+        >>> torch.allclose(full.log_prob(x), flow.log_prob(x))
+        True
+    """
+    found = find_flow(flow)
+    target = _target(found, in_place)
+    adapter, replaced = found.adapter, []
+    made: dict[tuple[int, ...], nn.Module] = {}
+    dropped: list[str] = []
+    steps = [step for step in adapter.plan(target).steps if step.known]
+    for unit in _units(adapter, target, steps):
+        key = tuple(id(step.module) for step in unit.steps)
+        if key not in made:  # a layer that stands in two places is still one layer afterwards
+            made[key] = _full(adapter, unit.steps)
+        full = made[key]
+        old = target.get_submodule(unit.path)
+        new = full if unit.inverted == adapter.inverted else adapter.inverse_of(full)
+        _put(target, unit.path, new.train(old.training))
+        name = type(full).__name__
+        replaced.append(Replaced(unit.path, " after ".join(s.class_name for s in reversed(unit.steps)), name))
+        dropped.extend(unit.dropped)
+    for path in sorted(dropped, key=lambda path: int(path.rpartition(".")[2]), reverse=True):
+        parent, _, place = path.rpartition(".")
+        del target.get_submodule(parent)[int(place)]  # type: ignore[operator]
+    return Result(target, tuple(replaced))
+
+
+class _Unit(NamedTuple):
+    """Steps that one full layer takes the place of."""
+
+    steps: list[LinearStep]  # in density order
+    path: str  # the module to replace
+    inverted: bool  # whether that module is passed through its inverse
+    dropped: list[str]  # members of a sequence that go, since the layer takes them in
+
+
+def _units(adapter: Adapter, flow: nn.Module, steps: list[Step]) -> Iterator[_Unit]:
+    """Finds the constrained steps, each with what belongs to its module and the permutation directly before it."""
+    places = [adapter.unit(flow, step.path, step.inverted) for step in steps]
+    for place, step in enumerate(steps):
+        if not isinstance(step, LinearStep) or _features(adapter, step) is None:
+            continue
+        path, inverted = places[place]
+        first, last = place, place + 1
+        while first > 0 and places[first - 1][0] == path:
+            first -= 1
+        while last < len(steps) and places[last][0] == path:
+            last += 1
+        members = [member for member in steps[first:last] if isinstance(member, LinearStep)]
+        dropped = []
+        before = steps[first - 1] if first else None
+        if isinstance(before, PermutationStep) and _neighbours(flow, before.path, path):
+            members.insert(0, before)
+            dropped.append(before.path)
+        yield _Unit(members, path, inverted, dropped)
+
+
+def _features(adapter: Adapter, step: Step) -> tuple[int, bool] | None:
+    """The features of a constrained layer, and whether they are channels; None for a step that is left alone."""
+    tell = adapter.constrained.get(step.class_name)
+    return None if tell is None else tell(step.module)
+
+
+def _neighbours(flow: nn.Module, first: str, second: str) -> bool:
+    """Whether two modules stand side by side in one list of transforms."""
+    (parent, _, here), (other, _, there) = first.rpartition("."), second.rpartition(".")
+    if parent != other or not (here.isdigit() and there.isdigit()) or abs(int(here) - int(there)) != 1:
+        return False
+    return isinstance(flow.get_submodule(parent), nn.ModuleList)
+
+
+def _full(adapter: Adapter, steps: list[LinearStep]) -> nn.Module:
+    """A full layer with the map of the steps, read off by sending the unit vectors through them in float64."""
+    held, found = next((step.module, found) for step in steps if (found := _features(adapter, step)))
+    features, images = found
+    anchor = next(held.parameters())
+    exact = [type(step)(copy.deepcopy(step.module).double(), step.path, step.inverted) for step in steps]
+    with torch.no_grad():
+        probe = torch.cat([torch.eye(features), torch.zeros(1, features)]).to(anchor.device, torch.float64)
+        value: Tensor = probe[:, :, None, None] if images else probe
+        for step in exact:
+            value, _ = step.encode(value, None)
+        rows = value.flatten(1)
+        bias = rows[-1]
+        weight = (rows[:-1] - bias).T
+        full = adapter.full_layer(features, images).to(anchor.device, anchor.dtype)
+        kernel, offset = full.get_parameter("weight"), full.get_parameter("bias")
+        kernel.copy_(weight.reshape(kernel.shape))
+        offset.copy_(bias)
+    trained = any(parameter.requires_grad for step in steps for parameter in step.module.parameters())
+    return full.requires_grad_(trained)
+
+
+def smooth(flow: Any, activation: str = "silu", *, sharpness: float = 10.0, in_place: bool = False) -> Result:
+    """Replaces ReLU-like activations in the networks of a flow by smooth ones, so that its score is continuous.
+
+    Score matching by SM and SSM integrates by parts: at a kink the score jumps, the second derivative misses the
+    jump, and the objective is biased. The density changes with the activation, a little for a high sharpness.
+
+    Arguments:
+        flow: What :func:`~ebflow_plugin.wrap` takes.
+        activation: ``"silu"`` or ``"softplus"``, each with the given sharpness β: x·sigmoid(βx), log(1 + exp(βx))/β.
+            A leaky ReLU of slope s becomes s·x + (1 - s)·activation(x).
+        sharpness: β; the higher, the closer to the old activation.
+        in_place: Edits the given flow instead of a copy.
+
+    Returns:
+        ``(flow, replaced)``: the flow, and for each replacement its path, old and new activation.
+
+    Example:
+        >>> import ebflow_plugin as ebf
+        >>> from nflows import distributions, flows, transforms
+        >>> transform = transforms.MaskedAffineAutoregressiveTransform(2, hidden_features=4, num_blocks=1)
+        >>> flow = flows.Flow(transform, distributions.StandardNormal([2]))
+        >>> [str(row.smoothness) for row in ebf.describe(flow)]
+        ['score jumps']
+        >>> smoothed, replaced = ebf.smooth(flow)
+        >>> [str(row.smoothness) for row in ebf.describe(smoothed)], len(replaced) > 0
+        (['smooth'], True)
+    """
+    if activation not in Smooth.kinds:
+        raise UnknownNameError(f"unknown activation {activation!r}. {suggest(activation, Smooth.kinds)}")
+    if not sharpness > 0:
+        raise InputError(f"sharpness must be above 0, got {sharpness!r}")
+    found = find_flow(flow)
+    target = _target(found, in_place)
+    replaced = []
+    plan = found.adapter.plan(target)
+    networks = {id(part.module): part for part in plan.parts() if isinstance(part.module, nn.Module)}
+    for part in networks.values():
+        for inner, name in list(kinked_parts(part.module)):
+            owner, _, leaf = inner.rpartition(".")
+            old = getattr(part.module.get_submodule(owner), leaf) if leaf else part.module
+            slope = _slope(old)
+            if slope is None or not leaf:
+                continue
+            new = Smooth(activation, sharpness, slope)
+            _put(part.module, inner, new)
+            replaced.append(Replaced(f"{part.path}.{inner}", name, repr(new)))
+    return Result(target, tuple(replaced))
+
+
+class Smooth(nn.Module):
+    """A smooth stand-in for ReLU and LeakyReLU.
+
+    Example:
+        >>> Smooth("softplus", sharpness=100.0, slope=0.1)(torch.tensor([-2.0, 2.0]))
+        tensor([-0.2000,  2.0000])
+    """
+
+    kinds = ("silu", "softplus")
+
+    def __init__(self, kind: str = "silu", sharpness: float = 10.0, slope: float = 0.0) -> None:
+        super().__init__()
+        self.kind, self.sharpness, self.slope = kind, sharpness, slope
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Applies it elementwise."""
+        if self.kind == "silu":
+            y = x * torch.sigmoid(self.sharpness * x)
+        else:
+            y = F.softplus(self.sharpness * x, threshold=40.0) / self.sharpness
+        return y if not self.slope else self.slope * x + (1.0 - self.slope) * y
+
+    def extra_repr(self) -> str:
+        return f"{self.kind!r}, sharpness={self.sharpness:g}, slope={self.slope:g}"
+
+
+def _slope(activation: Any) -> float | None:
+    """The slope of a ReLU or LeakyReLU below zero; None for activations that smooth() does not replace."""
+    if isinstance(activation, nn.LeakyReLU):
+        return float(activation.negative_slope)
+    if isinstance(activation, nn.ReLU) or activation in (F.relu, F.relu_, torch.relu, torch.relu_):
+        return 0.0
+    return 0.01 if activation in (F.leaky_relu, F.leaky_relu_) else None
+
+
+def _target(found: Found, in_place: bool) -> nn.Module:
+    if in_place:
+        return found.flow
+    found.adapter.release(found.flow)
+    return copy.deepcopy(found.flow)
+
+
+def _put(root: nn.Module, path: str, value: nn.Module) -> None:
+    """Puts a module, or an activation held as a plain attribute, in the place of another."""
+    parent, _, name = path.rpartition(".")
+    owner = root.get_submodule(parent)
+    if isinstance(owner, (nn.ModuleList, nn.Sequential)):
+        owner[int(name)] = value
+    else:
+        if name in vars(
+            owner
+        ):  # a function held as an attribute, as nflows' networks do: a module cannot stand beside it
+            delattr(owner, name)
+        setattr(owner, name, value)

@@ -1,0 +1,246 @@
+"""How a class of modules acts: the rules that adapters and users give, and the registry of the users' ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ebflow_plugin.errors import InputError, UnknownNameError, suggest
+from ebflow_plugin.plan.plan import LinearStep, NonlinearStep, Shape, Shapes, Step, Value, own_tensors
+from ebflow_plugin.plan.registry import TypeRegistry
+from ebflow_plugin.plan.smoothness import TAUGHT_NETWORKS, Smoothness
+
+__all__ = [
+    "TAUGHT",
+    "Child",
+    "Container",
+    "OpaqueStep",
+    "Rule",
+    "Taught",
+    "TaughtLinearStep",
+    "register_container",
+    "register_linear",
+    "register_nonlinear",
+]
+
+
+@dataclass(frozen=True)
+class Child:
+    """One member of a container, in the order of the container's own forward.
+
+    Attributes:
+        name: Where the member stands in the container, as a dotted path; empty for the container itself.
+        module: The member.
+        inverted: Whether the container's forward runs the member's inverse.
+        step: The step to take instead of walking into the member (a split, say).
+    """
+
+    name: str
+    module: Any
+    inverted: bool = False
+    step: type[Step] | None = None
+
+
+@dataclass(frozen=True)
+class Container:
+    """The rule of a class that only arranges its members."""
+
+    children: Callable[[Any], Iterable[Child]]
+
+
+@dataclass(frozen=True)
+class Taught:
+    """The rule of a class that a user registered: functions for what the module's own methods shall not do."""
+
+    linear: bool
+    apply: Callable[..., Tensor] | None = None
+    invert: Callable[..., Tensor] | None = None
+    log_det: Callable[..., Tensor | float] | None = None
+    cost: str = "its own"
+    smoothness: Smoothness = Smoothness.UNKNOWN
+
+
+Rule = type[Step] | Container | Taught | Callable[[Any], "Rule"]
+TAUGHT: TypeRegistry[Container | Taught] = TypeRegistry("rule")
+
+
+class SeenShapesStep(Step):
+    """A step whose class does not tell what it does to shapes: it keeps those that passed it.
+
+    A reshape of the user's own is one. What stands behind it needs its shapes for its log-det.
+    """
+
+    def __init__(self, module: Any, path: str, inverted: bool = False) -> None:
+        super().__init__(module, path, inverted)
+        self._seen: dict[Shapes, Shapes] = {}
+
+    def encode(self, x: Any, context: Tensor | None) -> tuple[Any, Tensor | None]:
+        value, log_det = super().encode(x, context)  # type: ignore[safe-super]
+        if not torch.compiler.is_compiling():
+            self._seen[_event_shapes(x)] = _event_shapes(value)
+        return value, log_det
+
+    def encoded_shapes(self, shapes: Shapes) -> Shapes:
+        if shapes not in self._seen and self.gives != self.takes:
+            raise InputError(
+                f"{self.where} gives shapes that nobody knows before data pass it: compute an energy first"
+            )
+        return self._seen.get(shapes, shapes)
+
+
+def _event_shapes(value: Value) -> Shapes:
+    return tuple(tuple(part.shape[1:]) for part in ((value,) if isinstance(value, Tensor) else value))
+
+
+class OpaqueStep(SeenShapesStep, NonlinearStep):
+    """A module whose inside nobody knows, with its own log-det."""
+
+    taught_smoothness: Smoothness = Smoothness.UNKNOWN
+    inside: tuple[Step, ...] = ()  # the steps of the library that the module holds, which may be refused
+
+    def refusal(self) -> str | None:
+        for step in self.inside:
+            why = step.refusal()
+            if why is not None:
+                return f"holds {step.class_name} at {step.path!r}: {why}"
+        return super().refusal()
+
+    @property
+    def smoothness(self) -> Smoothness:
+        return self.taught_smoothness
+
+
+class TaughtLinearStep(SeenShapesStep, LinearStep):
+    """A module that a user says is affine in x. What the user gives no function for, the module itself does."""
+
+    reason = "registered by the user"
+
+    def __init__(self, module: NonlinearStep, rule: Taught, path: str, inverted: bool) -> None:
+        super().__init__(module.module, path, inverted)
+        self._caller, self._rule = module, rule
+        self.cost = rule.cost
+
+    def refusal(self) -> str | None:
+        return self._caller.refusal()
+
+    def apply(self, x: Tensor) -> Tensor:
+        if self._rule.apply is not None:
+            return self._rule.apply(self.module, x)
+        result: Tensor = self._caller.call_forward(x, None)[0]
+        return result
+
+    def invert(self, y: Tensor) -> Tensor:
+        if self._rule.invert is not None:
+            return self._rule.invert(self.module, y)
+        result: Tensor = self._caller.call_inverse(y, None)[0]
+        return result
+
+    def log_abs_det(self, shape: Shape) -> Tensor | float:
+        return self._log_abs_det(shape, None)
+
+    def log_det(self, shapes: Shapes, like: Tensor | None = None) -> Tensor | float:
+        if self.inverted:
+            return -self._log_abs_det(self.inverse_shapes(shapes)[0], like)
+        return self._log_abs_det(shapes[0], like)
+
+    def _log_abs_det(self, shape: Shape, like: Tensor | None) -> Tensor | float:
+        if self._rule.log_det is not None:
+            return self._rule.log_det(self.module, shape)
+        anchor = next(filter(Tensor.is_floating_point, own_tensors(self.module)), like)
+        zero = torch.zeros(1, *shape) if anchor is None else anchor.new_zeros(1, *shape)
+        log_det = self._caller.call_forward(zero, None)[1]
+        return log_det.reshape(-1)[0] if isinstance(log_det, Tensor) else float(log_det)
+
+
+def register_linear(
+    cls: type,
+    *,
+    apply: Callable[..., Tensor] | None = None,
+    invert: Callable[..., Tensor] | None = None,
+    log_det: Callable[..., Tensor | float] | None = None,
+    cost: str = "its own",
+    force: bool = False,
+) -> type:
+    """Teaches that a class is affine in x, so that its log-det belongs to log Z and not to the energy.
+
+    Exact types only: a subclass that overrides a method is unknown again. Works as a decorator too. A linear step gets
+    no context: where the map depends on one, so does its log-det, and the class is nonlinear.
+
+    Arguments:
+        cls: The class of transforms.
+        apply: ``apply(module, x)``, the forward map without its log-det. By default the module's own forward is
+            called and its log-det dropped: right, but not cheaper.
+        invert: ``invert(module, y)``; by default the module's own inverse.
+        log_det: ``log_det(module, event_shape)``, log|det| of the forward map; by default what the module's forward
+            gives for a zero input. It is asked at each ``log_prob``, and not kept: nobody can tell what it depends on.
+        cost: What the log-det costs, for the report.
+        force: Replaces an earlier registration.
+
+    Example:
+        >>> from torch import nn
+        >>> class Shift(nn.Module):
+        ...     def forward(self, x, context=None):
+        ...         return x + 1.0, x.new_zeros(len(x))
+        >>> register_linear(Shift, log_det=lambda module, shape: 0.0) is Shift
+        True
+    """
+    TAUGHT.add(cls, Taught(True, apply, invert, log_det, cost), force)
+    TAUGHT_NETWORKS.remove(cls)
+    return cls
+
+
+def register_nonlinear(cls: type, *, smoothness: str = "unknown", force: bool = False) -> type:
+    """Teaches that a class is nonlinear: it keeps its own log-det, as an unknown class does, without the warning.
+
+    The class of a network inside of couplings works too: nobody can see into a ``forward`` of your own, and SSM warns
+    that the coupling may not be smooth, until you say that it is.
+
+    Arguments:
+        cls: The class of transforms, or of networks inside of them.
+        smoothness: ``"smooth"`` if its score is continuous, ``"score jumps"``, ``"density jumps"`` or ``"unknown"``.
+        force: Replaces an earlier registration.
+
+    Example:
+        >>> from torch import nn
+        >>> class Warp(nn.Module):
+        ...     def forward(self, x, context=None):
+        ...         return x.sinh(), x.cosh().log().sum(-1)
+        >>> register_nonlinear(Warp, smoothness="smooth") is Warp
+        True
+    """
+    try:
+        kind = Smoothness(smoothness)
+    except ValueError:
+        raise UnknownNameError(f"unknown smoothness {smoothness!r}. {suggest(smoothness, list(Smoothness))}") from None
+    TAUGHT.add(cls, Taught(False, smoothness=kind), force)
+    TAUGHT_NETWORKS.add(cls, kind, force=True)
+    return cls
+
+
+def register_container(cls: type, children: Callable[[Any], Iterable[tuple[str, Any]]], *, force: bool = False) -> type:
+    """Teaches that a class only arranges its members, so that they are walked into and classified one by one.
+
+    Arguments:
+        cls: The class of transforms.
+        children: ``children(module)`` gives ``(name, member)`` pairs in the order of the module's own forward;
+            ``name`` is the dotted path from the module to the member. A :class:`Child` says more than a pair.
+        force: Replaces an earlier registration.
+
+    Example:
+        >>> from torch import nn
+        >>> class Pair(nn.Module):
+        ...     pass
+        >>> register_container(Pair, lambda pair: [("first", pair.first), ("second", pair.second)]) is Pair
+        True
+    """
+
+    def listed(module: Any) -> Iterator[Child]:
+        return (child if isinstance(child, Child) else Child(*child) for child in children(module))
+
+    TAUGHT.add(cls, Container(listed), force)
+    TAUGHT_NETWORKS.remove(cls)
+    return cls

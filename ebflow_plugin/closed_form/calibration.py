@@ -1,0 +1,315 @@
+r"""Finishing well: the closed-form fit of the base.
+
+Score matching gets the features of a flow right before the scale of its latents. With :math:`z = g(x)`
+on training data, of mean :math:`m` and covariance :math:`C = L L^\top`, the map :math:`L^{-1}(z - m)` behind the flow
+is the maximum-likelihood choice among all affine ones. The model holds it as one more linear step; the flow stays as
+it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import log, pi
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ebflow_plugin.closed_form.moments import Moments
+from ebflow_plugin.errors import InputError, SingularError
+from ebflow_plugin.layers import FullLinear
+from ebflow_plugin.plan.matrices import FullStep
+from ebflow_plugin.plan.plan import Base, LinearStep, Plan, Shape, own_tensors
+
+__all__ = [
+    "Calibration",
+    "CalibrationReport",
+    "CalibrationStep",
+    "calibrate_plan",
+    "fold",
+    "last_layer",
+    "share_memory",
+]
+
+
+class Calibration(nn.Module):
+    """An affine map of flat latents, in buffers: the gradient never reaches it, checkpoints hold it.
+
+    Attributes:
+        mean: m, with shape ``(D,)``; None before the model was calibrated.
+        to_base: The map A in u = A (z - m) + μ, with shape ``(D, D)``, or ``(D,)`` if it is diagonal.
+        from_base: The inverse of A.
+        center: μ, the mean of the base, with shape ``(D,)``.
+    """
+
+    names = ("mean", "to_base", "from_base", "center")
+    mean: Tensor | None
+    to_base: Tensor | None
+    from_base: Tensor | None
+    center: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in self.names:
+            self.register_buffer(name, None)
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is a map."""
+        return self.mean is not None
+
+    def set(self, **tensors: Tensor | None) -> None:
+        """Takes a new map, or none."""
+        for name in self.names:
+            setattr(self, name, tensors.get(name))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        """Takes what a file holds, calibrated or not: the model that loads it need not have been calibrated."""
+        held = {name: state_dict.get(prefix + name) for name in self.names}
+        like = self.mean if self.mean is not None else held["mean"]
+        self.set(**{name: None if t is None else t.detach().clone().to(like) for name, t in held.items()})
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+class CalibrationStep(LinearStep):
+    """A :class:`Calibration` behind a flow, over all of its latents."""
+
+    reason = "closed-form fit of the base"
+
+    def __init__(self, module: Calibration, shapes: tuple[Shape, ...]) -> None:
+        super().__init__(module, "calibration")
+        self._shapes = shapes
+        self.takes = self.gives = len(shapes)
+
+    def apply(self, x: Any) -> Any:
+        c = self.module
+        return self._parts(_times(c.to_base, flatten(x) - c.mean) + c.center)
+
+    def invert(self, y: Any) -> Any:
+        c = self.module
+        return self._parts(_times(c.from_base, flatten(y) - c.center) + c.mean)
+
+    def log_abs_det(self, shape: Shape) -> Tensor:
+        to_base: Tensor = self.module.to_base
+        return (to_base if to_base.dim() == 1 else to_base.diagonal()).abs().log().sum()
+
+    def _parts(self, flat: Tensor) -> Any:
+        sizes = [torch.Size(shape).numel() for shape in self._shapes]
+        parts = tuple(
+            part.reshape(-1, *shape) for part, shape in zip(flat.split(sizes, dim=1), self._shapes, strict=True)
+        )
+        return parts[0] if len(parts) == 1 else parts
+
+
+def _times(matrix: Tensor, rows: Tensor) -> Tensor:
+    return rows * matrix if matrix.dim() == 1 else rows @ matrix.T
+
+
+def flatten(latents: Any) -> Tensor:
+    """Latents of any number and shape as flat rows, with shape ``(B, D)``."""
+    parts = (latents,) if isinstance(latents, Tensor) else latents
+    return torch.cat([part.flatten(1) for part in parts], dim=1)
+
+
+@dataclass(frozen=True)
+class CalibrationReport:
+    """What calibrating did, measured on data that the fit did not see.
+
+    Attributes:
+        before: NLL in nats before.
+        after: NLL in nats after.
+        shrinkage: How far the covariance was moved towards its diagonal, 0 to 1.
+        kind: ``"full"``, ``"diagonal"``, or ``"none"`` where calibrating would have made held-out data less likely.
+    """
+
+    before: float
+    after: float
+    shrinkage: float
+    kind: str
+
+    def __str__(self) -> str:
+        return f"held-out NLL {self.before:.2f} -> {self.after:.2f} nats ({self.kind}, shrinkage {self.shrinkage:.3g})"
+
+
+def gaussian_of(base: Base, shapes: tuple[Shape, ...], like: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of a diagonal Gaussian base, read off its score at three points.
+
+    Raises:
+        InputError: If the base is something else.
+    """
+    generator = torch.Generator().manual_seed(0)
+    points = [
+        torch.cat([torch.zeros(1, *shape), torch.ones(1, *shape), torch.randn(1, *shape, generator=generator)])
+        for shape in shapes
+    ]
+    latents = tuple(point.to(like).requires_grad_() for point in points)
+    why = "calibrate fits a Gaussian base without a context"
+    try:
+        with torch.enable_grad():
+            log_prob = base.log_prob(latents, None)
+            scores = torch.autograd.grad(log_prob.sum(), latents)
+    except Exception as error:
+        raise InputError(f"{why}; {base.class_name} has no score of its own: {error}") from error
+    zero, one, other = (flatten(tuple(score[row : row + 1] for score in scores))[0].double() for row in range(3))
+    precision = zero - one
+    mean = zero / precision
+    at = flatten(tuple(latent.detach()[2:] for latent in latents))[0].double()
+    if not (bool((precision > 0).all()) and torch.allclose(other, -precision * (at - mean), rtol=1e-2, atol=1e-3)):
+        raise InputError(f"{why}; {base.class_name} is none")
+    return mean, precision.rsqrt()
+
+
+def fit_affine(
+    moments: Moments, held_out: Moments, base: tuple[Tensor, Tensor], kind: str, shrinkage: float | None
+) -> tuple[dict[str, Tensor], float, float]:
+    """Fits u = A (z - m) + μ to moments of latents, with the shrinkage that held-out moments like best.
+
+    Returns:
+        The tensors of a :class:`Calibration`, the shrinkage, and the mean held-out NLL of the latents in nats.
+    """
+    center, std = base
+    covariance = moments.covariance(unbiased=False)
+    if not bool(torch.isfinite(covariance).all()):
+        raise InputError("the latents of the data hold NaN or inf; ebflow_plugin.verify(flow, x) finds where")
+    spread = (covariance if kind == "diagonal" else covariance.diagonal()).clamp_min(0.0).sqrt()
+    flat = (spread <= torch.finfo(torch.float64).eps * spread.max()).nonzero().flatten().tolist()
+    if flat:
+        raise SingularError(f"latents {flat[:5]} do not vary over the data, so that no scale fits them")
+    seen = held_out.second_moments(moments.mean)
+    if kind == "diagonal":
+        total = 0.5 * (2 * spread.log() + seen / spread**2).sum().item() + 0.5 * len(spread) * log(2 * pi)
+        tensors = {"mean": moments.mean, "to_base": std / spread, "from_base": spread / std, "center": center}
+        return tensors, 1.0, total
+    # In units of the spread, shrinking towards the diagonal moves every eigenvalue towards 1.
+    correlation, observed = (matrix / torch.outer(spread, spread) for matrix in (covariance, seen))
+    rho = choose_shrinkage(correlation, observed) if shrinkage is None else shrinkage
+    shrunk = (1 - rho) * correlation + rho * torch.eye(len(spread)).to(correlation)
+    lower, failed = torch.linalg.cholesky_ex(shrunk)
+    if bool(failed) or lower.diagonal().min() <= 1e-6 * lower.diagonal().max():
+        raise SingularError(
+            f"the covariance of the latents is singular ({moments.count} data points for {len(spread)} dimensions); "
+            "give more data, or a shrinkage above 0, or kind='diagonal'"
+        )
+    inverse = torch.linalg.solve_triangular(lower, torch.eye(len(spread)).to(lower), upper=False)
+    total = lower.diagonal().log().sum() + 0.5 * ((inverse @ observed) * inverse).sum() + spread.log().sum()
+    tensors = {
+        "mean": moments.mean,
+        "to_base": std[:, None] * inverse / spread,
+        "from_base": spread[:, None] * lower / std,
+        "center": center,
+    }
+    return tensors, rho, total.item() + 0.5 * len(spread) * log(2 * pi)
+
+
+def choose_shrinkage(correlation: Tensor, observed: Tensor) -> float:
+    """The ρ for which (1 - ρ) C + ρ I makes data with second moments ``observed`` most likely. One eigh: O(D³)."""
+    values, vectors = torch.linalg.eigh(correlation)
+    projected = ((vectors.T @ observed) * vectors.T).sum(1)
+
+    def nll(rho: float) -> float:
+        shrunk = (1 - rho) * values + rho
+        if shrunk.min() <= 1e-12 * shrunk.max():
+            return float("inf")
+        return float((shrunk.log() + projected / shrunk).sum())
+
+    return min([0.0, *(10.0 ** (power / 4) for power in range(-16, 0)), 1.0], key=nll)
+
+
+@torch.no_grad()
+def calibrate_plan(
+    plan: Plan, stream: Iterable[tuple[Tensor, Tensor | None]], like: Tensor, kind: str, shrinkage: float | None
+) -> tuple[dict[str, Tensor], CalibrationReport]:
+    """Fits the base of a plan to the latents of data; every tenth row is held out to choose the shrinkage by.
+
+    Returns:
+        The tensors of a :class:`Calibration` (none if it would make held-out data less likely), and the report.
+    """
+    diagonal = kind == "diagonal"
+    moments, held_out, losses = Moments(diagonal), Moments(diagonal), Moments(diagonal=True)
+    index = 0
+    event_shape: Shape = ()
+    shapes: tuple[Shape, ...] = ()
+    for x, context in stream:
+        embedded = plan.embed(context)
+        latents, log_det = plan.encode(x, embedded)
+        shapes, event_shape = tuple(tuple(part.shape[1:]) for part in latents), tuple(x.shape[1:])
+        rows = flatten(latents)
+        held = torch.arange(index, index + len(rows), device=rows.device) % 10 == 9
+        index += len(rows)
+        if bool((~held).any()):
+            moments.add(rows[~held])
+        if bool(held.any()):
+            held_out.add(rows[held])
+            nll = -plan.base_log_prob(latents, embedded)
+            losses.add(torch.stack([nll, nll if log_det is None else nll - log_det], dim=1)[held])
+    if held_out.count < 2 or moments.count < 2:
+        raise InputError(f"calibrate needs at least 20 data points, got {index}")
+    base = gaussian_of(plan.base, shapes, like)
+    for collected in (moments, held_out, losses):  # every process comes to the same decision
+        collected.reduce()
+    tensors, rho, after = fit_affine(moments, held_out, base, kind, shrinkage)
+    base_nll, energy = losses.mean.tolist()
+    before, gain = energy + plan.log_z(event_shape, like.double()).item(), base_nll - after
+    if gain < 0:
+        return {}, CalibrationReport(before, before, 1.0, "none")
+    moments.merge(held_out.count, held_out.mean, held_out.scatter)  # the choice is made: now all data count
+    tensors, rho, _ = fit_affine(moments, held_out, base, kind, rho if kind == "full" else None)
+    return {name: t.to(like) for name, t in tensors.items()}, CalibrationReport(before, before - gain, rho, kind)
+
+
+def last_layer(plan: Plan) -> FullStep:
+    """The layer at the end of a flow that can take a calibration in: a FullLinear with numbers of its own.
+
+    Raises:
+        InputError: If the flow ends otherwise.
+    """
+    last = plan.steps[-1] if plan.steps else None
+    if not (isinstance(last, FullStep) and isinstance(last.module, FullLinear) and not last.inverted):
+        where = "nothing" if last is None else last.where
+        raise InputError(f"only a FullLinear at the end of the flow can take a calibration in; it ends with {where}")
+    if last.module.bias is None:
+        raise InputError(f"{last.where} has no bias, and cannot take a calibration in")
+    if not {"weight", "bias"} <= dict(last.module.named_parameters(recurse=False)).keys():
+        raise InputError(f"{last.where} computes its weight (a parametrization), and cannot take a calibration in")
+    tied = [part.where for part in plan.parts() if part is not last and share_memory(part.module, last.module)]
+    if tied:
+        raise InputError(
+            f"{last.where} shares its numbers with other parts of the flow, which would change with it\n  "
+            + "\n  ".join(tied)
+            + "\nCalibrate without fold=True, or untie them."
+        )
+    return last
+
+
+def share_memory(one: Any, other: Any) -> bool:
+    """Whether two modules have numbers in common, so that editing one edits the other.
+
+    Example:
+        >>> a, b = nn.Linear(2, 2), nn.Linear(2, 2)
+        >>> before = share_memory(a, b)
+        >>> b.bias = a.bias
+        >>> before, share_memory(a, b)
+        (False, True)
+    """
+    ours, theirs = ({_memory(tensor) for tensor in own_tensors(module)} for module in (one, other))
+    return not ours.isdisjoint(theirs)
+
+
+def _memory(tensor: Tensor) -> tuple[torch.device, int]:
+    return tensor.device, tensor.untyped_storage().data_ptr() or id(tensor)  # a meta tensor has no address
+
+
+@torch.no_grad()
+def fold(tensors: Mapping[str, Tensor], layer: FullLinear) -> None:
+    """Puts the map of a calibration into the last layer of a flow."""
+    matrix = tensors["to_base"]
+    if len(matrix) != layer.features:
+        raise InputError(
+            f"the last FullLinear acts on {layer.features} features at a time, and cannot take in a calibration of all "
+            f"{len(matrix)} latents; calibrate with fold=False"
+        )
+    matrix = torch.diag(matrix) if matrix.dim() == 1 else matrix
+    assert layer.bias is not None
+    layer.weight.copy_(matrix @ layer.weight)
+    layer.bias.copy_(matrix @ (layer.bias - tensors["mean"]) + tensors["center"])

@@ -1,0 +1,84 @@
+"""Streams of random numbers, for libraries whose sampling takes no generator."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ebflow_plugin.errors import InputError
+from ebflow_plugin.linalg.random import check_generator
+
+__all__ = ["seeded_by"]
+
+
+def seeded_by(generator: Generator | None) -> AbstractContextManager[object]:
+    """Lets a generator decide what torch draws in this thread, inside of the ``with``.
+
+    One number is drawn from the generator. The global state is neither read nor written, not for a moment, so that
+    other threads neither disturb these draws nor are disturbed by them.
+
+    Example:
+        >>> with seeded_by(torch.Generator().manual_seed(0)):
+        ...     first = torch.randn(2)
+        >>> with seeded_by(torch.Generator().manual_seed(0)):
+        ...     second = torch.randn(2)
+        >>> torch.equal(first, second)
+        True
+    """
+    if generator is None:
+        return nullcontext()
+    check_generator(generator)
+    return _Streams(int(torch.randint(2**62, (), generator=generator, device=generator.device)))
+
+
+class _Streams(TorchDispatchMode):
+    """Gives every operation that draws a generator of its device. Modes belong to a thread; global ones do not."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._seed = seed
+        self._generators: dict[torch.device, Generator] = {}
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        given = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
+        named = kwargs.get("device")
+        device = torch.device(named) if named is not None else torch.device("cpu") if given is None else given.device
+        seeded = _with_generator(func)
+        if seeded is not None:
+            return seeded(*args, **kwargs, generator=self._generator(device))
+        if func.overloadpacket in (torch.ops.aten.randn_like, torch.ops.aten.rand_like):  # of an older torch
+            drawn = torch.empty_like(*args, **kwargs)
+            fill = drawn.normal_ if func.overloadpacket is torch.ops.aten.randn_like else drawn.uniform_
+            return fill(generator=self._generator(device))
+        raise InputError(f"{func} draws numbers, and takes no generator: sample without generator=")
+
+    def _generator(self, device: torch.device) -> Generator | None:
+        if device.type == "meta":
+            return None
+        if device not in self._generators:
+            self._generators[device] = Generator(device).manual_seed(self._seed)
+        return self._generators[device]
+
+
+@lru_cache(maxsize=256)
+def _with_generator(func: OpOverload) -> OpOverload | None:
+    """The operation itself if it takes a generator, or its twin that does."""
+    names = [argument.name for argument in func._schema.arguments]
+    if "generator" in names:
+        return func
+    for overload in func.overloadpacket.overloads():
+        twin: OpOverload = getattr(func.overloadpacket, overload)
+        if sorted(argument.name for argument in twin._schema.arguments) == sorted([*names, "generator"]):
+            return twin
+    return None

@@ -1,0 +1,5 @@
+"""log Z, the constant that an energy leaves out.
+
+In: a plan, and the shape of one data point. Out: an :class:`~ebflow_plugin.log_z.estimate.Estimate`: exact and kept
+until a parameter changes, by Lanczos quadrature, by importance sampling, or by annealing, with its standard error.
+"""

@@ -1,0 +1,128 @@
+"""Densities to begin from: what importance sampling draws from, and where annealing starts."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Protocol
+
+import torch
+from torch import Generator, Tensor
+
+from ebflow_plugin.errors import InputError
+from ebflow_plugin.linalg.random import gaussian_like
+from ebflow_plugin.linalg.streams import seeded_by
+
+__all__ = ["Gaussian", "Proposal", "draw_from"]
+
+
+class Proposal(Protocol):
+    """Any object with these two, a ``torch.distributions.Distribution`` for one, over whole events."""
+
+    def sample(self, sample_shape: Any) -> Tensor:
+        """Draws samples with shape ``(*sample_shape, *event_shape)``."""
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """The log-density of each sample, with shape ``sample_shape``."""
+
+
+class Gaussian:
+    r"""A Gaussian over events of any shape, with mean m and covariance :math:`L L^\top`, given by m and L.
+
+    Arguments:
+        mean: With the event shape.
+        scale: The standard deviations, with shape ``(D,)``, or the lower triangle L, with shape ``(D, D)``.
+
+    Example:
+        >>> Gaussian(torch.zeros(2), torch.ones(2)).log_prob(torch.zeros(1, 2)).exp() * 2 * torch.pi
+        tensor([1.0000])
+    """
+
+    def __init__(self, mean: Tensor, scale: Tensor) -> None:
+        self.mean, self.scale = mean, scale
+
+    @classmethod
+    def standard(cls, shape: tuple[int, ...], like: Tensor) -> Gaussian:
+        """N(0, I), on the device and in the dtype of ``like``."""
+        return cls(like.new_zeros(shape), like.new_ones(math.prod(shape)))
+
+    @classmethod
+    def fit(cls, data: Tensor) -> Gaussian:
+        """The Gaussian with the moments of data, ``(N, *)``: all covariances if N is at least 2 D, else variances.
+
+        Cost: O(N·D² + D³) for all covariances, O(N·D) for the variances.
+        """
+        rows = data.detach().flatten(1)
+        if len(rows) < 2:
+            raise InputError(f"a Gaussian is fitted to at least 2 data points, got {len(rows)}")
+        mean, dim = rows.mean(0), rows.shape[1]
+        spread = rows.std(0)
+        if not bool(((spread > 0) & torch.isfinite(spread)).all()):
+            raise InputError("no Gaussian fits the data: a feature is constant, or not finite")
+        if len(rows) < 2 * dim:
+            return cls(mean.reshape(data.shape[1:]), spread)
+        scaled = (rows - mean) / spread  # correlations, so that one rounding rule serves all features
+        lower, failed = torch.linalg.cholesky_ex(scaled.mT @ scaled / (len(rows) - 1))
+        if bool(failed):
+            raise InputError("no Gaussian fits the data: its features are linearly dependent")
+        return cls(mean.reshape(data.shape[1:]), lower * spread[:, None])
+
+    def place(self, noise: Tensor) -> Tensor:
+        """Gives m + L z for each row z, ``(N, D)``, in the event shape."""
+        flat = noise * self.scale if self.scale.dim() == 1 else noise @ self.scale.mT
+        return flat.reshape(len(noise), *self.mean.shape) + self.mean
+
+    @property
+    def log_volume(self) -> Tensor:
+        """log|det L|."""
+        diagonal = self.scale if self.scale.dim() == 1 else self.scale.diagonal()
+        return diagonal.log().sum()
+
+    def draw(self, count: int, generator: Generator | None) -> tuple[Tensor, Tensor]:
+        """Draws samples and their log-densities."""
+        noise = gaussian_like(self.mean.new_empty(count, self.mean.numel()), generator)
+        return self.place(noise), standard_log_prob(noise) - self.log_volume
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """The log-density of each row."""
+        rows = (value - self.mean).flatten(1)
+        if self.scale.dim() == 1:
+            noise = rows / self.scale
+        else:
+            noise = torch.linalg.solve_triangular(self.scale.mT, rows, upper=True, left=False)
+        return standard_log_prob(noise) - self.log_volume
+
+
+def standard_log_prob(noise: Tensor) -> Tensor:
+    """Computes log N(z; 0, I) of each row.
+
+    Example:
+        >>> standard_log_prob(torch.zeros(1, 2)).exp() * 2 * torch.pi
+        tensor([1.0000])
+    """
+    return -0.5 * (noise.square().sum(1) + noise.shape[1] * math.log(2 * math.pi))
+
+
+def draw_from(
+    proposal: Gaussian | Proposal, count: int, shape: tuple[int, ...], like: Tensor, generator: Generator | None
+) -> tuple[Tensor, Tensor]:
+    """Draws samples ``(count, *shape)`` and their log-densities ``(count,)``, and refuses anything else.
+
+    Example:
+        >>> normal = torch.distributions.Normal(torch.zeros(2), torch.ones(2))
+        >>> x, log_q = draw_from(torch.distributions.Independent(normal, 1), 3, (2,), torch.empty(0), None)
+        >>> x.shape, log_q.shape
+        (torch.Size([3, 2]), torch.Size([3]))
+    """
+    if isinstance(proposal, Gaussian):
+        return proposal.draw(count, generator)
+    with seeded_by(generator):
+        x = proposal.sample((count,)).to(like)
+    if x.shape != (count, *shape):
+        raise InputError(f"the proposal draws samples of shape {tuple(x.shape[1:])}, the model takes {shape}")
+    density = proposal.log_prob(x)
+    if density.shape != (count,):
+        raise InputError(
+            f"the proposal's log_prob gives shape {tuple(density.shape)} for {count} samples, not ({count},): wrap it "
+            "in torch.distributions.Independent"
+        )
+    return x, density.to(like)

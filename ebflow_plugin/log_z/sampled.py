@@ -1,0 +1,237 @@
+r"""log Z by weighted samples: importance sampling, and its annealed form.
+
+Both see the model through its energy alone, so that they work for any energy. Where log Z is a sum of linear
+log-determinants, :mod:`ebflow_plugin.log_z.lanczos` needs far fewer evaluations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Generator, Tensor
+
+from ebflow_plugin.errors import InputError
+from ebflow_plugin.linalg.random import at_least, gaussian_like, rows_in_chunks, shown, uniform_like
+from ebflow_plugin.log_z.estimate import Estimate, log_mean_exp
+from ebflow_plugin.log_z.pareto import too_narrow
+from ebflow_plugin.log_z.proposals import Gaussian, Proposal, draw_from, standard_log_prob
+from ebflow_plugin.plan.inputs import positive
+
+__all__ = ["annealed", "importance"]
+
+Energy = Callable[[Tensor], Tensor]
+Shape = tuple[int, ...]
+
+KEPT = 2**24  # numbers of draws that are kept to be looked at
+NARROW = "found the model wider than its draws reach"
+
+
+@torch.no_grad()
+def importance(
+    energy: Energy,
+    shape: Shape,
+    like: Tensor,
+    *,
+    samples: int = 1000,
+    proposal: Gaussian | Proposal | None = None,
+    batch_size: int | None = None,
+    generator: Generator | None = None,
+    progress: bool = False,
+) -> Estimate:
+    r"""Estimates log Z by importance sampling (Eqs. A5 and A6 of the paper).
+
+    .. math:: Z \approx \frac1M \sum_j \frac{\exp(-E(x_j))}{q(x_j)}, \qquad x_j \sim q
+
+    Unbiased for Z. The variance grows exponentially with the dimension unless q is close to the model. Three things
+    are looked at, any of which makes the standard error inf, with a warning: the effective sample size, the tail of the
+    weights, and whether a Gaussian q is wide enough (:mod:`ebflow_plugin.log_z.pareto`).
+
+    Cost: M energies, and as many gradients and energies again for a Gaussian q and M ≥ 4 D.
+
+    Arguments:
+        energy: :math:`E`, from ``(B, *shape)`` to ``(B,)``.
+        shape: The event shape.
+        like: A tensor with the device and dtype to compute in.
+        samples: The number M of samples, at least two.
+        proposal: The density q; N(0, I) by default.
+        batch_size: At most how many samples at a time.
+        generator: Draws the samples.
+        progress: Shows a bar.
+
+    Example:
+        >>> half = lambda x: 0.5 * x.square().sum(1)
+        >>> importance(half, (2,), torch.empty(0), samples=10).exp() / (2 * torch.pi)
+        tensor(1.0000, dtype=torch.float64)
+    """
+    count = at_least(2, "samples", samples)
+    density = Gaussian.standard(shape, like) if proposal is None else proposal
+    weights, kept = [], []
+    room = KEPT // max(1, math.prod(shape)) if isinstance(density, Gaussian) else 0
+    for part in shown(list(rows_in_chunks(count, batch_size)), progress, "importance sampling"):
+        x, log_q = draw_from(density, part.stop - part.start, shape, like, generator)
+        weights.append(_finite(-energy(x) - log_q))
+        kept.append(x[: max(0, room - part.start)])
+    looked_at, log_weights = torch.cat(kept), _supported(torch.cat(weights))
+    # Only a Gaussian reaches everywhere: a stretched draw of another one may lie where the energy is not defined.
+    narrow = too_narrow(energy, looked_at, log_weights[: len(looked_at)], batch_size)
+    return log_mean_exp(log_weights, "importance", NARROW if narrow else None)
+
+
+def annealed(
+    energy: Energy,
+    shape: Shape,
+    like: Tensor,
+    *,
+    steps: int = 100,
+    chains: int = 100,
+    leapfrogs: int = 3,
+    start: Gaussian | None = None,
+    step_size: float | None = None,
+    batch_size: int | None = None,
+    generator: Generator | None = None,
+    progress: bool = False,
+) -> Estimate:
+    r"""Estimates log Z by annealed importance sampling.
+
+    From a Gaussian q, chains move through :math:`f_t = q^{1 - \beta_t} \exp(-E)^{\beta_t}` with
+    :math:`\beta_t` from 0 to 1, one Metropolis-adjusted Hamiltonian transition at each; the weight of a chain is
+    :math:`\prod_t f_{t}(x_{t - 1}) / f_{t-1}(x_{t - 1})`. Unbiased for Z, whatever the transitions.
+
+    The chains run in the coordinates in which q is N(0, I), so that a fitted q is their preconditioner. The step size
+    at each temperature comes from a pilot run that is thrown away, which is what keeps the weights unbiased.
+
+    The weights, and where the chains end, are looked at as for :func:`importance`.
+
+    Cost: ``steps · chains · leapfrogs`` gradients of the energy, and a quarter more for the pilot.
+
+    Arguments:
+        energy: :math:`E`, from ``(B, *shape)`` to ``(B,)``, differentiable.
+        shape: The event shape.
+        like: A tensor with the device and dtype to compute in.
+        steps: The number of temperatures.
+        chains: The number of chains, at least two.
+        leapfrogs: Leapfrog steps in a transition; one makes it a Langevin step (MALA).
+        start: The Gaussian q; N(0, I) by default.
+        step_size: The leapfrog step, if no pilot shall find it.
+        batch_size: At most how many chains at a time.
+        generator: Draws the chains.
+        progress: Shows a bar.
+
+    References:
+        | Annealed Importance Sampling (Neal, 1998): https://arxiv.org/abs/physics/9803008
+
+    Example:
+        >>> half = lambda x: 0.5 * x.square().sum(1)
+        >>> annealed(half, (2,), torch.empty(0), steps=3, chains=4).exp() / (2 * torch.pi)
+        tensor(1.0000, dtype=torch.float64)
+    """
+    count = at_least(2, "chains", chains)
+    path = _Path(
+        energy, Gaussian.standard(shape, like) if start is None else start, at_least(1, "leapfrogs", leapfrogs)
+    )
+    betas = [(t + 1) / steps for t in range(at_least(1, "steps", steps))]
+    if step_size is None:
+        pilot = max(8, count // 4) if batch_size is None else min(max(8, count // 4), batch_size)
+        sizes = path.tune(betas, pilot, generator, progress)
+    else:
+        sizes = [positive("step_size", step_size)] * steps
+    chunks = [
+        path.weights(betas, sizes, part.stop - part.start, generator, progress)
+        for part in rows_in_chunks(count, batch_size)
+    ]
+    ends, weights = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+    log_weights = _supported(_finite(weights))
+    narrow = too_narrow(path.energy, ends, log_weights, batch_size)
+    return log_mean_exp(log_weights, "ais", NARROW if narrow else None)
+
+
+class _Path:
+    """The way from N(0, I) to the energy, in the coordinates in which the Gaussian is N(0, I)."""
+
+    target = 0.7  # acceptance; between what is best for Langevin (0.574) and for long Hamiltonian paths (0.8)
+
+    def __init__(self, energy: Energy, start: Gaussian, leapfrogs: int) -> None:
+        self._energy, self._leapfrogs = energy, leapfrogs
+        with torch.inference_mode(False):  # copies, since gradients pass through them
+            self._start = Gaussian(start.mean.clone(), start.scale.clone())
+
+    def energy(self, z: Tensor) -> Tensor:
+        """The energy in these coordinates, but for a constant."""
+        return self._energy(self._start.place(z))
+
+    def weights(
+        self, betas: list[float], sizes: list[float], count: int, generator: Generator | None, progress: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Where new chains end, and the logarithms of their weights."""
+        z = self._noise(count, generator)
+        log_weight = torch.zeros_like(z[:, 0])
+        gap, slope = self._gap(z)
+        before = 0.0
+        for beta, size in shown(list(zip(betas, sizes, strict=True)), progress, "annealing"):
+            log_weight = log_weight + (beta - before) * gap
+            before = beta
+            if beta < 1.0:  # what moves behind the last weight changes nothing
+                z, gap, slope, _ = self._move(z, gap, slope, beta, size, generator)
+        return z, log_weight
+
+    def tune(self, betas: list[float], count: int, generator: Generator | None, progress: bool) -> list[float]:
+        """Finds the step size at each temperature, with chains of its own."""
+        z = self._noise(count, generator)
+        gap, slope = self._gap(z)
+        size, sizes = z.shape[1] ** -0.25, []
+        for t, beta in enumerate(shown(betas, progress, "pilot")):
+            for _ in range(8 if t == 0 else 1):
+                z, gap, slope, accepted = self._move(z, gap, slope, beta, size, generator)
+                size *= math.exp(accepted - self.target)
+            sizes.append(size)
+        return sizes
+
+    def _noise(self, count: int, generator: Generator | None) -> Tensor:
+        return gaussian_like(self._start.mean.new_empty(count, self._start.mean.numel()), generator)
+
+    def _gap(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """The logarithm of exp(-E) over q, in these coordinates, and its gradient."""
+        with torch.inference_mode(False), torch.enable_grad():
+            z = z.detach().clone().requires_grad_()
+            gap = -self.energy(z) + self._start.log_volume - standard_log_prob(z)
+            (slope,) = torch.autograd.grad(gap.sum(), z)
+        return gap.detach(), slope
+
+    def _move(
+        self, z: Tensor, gap: Tensor, slope: Tensor, beta: float, size: float, generator: Generator | None
+    ) -> tuple[Tensor, Tensor, Tensor, float]:
+        """One Hamiltonian transition that leaves the density at ``beta`` as it is, and its mean acceptance."""
+        momentum = gaussian_like(z, generator)
+        new, new_gap, new_slope = z, gap, slope
+        kick = momentum + 0.5 * size * (beta * slope - z)
+        for _ in range(self._leapfrogs):
+            new = new + size * kick
+            new_gap, new_slope = self._gap(new)
+            kick = kick + size * (beta * new_slope - new)
+        kick = kick - 0.5 * size * (beta * new_slope - new)
+        old = beta * gap - 0.5 * (z.square() + momentum.square()).sum(1)
+        change = beta * new_gap - 0.5 * (new.square() + kick.square()).sum(1) - old
+        chance = torch.nan_to_num(change, nan=-math.inf).clamp_max(0.0).exp()  # outside of the support: stay
+        taken = uniform_like(chance, generator) < chance
+        z = torch.where(taken[:, None], new, z)
+        return z, torch.where(taken, new_gap, gap), torch.where(taken[:, None], new_slope, slope), float(chance.mean())
+
+
+def _finite(log_weights: Tensor) -> Tensor:
+    """Refuses NaN, which no weight can be."""
+    bad = int((torch.isnan(log_weights) | (log_weights == math.inf)).sum())
+    if bad:
+        raise InputError(
+            f"the energy is NaN or -inf at {bad} of {len(log_weights)} draws: the proposal reaches out of the model's "
+            "domain, or the model's parameters are not finite. Pass a proposal that stays inside."
+        )
+    return log_weights
+
+
+def _supported(log_weights: Tensor) -> Tensor:
+    """Refuses weights that are all zero; one of zero is a point outside of the model's support."""
+    if bool((log_weights == -math.inf).all()):
+        raise InputError("the energy is infinite at all draws: the proposal misses the model's support")
+    return log_weights

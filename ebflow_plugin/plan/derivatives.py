@@ -1,0 +1,276 @@
+r"""First and second derivatives of an energy in x, without a second backward pass where a plan allows it.
+
+Sliced score matching needs :math:`\nabla E` and :math:`v^\top \nabla^2 E\, v`. Push the tangent :math:`\dot x` of the
+line :math:`x + tv` through the steps :math:`y = f(x)` beside the value, and pull :math:`\lambda = \partial E / \partial
+y` back through them from the base:
+
+.. math::
+    \dot y = f'(x)\,\dot x, \qquad
+    \lambda_x = f'(x)^\top \lambda_y - \nabla \log|\det f'(x)|, \qquad
+    v^\top \nabla^2 E\, v = \sum_{\text{steps}} \partial_t^2 \left(\lambda_y^\top f(x + t\dot x)
+        - \log|\det f'(x + t \dot x)|\right)
+
+(:math:`\lambda_y` held fixed in the sum, which the base closes with its own term). A linear step adds nothing to the
+sum: three products, :math:`Wx`, :math:`W\dot x` and :math:`W^\top\lambda`, are all that it costs, and the second
+derivative of the path itself, :math:`\ddot x`, is never carried through a matrix. An elementwise step knows its terms
+in closed form. All of it is plain arithmetic, so that training needs one backward pass, and x no gradient of its own.
+
+Steps without such a form (couplings, autoregressive steps, splines) end this: what comes from there on is one function
+of what reaches it, and is differentiated twice. A nested ``torch.func.jvp`` around these steps gives the same numbers
+and takes 2 to 6 times as long as the double backward (measured for affine couplings, MAF and NSF in 2, 20 and 64
+dimensions).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ebflow_plugin.errors import blame
+from ebflow_plugin.plan.plan import Plan, Step, Value, pop
+
+__all__ = [
+    "Derivatives",
+    "End",
+    "Expansion",
+    "closed_steps",
+    "derivatives",
+    "dot",
+    "gaussian_end",
+    "summed",
+    "transformed",
+]
+
+
+class Expansion(NamedTuple):
+    """A step at a point.
+
+    Attributes:
+        value: f(x).
+        push: Takes the tangent of x to that of the value.
+        pull: Takes the derivative of E in the value to that in x, the step's log-det included.
+        bend: Takes the derivative of E in the value, and the tangent of x, to what the step adds to the second
+            derivative of E along it, with shape ``(B,)``. None for linear steps, which add nothing.
+        log_det: Computes the log-det, with shape ``(B,)``. None for linear steps.
+    """
+
+    value: Value
+    push: Callable[[Any], Any]
+    pull: Callable[[Any], Any]
+    bend: Callable[[Any, Any], Tensor] | None = None
+    log_det: Callable[[], Tensor] | None = None
+
+
+class End(NamedTuple):
+    """The end of an energy: a base density, with all steps before it that have no closed form.
+
+    Attributes:
+        energy: Computes what it adds to E, with shape ``(B,)``.
+        slopes: The derivative of that in each tensor which reaches it.
+        curvatures: The second derivative of that along each tangent.
+    """
+
+    energy: Callable[[], Tensor]
+    slopes: Sequence[Tensor]
+    curvatures: Callable[[Sequence[Sequence[Tensor]]], list[Tensor]]
+
+
+class Derivatives(NamedTuple):
+    """An energy and its derivatives.
+
+    Attributes:
+        energy: E(x), with shape ``(B,)``, if it was asked for.
+        gradient: dE/dx, with the shape of x; without elements if it was not asked for.
+        slopes: The first derivative along each direction, with shape ``(B,)``.
+        curvatures: The second derivative along each direction, with shape ``(B,)``.
+    """
+
+    energy: Tensor | None
+    gradient: Tensor
+    slopes: list[Tensor]
+    curvatures: list[Tensor]
+
+
+def derivatives(
+    plan: Plan,
+    x: Tensor,
+    context: Tensor | None = None,
+    directions: Sequence[Tensor] = (),
+    *,
+    gradient: bool = True,
+    energy: bool = False,
+    closed: bool = True,
+) -> Derivatives:
+    """Differentiates the energy of a plan at x, and twice along directions.
+
+    The result carries a graph to the parameters if grad mode is on, and none to x.
+
+    Arguments:
+        plan: The plan.
+        x: Points, with shape ``(B, *)``.
+        context: The context, not yet embedded.
+        directions: Directions, each with the shape of x.
+        gradient: Whether the gradient is wanted. Without it, linear steps at the front save a product each.
+        energy: Whether the energy is wanted.
+        closed: Whether to use closed forms where the plan begins with them. If not, all is differentiated twice.
+
+    Example:
+        >>> import ebflow_plugin as ebf
+        >>> from nflows import distributions, flows, transforms
+        >>> model = ebf.wrap(flows.Flow(transforms.Tanh(), distributions.StandardNormal([2])))
+        >>> found = derivatives(model.plan, torch.zeros(1, 2), directions=[torch.ones(1, 2)])
+        >>> found.slopes, found.curvatures  # E = ½ tanh² - log(1 - tanh²) for each entry
+        ([tensor([0.])], [tensor([6.])])
+    """
+    plan.refuse()
+    context = plan.embed(context)
+    stack, tangents = [x.detach()], [[direction.detach()] for direction in directions]
+    head: list[tuple[Step, Expansion, list[Value]]] = []
+    bent: tuple[int, list[list[Tensor]]] | None = None  # the first nonlinear step, and the tangents that reach it
+    count = closed_steps(plan) if closed else 0
+    for place, step in enumerate(plan.steps[:count]):
+        value = pop(stack, step.takes)
+        try:
+            made: Expansion = step.expand(value, context)
+        except Exception as error:
+            blame(error, step, value, context)
+        if made.bend is not None and bent is None:
+            bent = place, [list(tangent) for tangent in tangents]
+        moved = [pop(tangent, step.takes) for tangent in tangents]
+        head.append((step, made, moved))
+        stack.extend(_listed(made.value))
+        for tangent, before in zip(tangents, moved, strict=True):
+            tangent.extend(_listed(made.push(before)))
+    if closed and count == len(plan.steps) and plan.base.closed:
+        try:
+            end: End = plan.base.expand(tuple(stack), context)
+        except Exception as error:
+            blame(error, plan.base, tuple(stack), context)
+    else:
+        end = _differentiated_twice(plan, count, stack, context, bool(directions))
+    curvatures = end.curvatures(tangents)
+    adjoints = list(end.slopes)
+    last, reached = (0, [[direction] for direction in directions]) if gradient else bent or (count, tangents)
+    for step, made, moved in reversed(head[last:]):
+        adjoint = pop(adjoints, step.gives)
+        if made.bend is not None:
+            curvatures = [total + made.bend(adjoint, one) for total, one in zip(curvatures, moved, strict=True)]
+        adjoints.extend(_listed(made.pull(adjoint)))
+    total = end.energy() if energy else None
+    if total is not None:
+        for _, made, _ in head:
+            total = total if made.log_det is None else total - made.log_det()
+    return Derivatives(
+        energy=total,
+        gradient=adjoints[0] if gradient else x.new_empty(0),
+        slopes=[_dots(adjoints, tangent) for tangent in reached],
+        curvatures=curvatures,
+    )
+
+
+def closed_steps(plan: Plan) -> int:
+    """How many leading steps of a plan have their derivatives in closed form."""
+    return next((place for place, step in enumerate(plan.steps) if not step.closed), len(plan.steps))
+
+
+def gaussian_end(z: Tensor, mean: Tensor | float, std: Tensor | float, energy: Callable[[], Tensor]) -> End:
+    """A diagonal Gaussian over one tensor of latents, with mean and standard deviation broadcast against it.
+
+    Example:
+        >>> end = gaussian_end(torch.ones(1, 2), 0.0, 0.5, energy=lambda: torch.zeros(1))
+        >>> end.slopes, end.curvatures([[torch.ones(1, 2)]])
+        ([tensor([[4., 4.]])], [tensor([8.])])
+    """
+    plain = isinstance(std, float) and std == 1.0
+    centred = z if isinstance(mean, float) and mean == 0.0 else z - mean
+
+    def curvatures(tangents: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        scaled = (tangent if plain else tangent / std for (tangent,) in tangents)
+        return [dot(one, one) for one in scaled]
+
+    return End(energy, [centred if plain else centred / std**2], curvatures)
+
+
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    """The inner product of each sample: ``(B, *)`` and ``(B, *)`` to ``(B,)``.
+
+    Example:
+        >>> dot(torch.ones(2, 3, 4), torch.ones(2, 3, 4))
+        tensor([12., 12.])
+    """
+    return summed(a * b)
+
+
+def summed(values: Tensor) -> Tensor:
+    """Sums over all but the batch dimension: ``(B, *)`` to ``(B,)``.
+
+    Example:
+        >>> summed(torch.ones(2, 3, 4))
+        tensor([12., 12.])
+    """
+    return values.flatten(1).sum(1)
+
+
+def transformed() -> bool:
+    """Whether the caller runs in ``torch.compile`` or a transform of ``torch.func``, where no value is at hand.
+
+    Example:
+        >>> transformed(), torch.func.vmap(lambda x: x + transformed())(torch.zeros(2))
+        (False, tensor([1., 1.]))
+    """
+    return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _differentiated_twice(plan: Plan, start: int, stack: Sequence[Tensor], context: Tensor | None, curved: bool) -> End:
+    """The steps from ``start`` on, and the base, by autograd."""
+    if transformed():
+        return _transformed(plan, start, tuple(stack), context)
+    graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # Fresh tensors, so that the tangents, which may depend on those that came, do not depend on these.
+        points = tuple(one.view_as(one) if one.requires_grad else one.detach().requires_grad_() for one in stack)
+        energy = plan.energy_behind(start, points, context)
+        slopes = _gradients(energy, points, graph or curved)
+
+    def curvature(tangent: Sequence[Tensor]) -> Tensor:
+        with torch.enable_grad():
+            return _dots(_gradients(_dots(slopes, tangent), points, graph), tangent)
+
+    return End(lambda: energy, slopes, lambda tangents: [curvature(tangent) for tangent in tangents])
+
+
+def _transformed(plan: Plan, start: int, points: tuple[Tensor, ...], context: Tensor | None) -> End:
+    """The same by ``torch.func``, in ``torch.compile`` and its own transforms: neither takes a double backward."""
+
+    def total(*points: Tensor) -> tuple[Tensor, Tensor]:
+        energy = plan.energy_behind(start, points, context)
+        return energy.sum(), energy
+
+    gradients = torch.func.grad(total, argnums=tuple(range(len(points))), has_aux=True)
+    slopes, energy = gradients(*points)
+
+    def curvature(tangent: Sequence[Tensor]) -> Tensor:
+        return _dots(torch.func.jvp(lambda *at: gradients(*at)[0], points, tuple(tangent))[1], tangent)
+
+    return End(lambda: energy, slopes, lambda tangents: [curvature(tangent) for tangent in tangents])
+
+
+def _gradients(values: Tensor, points: Sequence[Tensor], create_graph: bool) -> Sequence[Tensor]:
+    """The derivative of each sample's value in the sample; zero if there is no dependence."""
+    if not values.requires_grad:
+        return [torch.zeros_like(point) for point in points]
+    return torch.autograd.grad(
+        values.sum(), points, create_graph=create_graph, retain_graph=True, materialize_grads=True
+    )
+
+
+def _dots(many: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
+    first, *rest = (dot(a, b) for a, b in zip(many, others, strict=True))
+    return sum(rest, first)
+
+
+def _listed(value: Value) -> Sequence[Tensor]:
+    return (value,) if isinstance(value, Tensor) else value

@@ -1,0 +1,158 @@
+"""Elementwise nonlinear steps: each is a curve, whose log-det and derivatives are known in closed form."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ebflow_plugin.plan.derivatives import Expansion, dot, summed
+from ebflow_plugin.plan.plan import NonlinearStep
+from ebflow_plugin.plan.smoothness import Smoothness
+
+__all__ = ["ActivationStep", "Curve", "ElementwiseStep", "logit_curve", "logit_slopes", "sigmoid_curve"]
+
+
+class Curve(NamedTuple):
+    """An elementwise map f at a point, with l = log|f'|.
+
+    Attributes:
+        value: f.
+        log_slope: Computes l.
+        slopes: Computes f', l' and l''; a number stands for the same everywhere.
+    """
+
+    value: Tensor
+    log_slope: Callable[[], Tensor]
+    slopes: Callable[[], tuple[Tensor, Tensor | float, Tensor | float]]
+
+    def value_log_det(self) -> tuple[Tensor, Tensor]:
+        """The map, and its log-det: l summed over all but the batch, with shape ``(B,)``."""
+        return self.value, self._log_det()
+
+    def _log_det(self) -> Tensor:
+        return summed(self.log_slope())
+
+    def of_scaled(self, scale: Tensor | float, log_scale: Tensor | float) -> Curve:
+        """f(scale · x + shift) as a curve of x, if this is f there."""
+
+        def slopes() -> tuple[Tensor, Tensor | float, Tensor | float]:
+            slope, first, second = self.slopes()
+            return slope * scale, first * scale, second * scale**2
+
+        return Curve(self.value, lambda: self.log_slope() + log_scale, slopes)
+
+    def moved(self, value: Tensor, scale: Tensor | float, log_scale: Tensor | float) -> Curve:
+        """The curve whose value is scale · f + shift."""
+
+        def slopes() -> tuple[Tensor, Tensor | float, Tensor | float]:
+            slope, first, second = self.slopes()
+            return slope * scale, first, second
+
+        return Curve(value, lambda: self.log_slope() + log_scale, slopes)
+
+    def expansion(self) -> Expansion:
+        """The map as a step: f'' is f' l'."""
+        slope, first, second = self.slopes()
+        straight = isinstance(first, float) and first == 0.0 and isinstance(second, float) and second == 0.0
+
+        def bend(adjoint: Tensor, tangent: Tensor) -> Tensor:
+            return dot(adjoint * slope * first - second, tangent.square())
+
+        return Expansion(
+            value=self.value,
+            push=lambda tangent: tangent * slope,
+            pull=lambda adjoint: adjoint * slope - first,
+            bend=None if straight else bend,
+            log_det=self._log_det,
+        )
+
+
+class ElementwiseStep(NonlinearStep):
+    """A step that takes each element by itself: y = f(x), and log|f'(x)| summed.
+
+    Subclasses give f and its derivatives: :meth:`forward_curve` and :meth:`inverse_curve`.
+    """
+
+    reason = "elementwise"
+
+    @abstractmethod
+    def forward_curve(self, x: Tensor, context: Tensor | None) -> Curve:
+        """The module's own forward map at x."""
+
+    @abstractmethod
+    def inverse_curve(self, y: Tensor, context: Tensor | None) -> Curve:
+        """Its inverse at y."""
+
+    @property
+    def closed(self) -> bool:
+        return True
+
+    def call_forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
+        return self.forward_curve(x, context).value_log_det()
+
+    def call_inverse(self, y: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
+        return self.inverse_curve(y, context).value_log_det()
+
+    def expand(self, x: Tensor, context: Tensor | None) -> Expansion:
+        return (self.inverse_curve if self.inverted else self.forward_curve)(x, context).expansion()
+
+
+class ActivationStep(ElementwiseStep):
+    """A SmoothLeakyReLU of ours, in its density direction."""
+
+    reason = "elementwise, log-det depends on x"
+
+    @property
+    def smoothness(self) -> Smoothness:
+        return Smoothness.SMOOTH
+
+    def forward_curve(self, x: Tensor, context: Tensor | None) -> Curve:
+        return Curve(self.module.transform(x), lambda: self.module.slope(x).log(), lambda: self.module.slopes(x))
+
+    def inverse_curve(self, y: Tensor, context: Tensor | None) -> Curve:
+        x = self.module.invert(y)
+
+        def slopes() -> tuple[Tensor, Tensor, Tensor]:  # by the rule for inverse functions
+            slope, first, second = self.module.slopes(x)
+            return 1.0 / slope, -first / slope, (first.square() - second) / slope.square()
+
+        return Curve(x, lambda: -self.module.slope(x).log(), slopes)
+
+
+def sigmoid_curve(x: Tensor) -> Curve:
+    """1 / (1 + exp(-x)), elementwise.
+
+    Example:
+        >>> sigmoid_curve(torch.zeros(1, 1)).slopes()
+        (tensor([[0.2500]]), tensor([[0.]]), tensor([[-0.5000]]))
+    """
+    y = torch.sigmoid(x)
+
+    def slopes() -> tuple[Tensor, Tensor, Tensor]:
+        slope = y * (1.0 - y)
+        return slope, 1.0 - 2.0 * y, -2.0 * slope
+
+    return Curve(y, lambda: F.logsigmoid(x) + F.logsigmoid(-x), slopes)
+
+
+def logit_curve(x: Tensor) -> Curve:
+    """log(x) - log(1 - x), elementwise, for x in (0, 1).
+
+    Example:
+        >>> logit_curve(torch.full((1, 1), 0.5)).slopes()
+        (tensor([[4.]]), tensor([[0.]]), tensor([[8.]]))
+    """
+    left, right = torch.log(x), torch.log1p(-x)
+    return Curve(left - right, lambda: -(left + right), lambda: logit_slopes(x))
+
+
+def logit_slopes(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The slopes of a logit at x."""
+    slope = 1.0 / (x * (1.0 - x))
+    first = (2.0 * x - 1.0) * slope
+    return slope, first, 2.0 * slope + first.square()

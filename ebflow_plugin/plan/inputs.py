@@ -1,0 +1,209 @@
+"""Input and options that cannot be are refused here, in our words, before torch sees them."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable
+from numbers import Real
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ebflow_plugin.errors import InputError, suggest
+from ebflow_plugin.linalg.random import as_whole, at_least
+from ebflow_plugin.plan.plan import Shape
+
+__all__ = [
+    "check_context",
+    "check_input",
+    "check_shape",
+    "check_tensor",
+    "flag",
+    "is_number",
+    "one_of",
+    "path_of",
+    "positive",
+    "refuse_non_finite",
+    "whole",
+]
+
+
+def check_input(
+    x: Tensor, context: Tensor | None, event_shape: Shape | None, anchor: Tensor | None, integers: bool = False
+) -> Tensor:
+    """Looks at flags and shapes alone, so that nothing waits for the device. Gives x to go on with.
+
+    Arguments:
+        x: Data.
+        context: Its context.
+        event_shape: The shape that one data point must have, if known.
+        anchor: A parameter whose device and dtype x must have.
+        integers: Whether integers are welcome: they get the dtype of the anchor.
+
+    Example:
+        >>> check_input(torch.zeros(5, 3), None, (4,), None)
+        Traceback (most recent call last):
+        ebflow_plugin.errors.InputError: x must have shape (B, 4), got (5, 3)
+    """
+    check_tensor("x", x)
+    if not x.is_floating_point():
+        if not integers or x.is_complex():
+            raise InputError(
+                f"x must be floating point, got {x.dtype}; wrap the flow with preprocess=[Dequantize(levels), …] "
+                "for integer data, or cast it"
+            )
+        x = x.to(torch.get_default_dtype() if anchor is None else anchor.dtype)
+    shape = tuple(x.shape)
+    if x.dim() < 2 or (event_shape is not None and shape[1:] != event_shape):
+        wanted = "(B, *)" if event_shape is None else f"(B, {', '.join(map(str, event_shape))})"
+        hint = "; add the batch dimension with x.unsqueeze(0)" if shape == event_shape or x.dim() == 1 else ""
+        raise InputError(f"x must have shape {wanted}, got {shape}{hint}")
+    if anchor is not None:
+        if x.device != anchor.device:
+            raise InputError(f"x is on {x.device}, the flow is on {anchor.device}; move one with .to()")
+        _same_dtype("x", x, anchor)
+    if context is not None:
+        check_context(context, anchor, x.shape[0], x.device)
+    return x
+
+
+def check_context(context: Tensor, anchor: Tensor | None, rows: int | None, device: torch.device) -> None:
+    """Refuses what is no context: on the device and, if it is floating point, in the dtype of the flow.
+
+    Arguments:
+        context: What was given.
+        anchor: A tensor with the flow's dtype, if it has one.
+        rows: How many rows it must have, as x has; None where any number will do.
+        device: Where it must be.
+
+    Example:
+        >>> check_context([1.0], None, None, torch.device("cpu"))
+        Traceback (most recent call last):
+        ebflow_plugin.errors.InputError: context must be a tensor, got list
+    """
+    check_tensor("context", context)
+    if context.dim() == 0 or rows not in (None, context.shape[0]):
+        wanted = "rows, one for each set of samples" if rows is None else f"{rows} rows, as x has"
+        raise InputError(f"context must have {wanted}, got shape {tuple(context.shape)}")
+    if context.device != device:
+        other = "the flow" if rows is None else "x"
+        raise InputError(f"context is on {context.device}, {other} is on {device}; move one with .to()")
+    if anchor is not None and context.is_floating_point():
+        _same_dtype("context", context, anchor)
+
+
+def _same_dtype(name: str, tensor: Tensor, anchor: Tensor) -> None:
+    if tensor.dtype != anchor.dtype and not torch.is_autocast_enabled(tensor.device.type):
+        raise InputError(f"{name} is {tensor.dtype}, the flow is {anchor.dtype}; cast one with .to()")
+
+
+def refuse_non_finite(name: str, tensor: Tensor) -> None:
+    """Raises if a tensor holds NaN or inf: how many, and where the first one stands.
+
+    Example:
+        >>> refuse_non_finite("x", torch.tensor([[0.0, float("nan")]]))
+        Traceback (most recent call last):
+        ebflow_plugin.errors.InputError: x holds 1 NaN or inf in 1 of 1 rows, the first at [0, 1]
+    """
+    bad = ~torch.isfinite(tensor)
+    count = int(bad.sum())
+    if count:
+        rows = int(bad.flatten(1).any(1).sum()) if bad.dim() > 1 else count
+        first = bad.nonzero()[0].tolist()
+        raise InputError(f"{name} holds {count} NaN or inf in {rows} of {tensor.shape[0]} rows, the first at {first}")
+
+
+def positive(name: str, value: object) -> float:
+    """Returns a positive number as a float, or raises an error that names the option.
+
+    Example:
+        >>> positive("eps", -1)
+        Traceback (most recent call last):
+        ebflow_plugin.errors.InputError: eps must be a positive number, got -1
+    """
+    if not is_number(value) or value <= 0:  # type: ignore[operator]
+        raise InputError(f"{name} must be a positive number, got {value!r}")
+    return float(value)  # type: ignore[arg-type]
+
+
+def check_shape(name: str, value: object) -> Shape:
+    """Returns an event shape as a tuple of positive whole numbers, or raises an error that names the option.
+
+    Example:
+        >>> check_shape("event_shape", 3)
+        Traceback (most recent call last):
+        ebflow_plugin.errors.InputError: event_shape must be a tuple of whole numbers, (3, 32, 32) for one, got 3
+    """
+    sizes = [as_whole(size) for size in value] if isinstance(value, (tuple, list)) else [None]
+    if not all(size is not None and size > 0 for size in sizes):
+        raise InputError(f"{name} must be a tuple of whole numbers, (3, 32, 32) for one, got {value!r}")
+    return tuple(size for size in sizes if size is not None)
+
+
+def check_tensor(name: str, value: object) -> None:
+    """Refuses what is no tensor, a numpy array for one.
+
+    Example:
+        >>> check_tensor("x", [1.0])
+        Traceback (most recent call last):
+        ebflow_plugin.errors.InputError: x must be a tensor, got list; torch.as_tensor makes one
+    """
+    if not isinstance(value, Tensor):
+        raise InputError(f"{name} must be a tensor, got {type(value).__name__}; torch.as_tensor makes one")
+
+
+def whole(name: str, value: object) -> int:
+    """Returns a whole number of at least 1, or raises an error that names the option.
+
+    Example:
+        >>> whole("projections", 0)
+        Traceback (most recent call last):
+        ebflow_plugin.errors.InputError: projections must be a whole number, at least 1, got 0
+    """
+    return at_least(1, name, value)
+
+
+def flag(name: str, value: object) -> bool:
+    """Returns a truth value, or raises an error that names the option: the word "no" is true to Python.
+
+    Example:
+        >>> flag("resume", "no")
+        Traceback (most recent call last):
+        ebflow_plugin.errors.InputError: resume must be True or False, got 'no'
+    """
+    if isinstance(value, bool):
+        return value
+    raise InputError(f"{name} must be True or False, got {value!r}")
+
+
+def path_of(name: str, value: object) -> Path:
+    """Returns a path, or raises an error that names the option.
+
+    Example:
+        >>> path_of("checkpoint", 3)
+        Traceback (most recent call last):
+        ebflow_plugin.errors.InputError: checkpoint must be a path, got 3
+    """
+    if isinstance(value, (str, os.PathLike)) and str(value):
+        return Path(value)
+    raise InputError(f"{name} must be a path, got {value!r}")
+
+
+def one_of(name: str, value: object, allowed: Iterable[str]) -> str:
+    """Returns one of the allowed words, or raises an error that names the option and what is allowed.
+
+    Example:
+        >>> one_of("reduction", "sum", ("mean", "none"))
+        Traceback (most recent call last):
+        ebflow_plugin.errors.InputError: unknown reduction 'sum'. Valid names: mean, none.
+    """
+    if not isinstance(value, str) or value not in tuple(allowed):
+        raise InputError(f"unknown {name} {value!r}. {suggest(str(value), allowed)}")
+    return value
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a finite real number (and no truth value)."""
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,252 @@
+"""The steps that libraries have in common: elementwise affine maps, permutations, squeezes, and what is refused.
+
+An adapter's step says where a library keeps the numbers; what is done with them stands here, once. All of these act in
+the module's own forward direction. Matrices have a module of their own, :mod:`ebflow_plugin.plan.matrices`.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from math import prod
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ebflow_plugin.errors import InputError, UnsupportedStepError
+from ebflow_plugin.linalg.memo import Memo
+from ebflow_plugin.plan.derivatives import Expansion
+from ebflow_plugin.plan.plan import Linearity, LinearStep, Shape, Shapes, Step
+from ebflow_plugin.plan.smoothness import Smoothness
+
+__all__ = [
+    "ElementwiseAffineStep",
+    "IdentityStep",
+    "IndexedPermutationStep",
+    "InitialisedAffineStep",
+    "IsometryStep",
+    "OrthogonalStep",
+    "PermutationStep",
+    "RefusedStep",
+    "SqueezeStep",
+]
+
+
+class RefusedStep(Step):
+    """A step that can be part of no energy, whatever its mode. It is kept in the plan so that the report shows it."""
+
+    linearity = Linearity.REFUSED
+
+    @property
+    def smoothness(self) -> Smoothness:
+        return Smoothness.UNKNOWN
+
+    def refusal(self) -> str | None:
+        return self.reason
+
+    def encode(self, x: Any, context: Tensor | None) -> NoReturn:
+        raise UnsupportedStepError(f"{self.where}: {self.reason}")
+
+    def decode(self, z: Any, context: Tensor | None) -> NoReturn:
+        raise UnsupportedStepError(f"{self.where}: {self.reason}")
+
+
+class IsometryStep(LinearStep):
+    """A linear step that keeps distances (a translation, a reordering, a split, a reflection): its log-det is 0."""
+
+    cost = "0"
+
+    def log_abs_det(self, shape: Shape) -> float:
+        return 0.0
+
+
+class OrthogonalStep(IsometryStep):
+    """A linear isometry that keeps the origin (a reordering, a split, reflections): its transpose is its inverse."""
+
+    @property
+    def closed(self) -> bool:
+        return True
+
+    def expand(self, x: Any, context: Tensor | None) -> Expansion:
+        return Expansion(
+            value=self.encode(x, context)[0],
+            push=lambda tangent: self.encode(tangent, context)[0],
+            pull=lambda adjoint: self.decode(adjoint, context),
+        )
+
+
+class IdentityStep(OrthogonalStep):
+    """y = x."""
+
+    reason = "identity"
+
+    def apply(self, x: Tensor) -> Tensor:
+        return x
+
+    def invert(self, y: Tensor) -> Tensor:
+        return y
+
+
+class ElementwiseAffineStep(LinearStep):
+    """y = scale · x + shift, elementwise. O(D)."""
+
+    reason = "elementwise affine"
+
+    @abstractmethod
+    def scale_shift(self, dim: int) -> tuple[Tensor | float, Tensor | float]:
+        """Scale and shift, to be broadcast against a batch with ``dim`` dimensions."""
+
+    @abstractmethod
+    def log_scale(self, dim: int) -> Tensor:
+        """log|scale|, to be broadcast against a batch with ``dim`` dimensions."""
+
+    def apply(self, x: Tensor) -> Tensor:
+        scale, shift = self._fitting(x)
+        return x * scale + shift
+
+    def invert(self, y: Tensor) -> Tensor:
+        scale, shift = self._fitting(y)
+        return (y - shift) / scale
+
+    def _fitting(self, x: Tensor) -> tuple[Tensor | float, Tensor | float]:
+        """Scale and shift, if they stretch over x and do not stretch x."""
+        numbers = self.scale_shift(x.dim())
+        for number in numbers:
+            if isinstance(number, Tensor) and not _stretches_over(tuple(number.shape), tuple(x.shape)):
+                raise InputError(f"{self.where} has numbers of shape {tuple(number.shape)}, got x {tuple(x.shape)}")
+        return numbers
+
+    def log_abs_det(self, shape: Shape) -> Tensor:
+        log_scale = self.log_scale(len(shape) + 1)
+        return log_scale.sum() * (prod(shape) // log_scale.numel())
+
+    @property
+    def closed(self) -> bool:
+        return True
+
+    def expand(self, x: Tensor, context: Tensor | None) -> Expansion:
+        value = self.encode(x, context)[0]  # which may initialise the scale
+        scale, _ = self.scale_shift(x.dim())
+
+        def scaled(tangent: Tensor) -> Tensor:
+            return tangent / scale if self.inverted else tangent * scale
+
+        return Expansion(value, scaled, scaled)
+
+
+def _stretches_over(small: Shape, large: Shape) -> bool:
+    """Whether broadcasting the one against the other gives the shape of the other."""
+    behind = large[len(large) - len(small) :]
+    return len(small) <= len(large) and all(a in (1, b) for a, b in zip(small, behind, strict=True))
+
+
+class InitialisedAffineStep(ElementwiseAffineStep):
+    """An ActNorm: an elementwise affine map that starts from the first batch it sees."""
+
+    reason = "affine per feature (ActNorm)"
+
+    def __init__(self, module: Any, path: str, inverted: bool = False) -> None:
+        super().__init__(module, path, inverted)
+        self._ready: Memo[bool] = Memo(contents=False)
+
+    @abstractmethod
+    def flag(self) -> Tensor:
+        """The module's own flag: has it been initialised?"""
+
+    @abstractmethod
+    def start(self, x: Tensor) -> None:
+        """Initialises the module from a batch that reaches it in the density direction."""
+
+    def samples(self, x: Tensor) -> Tensor:
+        """What the module takes its statistics from: ``(samples, features)``."""
+        return x.movedim(1, -1).flatten(0, -2)
+
+    @property
+    def initialised(self) -> bool:
+        """Reads the flag. Waits for the device at most once for each change of it."""
+        flag = self.flag()
+        return flag.is_meta or self._ready.get([flag], lambda: bool(flag > 0))
+
+    def initialize(self, x: Any) -> None:
+        self._ready.clear()  # a flag that was reset through .data has no new version: read it anew
+        self.initialize_if_due(x)
+
+    def initialize_if_due(self, x: Any) -> None:
+        """What an energy does on its way: :meth:`initialize`, but it need not wait for the device."""
+        if self.initialised:
+            return
+        samples = self.samples(x.detach())
+        if samples.shape[0] < 2:
+            raise InputError(
+                f"{self.where} cannot be initialised from a batch of {x.shape[0]}: it needs a standard deviation. "
+                "Call model.initialize(x) with a larger batch first."
+            )
+        spread = samples.std(0)
+        bad = (~((spread > 0) & torch.isfinite(spread))).nonzero().flatten().tolist()
+        if bad:
+            raise InputError(
+                f"{self.where} cannot be initialised from this batch: features {bad[:5]} are constant or not finite. "
+                "Add noise (dequantize), or call model.initialize(x) with a larger batch first."
+            )
+        self.start(x)
+        self._ready.clear()
+
+
+class PermutationStep(OrthogonalStep):
+    """y is x with the entries of one dimension in another order. O(D), log-det 0."""
+
+    reason = "permutation"
+
+    @abstractmethod
+    def order(self) -> tuple[Tensor, int]:
+        """The index of each output entry's input, and the dimension that it runs over."""
+
+    def apply(self, x: Tensor) -> Tensor:
+        order, dim = self.order()
+        return self._select(x, order, dim)
+
+    def invert(self, y: Tensor) -> Tensor:
+        order, dim = self.order()
+        return self._select(y, torch.argsort(order), dim)
+
+    def _select(self, x: Tensor, order: Tensor, dim: int) -> Tensor:
+        if x.dim() <= dim or x.shape[dim] != len(order):
+            raise InputError(f"{self.where} permutes {len(order)} entries of dimension {dim}, got {tuple(x.shape)}")
+        return torch.index_select(x, dim, order)
+
+
+class IndexedPermutationStep(PermutationStep):
+    """A permutation of nflows, and its twin in normflows, which keep the order and the dimension."""
+
+    def order(self) -> tuple[Tensor, int]:
+        return self.module._permutation, self.module._dim
+
+
+class SqueezeStep(OrthogonalStep):
+    """Trades a square of ``factor²`` pixels for ``factor²`` times the channels. Log-det 0."""
+
+    reason = "reordering"
+    factor = 2
+
+    def apply(self, x: Tensor) -> Tensor:
+        self.forward_shapes((tuple(x.shape[1:]),))
+        return F.pixel_unshuffle(x, self.factor)
+
+    def invert(self, y: Tensor) -> Tensor:
+        self.inverse_shapes((tuple(y.shape[1:]),))
+        return F.pixel_shuffle(y, self.factor)
+
+    def forward_shapes(self, shapes: Shapes) -> Shapes:
+        (shape,) = shapes
+        if len(shape) != 3 or shape[1] % self.factor or shape[2] % self.factor:
+            raise InputError(f"{self.where} takes images whose sides are multiples of {self.factor}, got {shape}")
+        channels, height, width = shape
+        return ((channels * self.factor**2, height // self.factor, width // self.factor),)
+
+    def inverse_shapes(self, shapes: Shapes) -> Shapes:
+        (shape,) = shapes
+        if len(shape) != 3 or shape[0] % self.factor**2:
+            raise InputError(f"{self.where} gives images with a multiple of {self.factor**2} channels, not {shape}")
+        channels, height, width = shape
+        return ((channels // self.factor**2, height * self.factor, width * self.factor),)

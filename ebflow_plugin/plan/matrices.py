@@ -1,0 +1,329 @@
+"""The steps whose log-det costs something: dense, triangular and LU matrices, and our own layers.
+
+Factorisations are kept until a parameter changes. A matrix acts on the last dimension of an event, whatever stands
+before it, or on the channels of images (a 1 × 1 convolution): the class of the layer says which, not the data.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ebflow_plugin.errors import InputError
+from ebflow_plugin.layers import FullLinear
+from ebflow_plugin.linalg.convolution import structure
+from ebflow_plugin.linalg.dense import Dense, KeptLU
+from ebflow_plugin.plan.derivatives import Expansion
+from ebflow_plugin.plan.plan import Blocks, LinearStep, Shape, Shapes
+
+__all__ = ["FullStep", "MatrixStep", "MixingStep", "PackedLUStep", "TriangularStep"]
+
+
+class MixingStep(LinearStep):
+    """A square matrix on the last dimension of an event, or on the channels of each pixel of an image.
+
+    Attributes:
+        images: Whether it acts on the channels of images, with event shape ``(C, H, W)``.
+    """
+
+    images: bool = False
+
+    @property
+    @abstractmethod
+    def features(self) -> int:
+        """The size of the matrix."""
+
+    def checked(self, x: Tensor) -> Tensor:
+        """Gives x back.
+
+        Raises:
+            InputError: If the matrix does not fit x.
+        """
+        self.copies(tuple(x.shape[1:]))
+        return x
+
+    def copies(self, shape: Shape) -> int:
+        """How many rows of features an event of this shape holds: its log-det is that many times the matrix's own.
+
+        Raises:
+            InputError: If the matrix does not fit such events.
+        """
+        if self.images and (len(shape) != 3 or shape[0] != self.features):
+            raise InputError(
+                f"{self.where} acts on images with {self.features} channels, event shape ({self.features}, H, W), got "
+                f"{shape}"
+            )
+        if not shape or (not self.images and shape[-1] != self.features):
+            raise InputError(f"{self.where} acts on {self.features} features in the last dimension, got events {shape}")
+        return prod(shape) // self.features
+
+    def library_flaw(self, shape: Shape) -> str | None:
+        if self.images or self.copies(shape) == 1:
+            return None
+        return f"counts one of the {self.copies(shape)} rows of {self.features} features in its log-det"
+
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """W x + b, for each row of features or each pixel."""
+        if self.images:
+            return F.conv2d(x, weight[:, :, None, None], bias)
+        return F.linear(x, weight, bias)
+
+    def placed(self, bias: Tensor | None) -> Tensor | float:
+        """b, to be added to a batch."""
+        if bias is None:
+            return 0.0
+        return bias[:, None, None] if self.images else bias
+
+    def on_rows(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Applies a function of row vectors ``(N, D)`` to each row of features, or to each pixel."""
+        moved = x.movedim(1, -1) if self.images else x
+        result = function(moved.reshape(-1, self.features)).reshape(moved.shape)
+        return result.movedim(-1, 1) if self.images else result
+
+
+class MatrixStep(MixingStep):
+    """y = W x + b with a dense W that has no structure: O(D²) to apply, O(D³) for the log-det and the inverse."""
+
+    reason = "full matrix"
+    transposed: bool = False  # whether the library keeps the transpose of W
+
+    def __init__(self, module: Any, path: str, inverted: bool = False) -> None:
+        super().__init__(module, path, inverted)
+        self._lu = KeptLU(lambda kept: Dense(kept.mT if self.transposed else kept))
+
+    @abstractmethod
+    def kept(self) -> Tensor:
+        """W, or its transpose, as the library keeps it, with shape ``(D, D)``."""
+
+    def bias(self) -> Tensor | None:
+        """b, with shape ``(D,)``."""
+        return None
+
+    @property
+    def features(self) -> int:
+        return self.kept().shape[0]
+
+    def determinant(self, shapes: Shapes | None) -> int | None:
+        return self.features
+
+    def apply(self, x: Tensor) -> Tensor:
+        return self.multiply(self.checked(x), self.kept().mT if self.transposed else self.kept(), self.bias())
+
+    def invert(self, y: Tensor) -> Tensor:
+        shifted = self.checked(y) - self.placed(self.bias())
+        return self.on_rows(lambda rows: self._lu.solve(self.kept(), rows), shifted)
+
+    def encode(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, None]:
+        if not self.inverted:
+            return self.apply(x), None
+        weight = self.kept().mT if self.transposed else self.kept()
+        return self.on_rows(lambda rows: solved(weight, rows), self.checked(x) - self.placed(self.bias())), None
+
+    def log_abs_det(self, shape: Shape) -> Tensor:
+        return self._lu.log_abs_det(self.kept()) * self.copies(shape)
+
+    @property
+    def closed(self) -> bool:
+        return not self.inverted
+
+    def expand(self, x: Tensor, context: Tensor | None) -> Expansion:
+        weight = self.kept().mT if self.transposed else self.kept()
+        return Expansion(
+            value=self.apply(x),
+            push=lambda tangent: self.multiply(tangent, weight),
+            pull=lambda adjoint: self.multiply(adjoint, weight.mT),
+        )
+
+
+class TriangularStep(MixingStep):
+    """y = P L U x[order] + b: O(D²) to apply and to invert, O(D) for the log-det."""
+
+    reason = "matrix held as LU factors"
+
+    @abstractmethod
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """L (unit lower) and U (upper), each with shape ``(D, D)``."""
+
+    @abstractmethod
+    def log_diagonal(self) -> Tensor:
+        """Log of the absolute diagonal of U, with shape ``(D,)``."""
+
+    @property
+    def features(self) -> int:
+        return self.log_diagonal().shape[0]
+
+    def bias(self) -> Tensor | None:
+        """b, with shape ``(D,)``."""
+        return None
+
+    def order(self) -> Tensor | None:
+        """How x is permuted before the matrix."""
+        return None
+
+    def row_order(self) -> Tensor | None:
+        """How the rows of L U x are permuted."""
+        return None
+
+    def apply(self, x: Tensor) -> Tensor:
+        return self._affine(x)[0]
+
+    @property
+    def closed(self) -> bool:
+        return not self.inverted
+
+    def expand(self, x: Tensor, context: Tensor | None) -> Expansion:
+        return Expansion(*self._affine(x))
+
+    def _affine(self, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+        """The map of x, its linear part, and the transpose of that, all with the same factors."""
+        lower, upper = self.factors()
+        order, rows = self.order(), self.row_order()
+        if self.images:
+            weight = lower @ upper  # O(C³), next to O(B·H·W·C²) for the pixels
+            weight = weight if order is None else weight[:, torch.argsort(order)]
+            weight = weight if rows is None else weight[rows]
+            return (
+                self.multiply(self.checked(x), weight, self.bias()),
+                lambda tangent: self.multiply(tangent, weight),
+                lambda adjoint: self.multiply(adjoint, weight.mT),
+            )
+
+        def push(tangent: Tensor) -> Tensor:  # two products with O(B·D²), where that of the factors would take O(D³)
+            y = F.linear(F.linear(tangent if order is None else tangent[..., order], upper), lower)
+            return y if rows is None else y[..., rows]
+
+        def pull(adjoint: Tensor) -> Tensor:
+            adjoint = adjoint if rows is None else adjoint[..., torch.argsort(rows)]
+            x = adjoint @ lower @ upper
+            return x if order is None else x[..., torch.argsort(order)]
+
+        return push(self.checked(x)) + self.placed(self.bias()), push, pull
+
+    def invert(self, y: Tensor) -> Tensor:
+        return self.on_rows(self._solve, self.checked(y) - self.placed(self.bias()))
+
+    def _solve(self, rows: Tensor) -> Tensor:
+        lower, upper = self.factors()
+        order, row_order = self.order(), self.row_order()
+        if row_order is not None:
+            rows = rows[:, torch.argsort(row_order)]
+        # Row vectors: y = x Uᵀ Lᵀ, so that the solves run from the right.
+        half = torch.linalg.solve_triangular(lower.mT, rows, upper=True, left=False, unitriangular=True)
+        x = torch.linalg.solve_triangular(upper.mT, half, upper=False, left=False)
+        return x if order is None else x[:, torch.argsort(order)]
+
+    def log_abs_det(self, shape: Shape) -> Tensor:
+        return self.log_diagonal().sum() * self.copies(shape)
+
+
+class PackedLUStep(TriangularStep):
+    """An LULinear of nflows, and its twin in normflows, which unpack their factors from vectors of entries."""
+
+    def __init__(self, module: Any, path: str, inverted: bool = False) -> None:
+        super().__init__(module, path, inverted)
+        self._places = _packed_places(module.features, module.lower_entries.device)
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """The libraries copy the places of all entries from numpy on every call; here they are kept."""
+        module, size, entries = self.module, self.module.features, self.module.lower_entries
+        if self._places[0].device != entries.device:  # the model was moved
+            self._places = _packed_places(size, entries.device)
+        packed = torch.cat([entries, entries.new_ones(size)]), torch.cat([module.upper_entries, module.upper_diag])
+        flat = [entries.new_zeros(size * size).scatter(0, *pair) for pair in zip(self._places, packed, strict=True)]
+        return flat[0].view(size, size), flat[1].view(size, size)
+
+    @property
+    def features(self) -> int:
+        size: int = self.module.features
+        return size
+
+    def log_diagonal(self) -> Tensor:
+        return torch.log(self.module.upper_diag)
+
+    def bias(self) -> Tensor:
+        bias: Tensor = self.module.bias
+        return bias
+
+
+class FullStep(LinearStep):
+    """A FullLinear or FullConv2d of ours, in its density direction."""
+
+    reason = "full, unconstrained"
+
+    def blocks(self, shapes: Shapes | None) -> Blocks | None:
+        if isinstance(self.module, FullLinear):
+            return Blocks(self.module.features)
+        if shapes is None:
+            return Blocks(None)
+        geometry = self.module.setting.geometry(self.encoded_shapes(shapes)[0] if self.inverted else shapes[0])
+        kind, group = structure(geometry), geometry.group
+        if kind in ("patches", "fourier"):  # blocks over the cells of stride × stride pixels, equal ones or not
+            cells = group.rows.out * group.columns.out if kind == "fourier" else 1
+            return Blocks(group.out_channels, cells * geometry.groups)
+        return Blocks(group.size, geometry.groups, kind == "band")
+
+    def determinant(self, shapes: Shapes | None) -> int | None:
+        size: int | None = getattr(self.module, "features", None if shapes is None else prod(shapes[0]))
+        return size
+
+    def apply(self, x: Tensor) -> Tensor:
+        result: Tensor = self.module.transform(x)
+        return result
+
+    def invert(self, y: Tensor) -> Tensor:
+        result: Tensor = self.module.invert(y)
+        return result
+
+    def encode(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, None]:
+        if not self.inverted:
+            return self.apply(x), None
+        if not isinstance(self.module, FullLinear):
+            return self.invert(x), None
+        self.module.input_shape(tuple(x.shape[1:]))
+        shifted = x if self.module.bias is None else x - self.module.bias
+        return solved(self.module.weight, shifted.flatten(0, -2)).reshape(x.shape), None
+
+    def log_abs_det(self, shape: Shape) -> Tensor:
+        result: Tensor = self.module.log_det(shape)
+        return result
+
+    def forward_shapes(self, shapes: Shapes) -> Shapes:
+        return (self.module.output_shape(shapes[0]),)
+
+    def inverse_shapes(self, shapes: Shapes) -> Shapes:
+        return (self.module.input_shape(shapes[0]),)
+
+    @property
+    def closed(self) -> bool:
+        return not self.inverted
+
+    def expand(self, x: Tensor, context: Tensor | None) -> Expansion:
+        value = self.module.transform(x)
+        return Expansion(value, self.module.multiply, lambda adjoint: self.module.multiply_transposed(adjoint, x.shape))
+
+
+def solved(weight: Tensor, rows: Tensor) -> Tensor:
+    """W⁻¹ rows, in a density direction: nobody looks at the pivots, which waits for the device. O(D³) each time.
+
+    A singular W gives inf or NaN, which the loss shows; log Z names the layer.
+
+    Example:
+        >>> solved(torch.tensor([[2.0, 0.0], [0.0, 4.0]]), torch.tensor([[2.0, 4.0]]))
+        tensor([[1., 1.]])
+    """
+    result: Tensor = torch.linalg.solve_ex(weight, rows.to(weight.dtype).mT)[0].mT
+    return result
+
+
+def _packed_places(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Where the packed entries of L and of U stand in a flat matrix, each with the diagonal behind them."""
+    rows, columns = torch.tril_indices(size, size, -1, device=device)
+    up_rows, up_columns = torch.triu_indices(size, size, 1, device=device)
+    diagonal = torch.arange(size, device=device) * (size + 1)
+    return torch.cat([rows * size + columns, diagonal]), torch.cat([up_rows * size + up_columns, diagonal])

@@ -1,0 +1,372 @@
+r"""Fixed preprocessing in front of a flow, and where the matched variable begins (MaP).
+
+Logit and similar steps have derivatives that explode at the edges of their domain. Score matching of the variable
+*behind* them, :math:`x_k = g_k \circ \dots \circ g_1(x)` with :math:`g_k` the last such step, trains well where score
+matching of x does not (Section 4.2 and Table 3 of the paper). The density of x is the same either way: the log-dets
+of the steps in front are added back in ``log_prob``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import log, prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ebflow_plugin.errors import InputError, UnknownNameError, suggest
+from ebflow_plugin.linalg.random import at_least
+from ebflow_plugin.plan.derivatives import Expansion, transformed
+from ebflow_plugin.plan.elementwise import Curve, ElementwiseStep, logit_curve, sigmoid_curve
+from ebflow_plugin.plan.inputs import is_number
+from ebflow_plugin.plan.plan import LinearStep, Plan, Shape, Step
+
+__all__ = [
+    "Dequantize",
+    "DequantizeStep",
+    "Logit",
+    "Rescale",
+    "Standardize",
+    "boundary",
+    "preprocessing_steps",
+    "refuse_trainable",
+]
+
+
+class Dequantize(nn.Module):
+    """Integers 0 to ``levels - 1``, made continuous: (x + u) / levels with u uniform on [0, 1), drawn at each call.
+
+    The density of the result, in the units of x, is a lower bound on the probability of the integers (in the
+    mean over u), so that ``-log_prob`` in bits is what papers report.
+
+    Other values, such as pixels of 8 bits for 32 levels, or grey levels in [0, 1], would give a plausible number. They
+    are refused: on the CPU in every call; on another device, where looking means waiting for it, in the first call (and
+    so before :func:`~ebflow_plugin.fit` takes a step). From then on they become NaN there, which nothing takes for a
+    result: ``fit`` stops and says so, for the training data as for the validation data.
+
+    Arguments:
+        levels: How many values there are; 256 for 8-bit images.
+
+    Example:
+        >>> import ebflow_plugin as ebf
+        >>> from nflows import distributions, flows, transforms
+        >>> flow = flows.Flow(transforms.LULinear(4), distributions.StandardNormal([4]))
+        >>> model = ebf.wrap(flow, preprocess=[ebf.Dequantize(16), ebf.Rescale(0.05, 0.95), ebf.Logit()])
+        >>> model.bits_per_dim(torch.randint(16, (3, 4))).shape
+        torch.Size([3])
+        >>> model.sample(2).max() <= 15
+        tensor(True)
+    """
+
+    levels: int
+
+    def __init__(self, levels: int = 256) -> None:
+        super().__init__()
+        self.levels = at_least(2, "levels", levels)
+
+    def odd(self, x: Tensor) -> Tensor:
+        """Where x is no whole number from 0 to ``levels - 1``; NaN, which stays what it is, does not count."""
+        return ((x < 0) | (x >= self.levels) | (x != x.floor())) & ~x.isnan()
+
+    def refuse(self, x: Tensor) -> None:
+        """Raises if x holds anything but whole numbers from 0 to ``levels - 1``. Waits for the device.
+
+        Example:
+            >>> Dequantize(32).refuse(torch.tensor([[3.0, 200.0]]))
+            Traceback (most recent call last):
+            ebflow_plugin.errors.InputError: x holds 1 of 2 values that are no whole numbers from 0 to 31, ...
+        """
+        odd = self.odd(x)
+        count = int(odd.sum())
+        if count:
+            first = odd.nonzero()[0].tolist()
+            raise InputError(
+                f"x holds {count} of {x.numel()} values that are no whole numbers from 0 to {self.levels - 1}, which "
+                f"Dequantize({self.levels}) takes; the first is {x[tuple(first)].item():g} at {first}. Give the levels "
+                "that the data have, or bring the data to these: (x * levels).floor() for x in [0, 1), "
+                "x * levels // 256 for 8 bits."
+            )
+
+    def extra_repr(self) -> str:
+        return f"levels={self.levels}"
+
+
+class Rescale(nn.Module):
+    """Maps the interval ``source`` to the interval from ``low`` to ``high``, elementwise.
+
+    Arguments:
+        low: Where the lower end of ``source`` goes.
+        high: Where the upper end goes.
+        source: The interval of the data; [0, 1] behind a :class:`Dequantize`.
+
+    Example:
+        >>> Rescale(-1.0, 1.0, source=(0.0, 255.0)).scale
+        0.00784313725490196
+    """
+
+    def __init__(self, low: float, high: float, source: tuple[float, float] = (0.0, 1.0)) -> None:
+        super().__init__()
+        pair = isinstance(source, (tuple, list)) and len(source) == 2
+        if not pair or not all(map(is_number, (low, high, *source))) or not low < high or not source[0] < source[1]:
+            raise InputError(
+                f"Rescale needs finite numbers low < high, and such a pair for source, got {low!r}, {high!r} and "
+                f"source={source!r}"
+            )
+        self.scale = float((high - low) / (source[1] - source[0]))
+        self.shift = float(low - source[0] * self.scale)
+
+    def extra_repr(self) -> str:
+        return f"scale={self.scale:g}, shift={self.shift:g}"
+
+
+class Standardize(nn.Module):
+    """(x - mean) / std, feature by feature: data of any units become of order one, and the density stays that of x.
+
+    The matched variable begins behind it, so that the noise of DSM and the finite difference of FDSSM are in units of
+    each feature's standard deviation. Mean and standard deviation are buffers: a state dict holds them.
+
+    Arguments:
+        mean: What is taken off each feature, with the shape of one data point.
+        std: What each feature is divided by, with the same shape, above zero.
+
+    Raises:
+        InputError: If they are not finite, differ in shape, or a standard deviation is not above zero.
+
+    Example:
+        >>> import ebflow_plugin as ebf
+        >>> from nflows import distributions, flows, transforms
+        >>> metres_and_millimetres = torch.tensor([1.0, 1000.0]) * torch.randn(500, 2)
+        >>> flow = flows.Flow(transforms.LULinear(2), distributions.StandardNormal([2]))
+        >>> model = ebf.wrap(flow, preprocess=[ebf.Standardize.of(metres_and_millimetres)])
+        >>> model.log_prob(metres_and_millimetres).shape
+        torch.Size([500])
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, mean: Tensor, std: Tensor) -> None:
+        super().__init__()
+        if not (isinstance(mean, Tensor) and isinstance(std, Tensor)) or mean.shape != std.shape or not mean.dim():
+            shapes = [tuple(part.shape) if isinstance(part, Tensor) else part for part in (mean, std)]
+            raise InputError(f"Standardize needs mean and std with the shape of one data point, got {shapes}")
+        if not mean.is_floating_point() or not std.is_floating_point():
+            raise InputError(f"Standardize needs floating-point numbers, got {mean.dtype} and {std.dtype}")
+        bad = ~(mean.isfinite() & std.isfinite() & (std > 0)).flatten()
+        if bad.any():
+            places = bad.nonzero().flatten().tolist()
+            listed = ", ".join(map(str, places[:10])) + (", …" if len(places) > 10 else "")
+            raise InputError(
+                f"Standardize needs finite means and standard deviations above 0; those of {len(places)} features are "
+                f"not: {listed} (counted from 0). A feature that is constant has no density: leave it out."
+            )
+        self.register_buffer("mean", mean.detach().clone())
+        self.register_buffer("std", std.detach().clone())
+
+    @classmethod
+    def of(cls, rows: Tensor) -> Standardize:
+        """With the mean and standard deviation of data with shape (N, *), N at least 2."""
+        if not isinstance(rows, Tensor) or rows.dim() < 2 or len(rows) < 2:
+            raise InputError("Standardize.of needs data with shape (N, *) and N at least 2")
+        wide = rows.detach().double()
+        dtype = rows.dtype if rows.is_floating_point() else torch.get_default_dtype()
+        std = torch.where((wide == wide[:1]).all(0), 0.0, wide.std(0))  # of equal numbers, rounding may leave a rest
+        return cls(wide.mean(0).to(dtype), std.to(dtype))
+
+    def extra_repr(self) -> str:
+        return f"features={tuple(self.mean.shape)}, std {float(self.std.min()):.3g} to {float(self.std.max()):.3g}"
+
+
+class Logit(nn.Module):
+    """log(x) - log(1 - x), elementwise, for x in (0, 1).
+
+    Input outside of it gives NaN, and its edges give inf: put a :class:`Rescale` before it.
+
+    Example:
+        >>> Logit()
+        Logit()
+    """
+
+
+class DequantizeStep(LinearStep):
+    """A :class:`Dequantize` in front of a flow. Its log-det is a constant."""
+
+    reason = "adds noise, divides"
+    _seen = False  # whether a batch was looked at
+
+    def apply(self, x: Tensor) -> Tensor:
+        return self.dequantize(x)
+
+    def dequantize(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Adds noise, which a generator may draw, and divides."""
+        if not (x.is_meta or transformed()) and (x.device.type == "cpu" or not self._seen):
+            self.module.refuse(x)
+            self._seen = True
+        device = x.device if generator is None else generator.device
+        noise = torch.rand(x.shape, generator=generator, device=device, dtype=x.dtype).to(x.device)
+        top = 1.0 - torch.finfo(x.dtype).eps / 2  # (255 + u) / 256 can round to 1, where a logit is infinite
+        unit = ((x + noise) / self.module.levels).clamp(max=top)
+        return unit.masked_fill(self.module.odd(x), float("nan"))
+
+    def invert(self, y: Tensor) -> Tensor:
+        return torch.floor(y * self.module.levels).clamp(0, self.module.levels - 1)
+
+    def log_abs_det(self, shape: Shape) -> float:
+        return -prod(shape) * log(self.module.levels)
+
+
+class RescaleStep(LinearStep):
+    """A :class:`Rescale` in front of a flow."""
+
+    reason = "elementwise affine"
+
+    def apply(self, x: Tensor) -> Tensor:
+        return x * self.module.scale + self.module.shift
+
+    def invert(self, y: Tensor) -> Tensor:
+        return (y - self.module.shift) / self.module.scale
+
+    def log_abs_det(self, shape: Shape) -> float:
+        return prod(shape) * log(self.module.scale)
+
+    @property
+    def closed(self) -> bool:
+        return True
+
+    def expand(self, x: Tensor, context: Tensor | None) -> Expansion:
+        scale = 1.0 / self.module.scale if self.inverted else self.module.scale
+        return Expansion(self.encode(x, context)[0], lambda tangent: tangent * scale, lambda adjoint: adjoint * scale)
+
+
+class StandardizeStep(LinearStep):
+    """A :class:`Standardize` in front of a flow."""
+
+    reason = "elementwise affine"
+
+    @property
+    def sensitive(self) -> bool:
+        return True  # its scales differ by any factor: one length of noise fits all features behind it alone
+
+    def apply(self, x: Tensor) -> Tensor:
+        return (x - self.module.mean.to(x)) / self.module.std.to(x)
+
+    def invert(self, y: Tensor) -> Tensor:
+        return y * self.module.std.to(y) + self.module.mean.to(y)
+
+    def log_abs_det(self, shape: Shape) -> Tensor:
+        if tuple(shape) != tuple(self.module.std.shape):
+            raise InputError(f"{self.where} is for data of shape {tuple(self.module.std.shape)}, got {tuple(shape)}")
+        return -self.module.std.log().sum()
+
+    @property
+    def closed(self) -> bool:
+        return True
+
+    def expand(self, x: Tensor, context: Tensor | None) -> Expansion:
+        std = self.module.std.to(x)
+        scale = std if self.inverted else 1.0 / std
+        return Expansion(self.encode(x, context)[0], lambda tangent: tangent * scale, lambda adjoint: adjoint * scale)
+
+
+class LogitStep(ElementwiseStep):
+    """A :class:`Logit` in front of a flow."""
+
+    @property
+    def sensitive(self) -> bool:
+        return True
+
+    def forward_curve(self, x: Tensor, context: Tensor | None) -> Curve:
+        return logit_curve(x)
+
+    def inverse_curve(self, y: Tensor, context: Tensor | None) -> Curve:
+        return sigmoid_curve(y)
+
+
+_STEPS: dict[type, type[Step]] = {
+    Dequantize: DequantizeStep,
+    Rescale: RescaleStep,
+    Logit: LogitStep,
+    Standardize: StandardizeStep,
+}
+
+
+def preprocessing_steps(modules: Sequence[Any]) -> tuple[Step, ...]:
+    """The steps of ``wrap(..., preprocess=modules)``.
+
+    Example:
+        >>> [step.path for step in preprocessing_steps([Rescale(0.1, 0.9), Logit()])]
+        ['preprocess.0', 'preprocess.1']
+    """
+    for place, module in enumerate(modules):
+        if type(module) not in _STEPS:
+            valid = ", ".join(cls.__name__ for cls in _STEPS)
+            raise InputError(
+                f"preprocess[{place}] is {type(module).__name__}; valid: {valid}. Put other maps in the flow."
+            )
+        if isinstance(module, Dequantize) and place:
+            raise InputError("Dequantize must come first: it takes the integers of the data")
+    return tuple(_STEPS[type(module)](module, f"preprocess.{place}") for place, module in enumerate(modules))
+
+
+def boundary(plan: Plan, match_after: str | int | None) -> int:
+    """How many leading steps of a plan are preprocessing: the matched variable begins behind them.
+
+    Arguments:
+        plan: The whole plan.
+        match_after: ``"auto"`` for the longest leading run of steps without parameters that ends in a numerically
+            sensitive one; the path or the index of the last preprocessing step; None for none (but for a
+            :class:`Dequantize`, which is always in front). Whether parameters are frozen decides nothing here: a
+            flow that is frozen, or fine-tuned in its last layer alone, has the same objective.
+
+    Raises:
+        InputError: If the steps of the prefix leave more than one tensor.
+        UnknownNameError: If the flow has no such step.
+    """
+    noisy = int(bool(plan.steps) and isinstance(plan.steps[0], DequantizeStep))  # integers have no score
+    if match_after is None:
+        return noisy
+    if match_after == "auto":
+        count = noisy
+        for place, step in enumerate(plan.steps):
+            if any(True for _ in _parameters(step)) or step.takes != 1 or step.gives != 1:
+                break
+            if step.sensitive:
+                count = place + 1
+        return count
+    if isinstance(match_after, int) and not isinstance(match_after, bool):
+        if not 0 <= match_after < len(plan.steps):
+            raise InputError(f"match_after is {match_after}, but the flow has the steps 0 to {len(plan.steps) - 1}")
+        count = match_after + 1
+    else:
+        paths = [step.path for step in plan.steps]
+        inside = [
+            place for place, path in enumerate(paths) if path == match_after or path.startswith(f"{match_after}.")
+        ]
+        if not inside:
+            raise UnknownNameError(f"match_after names no step {match_after!r}. {suggest(str(match_after), paths)}")
+        count = inside[-1] + 1
+    if any(step.takes != 1 or step.gives != 1 for step in plan.steps[:count]):
+        raise InputError(f"match_after={match_after!r} stands behind a split: the matched variable must be one tensor")
+    return count
+
+
+def refuse_trainable(prefix: Plan) -> None:
+    """Refuses to go on with a prefix that has trainable parameters.
+
+    Asked at each loss, since a user may unfreeze them at any time.
+
+    Raises:
+        InputError: If a step has such parameters, which would never be trained; it lists all of them.
+    """
+    trained = [step.where for step in prefix.steps if any(p.requires_grad for p in _parameters(step))]
+    if trained:
+        raise InputError(
+            f"match_after puts {len(trained)} steps with trainable parameters in front of the matched variable, where "
+            "they would never be trained\n  " + "\n  ".join(trained) + "\nChoose an earlier step, or freeze them with "
+            "requires_grad_(False)."
+        )
+
+
+def _parameters(step: Step) -> Iterator[nn.Parameter]:
+    return step.module.parameters() if isinstance(step.module, nn.Module) else iter(())

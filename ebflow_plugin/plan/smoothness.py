@@ -1,0 +1,208 @@
+"""What the networks inside a step mean for the energy: are they deterministic, and is their score continuous.
+
+Couplings and autoregressive steps are as smooth as the network that conditions them, and as steady: batch norm in
+training mode couples the samples of a batch, dropout makes the energy random.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from types import BuiltinFunctionType, FunctionType
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.nn.utils import parametrize
+
+from ebflow_plugin.plan.registry import TypeRegistry, resolve
+from ebflow_plugin.plan.smooth_modules import FUNCTIONS, Smoothness, known_smoothness, worst_of
+
+__all__ = [
+    "TAUGHT_NETWORKS",
+    "Smoothness",
+    "first_reason",
+    "kinked_parts",
+    "opaque_parts",
+    "smoothness_of",
+    "unsteady_parts",
+]
+
+_FUNCTIONS = (FunctionType, BuiltinFunctionType, functools.partial)
+# What users said about classes of networks of their own: rules.register_nonlinear puts it here.
+TAUGHT_NETWORKS: TypeRegistry[Smoothness] = TypeRegistry("smoothness")
+_BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
+_INSTANCE_NORMS = (nn.modules.instancenorm._InstanceNorm,)
+_DROPOUTS = (nn.modules.dropout._DropoutNd,)
+_RANDOM_POOLS = (nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
+
+
+class Ingredient(NamedTuple):
+    """A module inside of a network, or a function that a module holds as an attribute (as nflows' networks do)."""
+
+    path: str
+    name: str
+    smoothness: Smoothness
+
+
+def ingredients(module: nn.Module) -> Iterator[Ingredient]:
+    """All that a network is made of, as far as it can be seen: what a ``forward`` calls in its code alone cannot.
+
+    What is in no table, and nobody taught, is of unknown smoothness. Parametrisations act on weights and do not count.
+    """
+    weights = tuple(path for path, part in module.named_modules() if isinstance(part, parametrize.ParametrizationList))
+    for path, part in module.named_modules(remove_duplicate=False):
+        if any(path == one or path.startswith(f"{one}.") for one in weights) or path.endswith("parametrizations"):
+            continue
+        taught = _taught(part)
+        known, _ = resolve(part, known_smoothness)
+        if taught is not None:
+            yield Ingredient(path, type(part).__name__, taught)
+        else:
+            yield Ingredient(path, type(part).__name__, Smoothness.UNKNOWN if known is None else known(part))
+        for name, value in vars(part).items():
+            if isinstance(value, _FUNCTIONS):
+                below = f"{path}.{name}".lstrip(".")
+                smoothness = _of_function(value)
+                if taught is None or smoothness != Smoothness.UNKNOWN:
+                    yield Ingredient(below, getattr(value, "__name__", repr(value)), smoothness)
+
+
+def _of_function(value: Any) -> Smoothness:
+    try:
+        return FUNCTIONS.get(value, Smoothness.UNKNOWN)
+    except TypeError:  # a partial of something that has no hash
+        return Smoothness.UNKNOWN
+
+
+def kinked_parts(module: nn.Module) -> Iterator[tuple[str, str]]:
+    """Finds ReLU-like activations: modules, and functions held as an attribute.
+
+    Gives the dotted path and the activation's name.
+
+    Example:
+        >>> list(kinked_parts(nn.Sequential(nn.Linear(2, 2), nn.ReLU())))
+        [('1', 'ReLU')]
+    """
+    return (
+        (part.path, part.name)
+        for part in ingredients(module)
+        if part.smoothness in (Smoothness.KINKED, Smoothness.JUMPS)
+    )
+
+
+def opaque_parts(module: nn.Module) -> Iterator[str]:
+    """Finds what nobody knows: modules with a ``forward`` of somebody's own, and functions that are in no table.
+
+    A class that :func:`ebflow_plugin.register_nonlinear` was told about is no secret any more; what is inside of it is
+    looked at all the same.
+
+    Example:
+        >>> class Mine(nn.Module):
+        ...     def forward(self, x):
+        ...         return x.relu()
+        >>> list(opaque_parts(nn.Sequential(nn.Linear(2, 2), Mine())))
+        ['1']
+    """
+    return (part.path for part in ingredients(module) if part.smoothness == Smoothness.UNKNOWN)
+
+
+def smoothness_of(module: Any) -> Smoothness:
+    """The smoothness of a step that is as smooth as the networks inside its module.
+
+    Example:
+        >>> str(smoothness_of(nn.Tanh())), str(smoothness_of(nn.ReLU()))
+        ('smooth', 'score jumps')
+    """
+    if not isinstance(module, nn.Module):
+        return Smoothness.UNKNOWN
+    return worst_of(part.smoothness for part in ingredients(module))
+
+
+def _taught(part: nn.Module) -> Smoothness | None:
+    """What was said about the class of a network, or about a parent that it does not change."""
+    return resolve(part, TAUGHT_NETWORKS.get)[0]
+
+
+def unsteady_parts(module: Any) -> list[Callable[[], str | None]]:
+    """Finds what is random, or couples samples, inside a module: one question each, which answers with the reason.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        >>> [part() for part in unsteady_parts(net)]
+        ["couples the samples of a batch in training mode (BatchNorm1d at '1'); put the model in eval()"]
+        >>> [part() for part in unsteady_parts(net.eval())]
+        [None]
+    """
+    if not isinstance(module, nn.Module):
+        return []
+    questions: list[Callable[[], str | None]] = []
+    for path, part in module.named_modules():
+        for kinds, ask in _UNSTEADY:
+            if isinstance(part, kinds):
+                questions.append(functools.partial(ask, part, f"{type(part).__name__} at {path!r}"))
+    return questions
+
+
+def first_reason(questions: list[Callable[[], str | None]]) -> str | None:
+    """The first answer to the questions of :func:`unsteady_parts`.
+
+    Example:
+        >>> first_reason([lambda: None, lambda: "is random"])
+        'is random'
+    """
+    for question in questions:
+        why = question()
+        if why is not None:
+            return why
+    return None
+
+
+def _batch_norm_refusal(part: Any, name: str) -> str | None:
+    if part.running_mean is None:
+        return f"couples the samples of a batch ({name} keeps no running statistics); remove it"
+    if part.training:
+        return f"couples the samples of a batch in training mode ({name}); put the model in eval()"
+    return None
+
+
+def _instance_norm_refusal(part: Any, name: str) -> str | None:
+    if part.training and part.track_running_stats:
+        return f"changes with every call in training mode ({name} keeps running statistics); put the model in eval()"
+    return None
+
+
+def _dropout_refusal(part: Any, name: str) -> str | None:
+    return _random(part, name, part.p)
+
+
+def _random_inside_refusal(part: Any, name: str) -> str | None:
+    """Dropout that is no module: in attention, and between the layers of a recurrent network."""
+    return _random(part, name, part.dropout if getattr(part, "num_layers", 2) > 1 else 0.0)
+
+
+def _random(part: Any, name: str, p: float) -> str | None:
+    if part.training and p:
+        return f"is random in training mode ({name}, p={p}); put the model in eval(), or set p to 0"
+    return None
+
+
+def _rrelu_refusal(part: Any, name: str) -> str | None:
+    if part.training and part.lower != part.upper:
+        return f"is random in training mode ({name} draws its slope); put the model in eval(), or use LeakyReLU"
+    return None
+
+
+def _random_pool_refusal(part: Any, name: str) -> str | None:
+    if part._random_samples is None:
+        return f"is random in every mode ({name} draws its windows); use MaxPool, or AvgPool, which is smooth"
+    return None
+
+
+_UNSTEADY: tuple[tuple[tuple[type, ...], Callable[[Any, str], str | None]], ...] = (
+    (_BATCH_NORMS, _batch_norm_refusal),
+    (_INSTANCE_NORMS, _instance_norm_refusal),
+    (_DROPOUTS, _dropout_refusal),
+    ((nn.MultiheadAttention, nn.RNNBase), _random_inside_refusal),
+    ((nn.RReLU,), _rrelu_refusal),
+    (_RANDOM_POOLS, _random_pool_refusal),
+)

@@ -1,0 +1,109 @@
+"""Samples of a plan, by the inverse of each step."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ebflow_plugin.errors import InputError, NoInverseError, blame, refuse_precision
+from ebflow_plugin.linalg.random import at_least, check_generator, rows_in_chunks
+from ebflow_plugin.linalg.streams import seeded_by
+from ebflow_plugin.plan.inputs import check_context, positive
+from ebflow_plugin.plan.plan import Base, Plan
+
+__all__ = ["draw"]
+
+_GAUSSIANS = (
+    torch.distributions.Normal,
+    torch.distributions.MultivariateNormal,
+    torch.distributions.LowRankMultivariateNormal,
+)
+
+
+def draw(
+    plan: Plan,
+    n: int,
+    context: Tensor | None,
+    generator: torch.Generator | None,
+    like: Tensor,
+    *,
+    temperature: float = 1.0,
+    batch_size: int | None = None,
+) -> Tensor:
+    """Draws ``n`` samples, or ``n`` for each row of a context: ``(n, *)`` or ``(C, n, *)``.
+
+    The noise is drawn at once, since it is no larger than the samples; the steps then take ``batch_size`` rows at a
+    time.
+    """
+    n = at_least(0, "n", n)
+    check_generator(generator)
+    positive("temperature", temperature)
+    if batch_size is not None:
+        batch_size = at_least(1, "batch_size", batch_size)
+    if context is not None:
+        check_context(context, like, None, like.device)
+    if n == 0:
+        shape = plan.event_shape
+        if shape is None:
+            raise InputError("n = 0 samples have no known shape: the base density does not tell it")
+        return like.new_empty(*(() if context is None else context.shape[:1]), 0, *shape)
+    with seeded_by(generator):
+        rows = plan.embed(context)
+        rows = None if rows is None else rows.repeat_interleave(n, dim=0)
+        count = n if context is None else n * context.shape[0]
+        if rows is not None and len(rows) != count:
+            raise InputError(f"the flow is conditional: pass context=, of which {n} samples are drawn for each row")
+        try:
+            latents = _latents(plan.base, count, rows, like, temperature)
+        except NotImplementedError as error:
+            refuse_precision(error, plan.base.where)
+            raise NoInverseError(
+                f"the model cannot be sampled: its base density cannot\n  {plan.base.where}"
+            ) from error
+        except Exception as error:
+            blame(error, plan.base, like, rows)
+        pieces = [
+            plan.decode(tuple(z[part] for z in latents), rows if rows is None else rows[part])
+            for part in rows_in_chunks(count, batch_size)
+        ]
+    samples = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    return samples if context is None else samples.unflatten(0, (context.shape[0], n))
+
+
+def _latents(base: Base, count: int, rows: Tensor | None, like: Tensor, temperature: float) -> tuple[Tensor, ...]:
+    """Draws latents, and scales those of a Gaussian about their mean."""
+    if temperature == 1.0:
+        return base.sample(count, rows, like)
+    parts = getattr(base, "parts", [base])  # the levels of a multiscale flow
+    if all(hasattr(part.module, "temperature") for part in parts):  # the base does it itself, as those of normflows do
+        return _heated(base, temperature).sample(count, rows, like)
+    moments = getattr(base, "mean_std", None)
+    mean = moments(rows)[0] if moments is not None else _mean(base.module)
+    if mean is None:
+        raise InputError(f"temperature={temperature:g} needs a Gaussian base density, and this is none\n  {base.where}")
+    return tuple(mean + temperature * (z - mean) for z in base.sample(count, rows, like))
+
+
+def _heated(base: Base, temperature: float) -> Base:
+    """A base density that shares all but its temperature with the given one, which other threads may be using."""
+    heated = copy.copy(base)
+    if hasattr(base, "parts"):
+        heated.parts = [_heated(part, temperature) for part in base.parts]  # type: ignore[attr-defined]
+        return heated
+    heated.module = copy.copy(base.module)
+    own = base.module.temperature
+    heated.module.temperature = temperature if own is None else own * temperature
+    return heated
+
+
+def _mean(distribution: Any) -> Tensor | None:
+    """The mean of a Gaussian of ``torch.distributions``; None for anything else."""
+    if isinstance(distribution, torch.distributions.Independent):
+        return _mean(distribution.base_dist)
+    if isinstance(distribution, _GAUSSIANS):
+        mean: Tensor = distribution.mean
+        return mean
+    return None

@@ -1,0 +1,249 @@
+r"""Langevin sampling of an energy, imputation of missing entries, and denoising by the score."""
+
+from __future__ import annotations
+
+import torch
+from torch import Generator, Tensor
+
+from ebflow_plugin.errors import InputError, suggest
+from ebflow_plugin.linalg.random import at_least, over_rows
+from ebflow_plugin.plan.inputs import check_tensor, positive, refuse_non_finite
+from ebflow_plugin.plan.preprocessing import DequantizeStep
+from ebflow_plugin.sampling.chains import Chains, Moves, run_chains
+from ebflow_plugin.wrapper import EBFlow
+
+__all__ = ["denoise", "impute", "langevin"]
+
+
+def langevin(
+    model: EBFlow,
+    x0: Tensor,
+    steps: int,
+    step_size: float,
+    *,
+    context: Tensor | None = None,
+    adjusted: bool = True,
+    burn_in: int = 0,
+    adapt: bool = True,
+    space: str = "matched",
+    thin: int | None = None,
+    batch_size: int | None = None,
+    generator: Generator | None = None,
+    progress: bool = False,
+) -> Chains:
+    r"""Runs Langevin chains on the energy of a model, one from each start (Eq. 11 of the paper).
+
+    .. math:: x \leftarrow x - \alpha \nabla E(x) + \sqrt{2 \alpha}\, z, \qquad z \sim \mathcal{N}(0, I)
+
+    Adjusted, each move is a proposal that Metropolis and Hastings accept or refuse, so that the chains have the
+    density of the model as their limit for any :math:`\alpha`. Unadjusted, as in the paper, the limit is off by
+    :math:`O(\alpha)`.
+
+    Cost: one energy and its gradient for each step and chain, :math:`O(D^2)` for a full linear layer; no determinant.
+
+    Arguments:
+        model: What :func:`~ebflow_plugin.wrap` returns.
+        x0: The starts, with shape ``(B, *)``, in data space.
+        steps: How many steps behind the burn-in.
+        step_size: :math:`\alpha`, at the beginning.
+        context: What the model is conditioned on, with ``B`` rows.
+        adjusted: Whether moves are accepted or refused.
+        burn_in: How many steps before the others.
+        adapt: Whether each chain tunes its own step size during the burn-in, to an acceptance of 0.574; adjusted chains
+            alone. The step size is fixed behind it, so that the limit is right.
+        space: ``"matched"``: the chains run in the variable behind the model's preprocessing and are mapped back,
+            which knows no edges; ``"data"``: in the data's own. They are the same for a model without preprocessing,
+            and adjusted chains have the same limit in either.
+        thin: Keeps every such state behind the burn-in; None keeps the last alone.
+        batch_size: At most how many chains at a time.
+        generator: Draws everything random.
+        progress: Shows a bar.
+
+    Raises:
+        InputError: If an option or a start is not what it should be.
+        EBFlowError: If an unadjusted chain runs away.
+
+    Example:
+        >>> import ebflow_plugin as ebf
+        >>> from nflows import distributions, flows, transforms
+        >>> model = ebf.wrap(flows.Flow(transforms.LULinear(2), distributions.StandardNormal([2])))
+        >>> langevin(model, torch.zeros(3, 2), steps=5, step_size=0.1).samples.shape
+        torch.Size([3, 2])
+    """
+    _check_model("langevin", model)
+    _check_space(model, space)
+    return run_chains(
+        model,
+        x0,
+        None,
+        Moves(steps, step_size, burn_in, adjusted, adapt, thin),
+        context=context,
+        space=space,
+        batch_size=batch_size,
+        generator=generator,
+        progress=progress,
+    )
+
+
+def impute(
+    model: EBFlow,
+    x: Tensor,
+    mask: Tensor,
+    *,
+    steps: int,
+    step_size: float,
+    chains: int = 1,
+    init: Tensor | None = None,
+    context: Tensor | None = None,
+    adjusted: bool = True,
+    burn_in: int = 0,
+    adapt: bool = True,
+    space: str = "matched",
+    batch_size: int | None = None,
+    generator: Generator | None = None,
+    progress: bool = False,
+) -> Tensor:
+    r"""Fills in missing entries by Langevin steps on the energy, given the others (Eq. 11 of the paper).
+
+    .. math::
+        x_M \leftarrow x_M - \alpha \nabla_{x_M} E(x_O, x_M) + \sqrt{2 \alpha}\, z
+
+    The limit is the model's :math:`p(x_M \mid x_O)`, without any training for it. The observed entries of the result
+    are those of x, bit by bit.
+
+    Cost: one energy and its gradient for each step and chain.
+
+    Arguments:
+        model: What :func:`~ebflow_plugin.wrap` returns.
+        x: Data, with shape ``(B, *)``.
+        mask: True where an entry is missing, with the shape of x, or of one of its rows for the same entries in all.
+        steps: How many steps behind the burn-in.
+        step_size: :math:`\alpha`, at the beginning.
+        chains: How many chains for each row of x.
+        init: Where the missing entries start, with the shape of x; by default as they stand in x.
+        context: What the model is conditioned on, with ``B`` rows.
+        adjusted: As for :func:`langevin`.
+        burn_in: As for :func:`langevin`.
+        adapt: As for :func:`langevin`.
+        space: As for :func:`langevin`. The matched variable needs preprocessing that treats entries one by one.
+        batch_size: At most how many chains at a time.
+        generator: Draws everything random.
+        progress: Shows a bar.
+
+    Returns:
+        The filled data, with shape ``(B, chains, *)``.
+
+    Example:
+        >>> import ebflow_plugin as ebf
+        >>> from nflows import distributions, flows, transforms
+        >>> model = ebf.wrap(flows.Flow(transforms.LULinear(2), distributions.StandardNormal([2])))
+        >>> x, mask = torch.zeros(3, 2), torch.tensor([[False, True]]).expand(3, 2)
+        >>> filled = impute(model, x, mask, steps=5, step_size=0.1, chains=4)
+        >>> filled.shape, bool((filled[..., 0] == 0).all())
+        (torch.Size([3, 4, 2]), True)
+    """
+    _check_model("impute", model)
+    _check_space(model, space)
+    chains = at_least(1, "chains", chains)
+    check_tensor("x", x)
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        got = f"{mask.dtype}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise InputError(f"mask must be a tensor of bool, True where an entry is missing, got {got}")
+    if mask.shape not in (x.shape, x.shape[1:], (1, *x.shape[1:])):
+        raise InputError(
+            f"mask must have the shape of x, {tuple(x.shape)}, or of one of its rows, got {tuple(mask.shape)}"
+        )
+    if mask.device != x.device:
+        raise InputError(f"mask is on {mask.device}, x is on {x.device}; move one with .to()")
+    mask = mask.expand(x.shape)
+    if init is not None:
+        check_tensor("init", init)
+        if init.shape != x.shape:
+            raise InputError(f"init must have the shape of x, {tuple(x.shape)}, got {tuple(init.shape)}")
+        if init.device != x.device:
+            raise InputError(f"init is on {init.device}, x is on {x.device}; move one with .to()")
+    start = x if init is None else torch.where(mask, init, x)
+    if start.is_floating_point() and bool((mask & ~torch.isfinite(start)).any()):
+        raise InputError("missing entries start at NaN or inf: pass finite ones in init=, the mean of the data for one")
+    repeated = [None if t is None else t.repeat_interleave(chains, dim=0) for t in (start, mask, context)]
+    rows, missing, contexts = repeated
+    assert rows is not None
+    found = run_chains(
+        model,
+        rows,
+        missing,
+        Moves(steps, step_size, burn_in, adjusted, adapt, None),
+        context=contexts,
+        space=space,
+        batch_size=batch_size,
+        generator=generator,
+        progress=progress,
+    )
+    return found.samples.unflatten(0, (len(x), chains))
+
+
+def denoise(
+    model: EBFlow,
+    x: Tensor,
+    sigma: float | Tensor,
+    *,
+    context: Tensor | None = None,
+    space: str = "data",
+    batch_size: int | None = None,
+) -> Tensor:
+    r"""Takes Gaussian noise off data: the posterior mean, if the model is that of the noisy data.
+
+    .. math:: \mathbb{E}[x_0 \mid x] = x + \sigma^2\, \nabla \log p(x)
+
+    That is what a model learns from :class:`~ebflow_plugin.objectives.DSM` with the same :math:`\sigma`. No graph.
+
+    Cost: one score.
+
+    Arguments:
+        model: What :func:`~ebflow_plugin.wrap` returns.
+        x: Noisy data, with shape ``(B, *)``.
+        sigma: The standard deviation of the noise: a number, or one for each row with shape ``(B,)``.
+        context: What the model is conditioned on, with ``B`` rows.
+        space: Where the noise is: in the ``"data"``, or in the ``"matched"`` variable behind the model's preprocessing,
+            which is where DSM adds it.
+        batch_size: At most how many rows at a time.
+
+    Example:
+        >>> import ebflow_plugin as ebf
+        >>> from nflows import distributions, flows, transforms
+        >>> model = ebf.wrap(flows.Flow(transforms.IdentityTransform(), distributions.StandardNormal([2])))
+        >>> denoise(model, torch.ones(1, 2), sigma=0.5)
+        tensor([[0.7500, 0.7500]])
+    """
+    _check_model("denoise", model)
+    _check_space(model, space)
+    check_tensor("x", x)
+    if isinstance(sigma, Tensor):
+        if sigma.shape not in ((), x.shape[:1]):
+            raise InputError(f"sigma must be a number, or one for each of {len(x)} rows, got {tuple(sigma.shape)}")
+        if not bool(((sigma > 0) & torch.isfinite(sigma)).all()):
+            raise InputError("sigma must be positive and finite")
+        variance: float | Tensor = sigma.to(x).square().reshape(-1, *[1] * (x.dim() - 1))
+    else:
+        variance = positive("sigma", sigma) ** 2
+    refuse_non_finite("x", x)
+    with torch.no_grad():
+        if space == "data":
+            return x + variance * over_rows(model.score, x, context, batch_size)
+        u, _ = model.preprocess(x)
+        clean = u + variance * over_rows(model.core.score, u, context, batch_size)
+        return model._prefix.decode((clean,), model.plan.embed(context))
+
+
+def _check_space(model: EBFlow, space: str) -> None:
+    if space not in ("data", "matched"):
+        raise InputError(f"unknown space {space!r}. {suggest(str(space), ('data', 'matched'))}")
+    if space == "data" and any(isinstance(step, DequantizeStep) for step in model.plan.steps):
+        raise InputError(
+            'the data of this model are whole numbers (Dequantize), which have no score; use space="matched"'
+        )
+
+
+def _check_model(name: str, model: object) -> None:
+    if not isinstance(model, EBFlow):
+        raise InputError(f"{name} needs an EBFlow, got {type(model).__name__}; wrap it first: ebflow_plugin.wrap(flow)")

@@ -1,0 +1,238 @@
+r"""Exponential moving average of a model's parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ebflow_plugin.errors import EBFlowError, InputError
+from ebflow_plugin.plan.inputs import flag
+from ebflow_plugin.wrapper import EBFlow
+
+__all__ = ["EMA"]
+
+
+class EMA:
+    r"""Keeps an exponential moving average of a model's parameters, and a copy of its buffers.
+
+    .. math:: \bar\theta \leftarrow d_n \bar\theta + (1 - d_n)\, \theta, \qquad
+              d_n = \min\left(d, \frac{1 + n}{10 + n}\right)
+
+    with n the number of updates so far; without warm-up :math:`d_n = d`. Make it after the data-dependent
+    initialisation of the model (``model.initialize(x)``), or the values before it are part of the average for a while.
+
+    An update is a handful of fused operations on all parameters at once, and never waits for the device. Averages of
+    half-precision parameters are kept in single precision.
+
+    Arguments:
+        model: What :func:`~ebflow_plugin.wrap` returns.
+        decay: The decay d, at least 0 and below 1.
+        warmup: Whether early updates forget faster.
+
+    Example:
+        >>> import ebflow_plugin as ebf
+        >>> from nflows import distributions, flows, transforms
+        >>> model = ebf.wrap(flows.Flow(transforms.LULinear(2), distributions.StandardNormal([2])))
+        >>> ema = EMA(model, decay=0.999)
+        >>> with torch.no_grad():
+        ...     _ = model.flow._transform.bias.add_(1.0)  # an optimiser's step
+        >>> ema.update()
+        >>> with ema.applied():
+        ...     model.flow._transform.bias.detach()
+        tensor([0.9000, 0.9000])
+        >>> model.flow._transform.bias.detach()
+        tensor([1., 1.])
+    """
+
+    model: EBFlow
+    decay: float
+    warmup: bool
+    updates: int
+    _applied: bool
+
+    def __init__(self, model: EBFlow, decay: float = 0.999, warmup: bool = True) -> None:
+        if not isinstance(model, EBFlow):
+            kind = f"{type(model).__module__}.{type(model).__qualname__}"
+            raise InputError(f"EMA needs an EBFlow, got {kind}; wrap it first: EMA(ebflow_plugin.wrap(flow))")
+        if not _is_decay(decay):
+            raise InputError(f"decay must be a number, at least 0 and below 1, got {decay!r}")
+        self.model = model
+        self.decay = float(decay)
+        self.warmup = flag("warmup", warmup)
+        self.updates = 0
+        self._applied = False
+        self._averages: dict[str, Tensor] = {}
+        self._copies: dict[str, Tensor] = {}
+        self._follow()
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Takes the model's present parameters into the average, and its buffers as they are."""
+        if self._applied:
+            raise EBFlowError("update() inside of applied() would average the average; leave the block first")
+        averages, parameters, copies, buffers = self._follow()
+        decay = min(self.decay, (1 + self.updates) / (10 + self.updates)) if self.warmup else self.decay
+        if averages:
+            current = [
+                parameter if parameter.dtype == average.dtype else parameter.to(average.dtype)
+                for average, parameter in zip(averages, parameters, strict=True)
+            ]
+            torch._foreach_lerp_(averages, current, 1.0 - decay)
+        if copies:
+            torch._foreach_copy_(copies, buffers)
+        self.updates += 1
+
+    @contextmanager
+    def applied(self) -> Iterator[EBFlow]:
+        """Gives the model the averaged values inside of a ``with`` block, and its own back afterwards, bit for bit.
+
+        The values are written into the same parameters, so that optimisers stay valid; whatever happens inside of the
+        block, the model's own come back. What is written to the parameters inside of it is lost.
+
+        Example:
+            >>> import ebflow_plugin as ebf
+            >>> from nflows import distributions, flows, transforms
+            >>> model = ebf.wrap(flows.Flow(transforms.LULinear(2), distributions.StandardNormal([2])))
+            >>> with EMA(model).applied() as averaged:
+            ...     averaged.log_prob(torch.randn(5, 2)).shape
+            torch.Size([5])
+        """
+        if self._applied:
+            raise EBFlowError("the average is applied already")
+        with torch.inference_mode(False), torch.no_grad():
+            averages, parameters, copies, buffers = self._follow()
+            own = [tensor.clone() for tensor in (*parameters, *buffers)]
+        self._applied = True
+        try:
+            self._write([*parameters, *buffers], [*averages, *copies], self.model)
+            yield self.model
+        finally:
+            self._write([*parameters, *buffers], own, self.model)
+            self._applied = False
+
+    def copy_to(self, model: EBFlow | None = None) -> None:
+        """Writes the averaged values into a model for good: the own one by default, or one with the same parameters."""
+        if self._applied:
+            raise EBFlowError("copy_to() inside of applied() would be undone at its end; leave the block first")
+        model = self.model if model is None else model
+        if not isinstance(model, EBFlow):
+            raise InputError(f"copy_to() needs an EBFlow, got {type(model).__name__}")
+        self._follow()
+        parameters, buffers = _tensors(model)
+        target, source = {**parameters, **buffers}, {**self._averages, **self._copies}
+        _compare("the model", target, source)
+        self._write([target[name] for name in source], list(source.values()), model)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything there is to save: plain tensors and numbers, so that ``torch.load(weights_only=True)`` takes it.
+
+        The tensors are the averages themselves, as in ``nn.Module.state_dict``: clone them to keep them.
+        """
+        self._follow()
+        return {
+            "decay": self.decay,
+            "warmup": self.warmup,
+            "updates": self.updates,
+            "averages": dict(self._averages),
+            "buffers": dict(self._copies),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where :meth:`state_dict` was taken, for a model with the same parameters.
+
+        Raises:
+            InputError: If names or shapes differ; nothing is loaded then.
+        """
+        lacking = sorted(name for name in _STATE if not isinstance(state, Mapping) or name not in state)
+        if lacking:
+            raise InputError(f"this is no state of an EMA: it lacks {', '.join(lacking)}")
+        wrong = [f"{name}={state[name]!r}"[:60] for name, fits in _STATE.items() if not fits(state[name])]
+        if wrong:
+            raise InputError(f"this is no state of an EMA: it has {', '.join(wrong)}")
+        self._follow()
+        target, source = {**self._averages, **self._copies}, {**state["averages"], **state["buffers"]}
+        _compare("the state", source, target)
+        for name, tensor in target.items():
+            tensor.copy_(source[name])
+        self.decay, self.warmup, self.updates = state["decay"], state["warmup"], state["updates"]
+
+    def _follow(self) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
+        """Pairs averages with parameters, and copies with buffers, by name, on the model's device and in its dtype.
+
+        The model may have been moved, cast, or given a layer since; what is new begins at its present value.
+        """
+        parameters, buffers = _tensors(self.model)
+        with torch.inference_mode(False), torch.no_grad():
+            self._averages = {name: _keep(self._averages.get(name), p, _dtype(p)) for name, p in parameters.items()}
+            self._copies = {name: _keep(self._copies.get(name), b, b.dtype) for name, b in buffers.items()}
+        return (
+            list(self._averages.values()),
+            list(parameters.values()),
+            list(self._copies.values()),
+            list(buffers.values()),
+        )
+
+    @staticmethod
+    def _write(targets: list[Tensor], sources: list[Tensor], model: EBFlow) -> None:
+        """Writes in place, so that version counters tell everything that was kept of the old values; drops caches."""
+        with torch.inference_mode(False), torch.no_grad():
+            if targets:
+                torch._foreach_copy_(targets, sources)
+        model._adapter.release(model.flow)
+
+
+def _is_decay(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and 0.0 <= float(value) < 1.0
+
+
+def _are_tensors(value: object) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(tensor, Tensor) for tensor in value.values())
+
+
+_STATE: dict[str, Callable[[Any], bool]] = {
+    "decay": _is_decay,
+    "warmup": lambda value: isinstance(value, bool),
+    "updates": lambda value: isinstance(value, int) and value >= 0,
+    "averages": _are_tensors,
+    "buffers": _are_tensors,
+}
+
+
+def _tensors(model: EBFlow) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What is averaged and what is copied: floating-point parameters; everything else."""
+    averaged: dict[str, Tensor] = {}
+    copied: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():  # one walk: it is what an update of many small tensors costs
+        (averaged if parameter.is_floating_point() or parameter.is_complex() else copied)[name] = parameter
+    return averaged, {**copied, **dict(model.named_buffers())}
+
+
+def _dtype(parameter: Tensor) -> torch.dtype:
+    """The dtype of an average: at least single precision, where a step of 0.001 does not vanish."""
+    return torch.promote_types(parameter.dtype, torch.float32)
+
+
+def _keep(kept: Tensor | None, current: Tensor, dtype: torch.dtype) -> Tensor:
+    if kept is None or kept.shape != current.shape:
+        return current.detach().clone().to(dtype)
+    return kept if kept.device == current.device and kept.dtype == dtype else kept.to(current.device, dtype)
+
+
+def _compare(what: str, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+    odd = [
+        *(f"{name}: lacking" for name in wanted if name not in found),
+        *(f"{name}: not in the average" for name in found if name not in wanted),
+        *(
+            f"{name}: shape {tuple(found[name].shape)}, not {tuple(tensor.shape)}"
+            for name, tensor in wanted.items()
+            if name in found and found[name].shape != tensor.shape
+        ),
+    ]
+    if odd:
+        raise InputError(f"{what} does not have the parameters of this average\n  " + "\n  ".join(odd))

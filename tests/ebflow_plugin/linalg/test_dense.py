@@ -1,0 +1,283 @@
+"""Dense and banded matrices against torch's and LAPACK's own routines, in double precision."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ebflow_plugin.errors import SingularError
+from ebflow_plugin.linalg.dense import Band, Dense, KeptLU
+
+double = torch.float64
+
+
+def random(*shape, seed=0, dtype=double):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def banded(full, lower, upper):
+    """A Band of a full matrix, which checks that what it is asked for is all there is."""
+
+    def rows(start, stop, first, width):
+        piece = full[start:stop, first : first + width]
+        assert piece.detach().ne(0).sum() == full[start:stop].detach().ne(0).sum(), "entries outside of the window"
+        assert piece.shape == (stop - start, width)
+        return piece
+
+    return Band(len(full), lower, upper, rows)
+
+
+def band_entries(size, lower, upper, seed):
+    return random(size, size, seed=seed).tril(upper).triu(-lower)
+
+
+@pytest.mark.parametrize("dtype", [double, torch.complex128])
+@pytest.mark.parametrize("batch", [(), (3,), (2, 3)])
+@pytest.mark.parametrize("tracked", [False, True])
+def test_dense_agrees_with_torch(dtype, batch, tracked):
+    matrix = random(*batch, 5, 5, dtype=dtype).requires_grad_(tracked)
+    rows = random(*batch, 4, 5, seed=1, dtype=dtype)
+    torch.testing.assert_close(Dense(matrix).log_abs_det(), torch.linalg.slogdet(matrix)[1])
+    torch.testing.assert_close(Dense(matrix).inverse()(rows), torch.linalg.solve(matrix, rows.mT).mT)
+    assert Dense(matrix).log_abs_det().requires_grad == tracked
+
+
+def test_dense_gradients():
+    matrix, rows = random(4, 4).requires_grad_(), random(3, 4, seed=1).requires_grad_()
+    assert torch.autograd.gradcheck(lambda m: Dense(m).log_abs_det(), matrix)
+    assert torch.autograd.gradgradcheck(lambda m: Dense(m).log_abs_det(), matrix)
+    assert torch.autograd.gradcheck(lambda m, b: Dense(m).inverse()(b), (matrix, rows))
+    assert torch.autograd.gradcheck(Dense(matrix.detach()).inverse(), rows)
+
+
+@pytest.mark.parametrize(
+    ("matrix", "message"),
+    [
+        (torch.zeros(3, 3, dtype=double), "3 x 3 matrix of a linear layer is singular: a pivot .* is 0.0e"),
+        (torch.ones(3, 3, dtype=double), "singular"),
+        (random(40, 1) @ random(1, 40), "singular"),
+        (random(40, 40).index_copy(0, torch.tensor([7]), random(40, 40)[:1]), "singular.*init='identity'"),
+        (random(40, 40).index_copy(1, torch.tensor([7]), random(40, 40)[:, :1]), "singular"),
+        (random(3, 3).fill_diagonal_(float("nan")), "NaN or infinite"),
+        (random(3, 3).fill_diagonal_(float("inf")), "NaN or infinite"),
+    ],
+)
+def test_singular_is_refused(matrix, message):
+    size = len(matrix)
+    for map_ in (Dense(matrix), banded(matrix, size, size)):
+        with pytest.raises(SingularError, match=message):
+            map_.log_abs_det()
+        with pytest.raises(SingularError, match=message):
+            map_.inverse()
+
+
+def test_singular_in_a_graph():
+    matrix = torch.ones(3, 3, dtype=double, requires_grad=True)
+    assert Dense(matrix).log_abs_det() == -torch.inf
+    with pytest.raises(SingularError, match="a pivot is zero"):
+        Dense(matrix).inverse()(random(1, 3))
+    with pytest.raises(SingularError, match="singular"):
+        Band(3, 2, 2, lambda a, b, c, d: matrix[a:b, c : c + d]).inverse()
+
+
+@pytest.mark.parametrize("scales", [(1.0, 1e-20), (1e-20, 1.0), (1e-200, 1e-200), (1e150, 1e150)])
+@pytest.mark.parametrize("side", ["rows", "columns"])
+def test_bad_scaling_is_not_singular(scales, side):
+    scale = torch.linspace(0, 1, 6, dtype=double)
+    scale = scales[0] ** (1 - scale) * scales[1] ** scale
+    matrix = random(6, 6)
+    matrix = scale[:, None] * matrix if side == "rows" else matrix * scale
+    expected = torch.linalg.slogdet(random(6, 6))[1] + scale.log().sum()
+    torch.testing.assert_close(Dense(matrix).log_abs_det(), expected)
+    torch.testing.assert_close(banded(matrix, 5, 5).log_abs_det(), expected)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 60), st.integers(0, 12), st.integers(0, 12), st.integers(1, 9), st.integers(0, 99))
+def test_band_agrees_with_dense(size, lower, upper, panel, seed):
+    full = band_entries(size, lower, upper, seed)
+    matrix = banded(full, lower, upper)
+    matrix.panel = panel
+    _, expected = torch.linalg.slogdet(full)
+    if torch.linalg.cond(full) > 1e9:  # a random band can be that bad; then both are only near the truth
+        return
+    torch.testing.assert_close(matrix.log_abs_det(), expected)
+    rows = random(3, size, seed=seed + 1)
+    torch.testing.assert_close(matrix.inverse()(rows) @ full.mT, rows, rtol=1e-6, atol=1e-6)
+
+
+def test_band_pivots():
+    """A zero on the diagonal is no obstacle: rows are exchanged, also across panels."""
+    full = torch.eye(30, dtype=double) * 1e-30
+    full[0, 0] = full[29, 29] = 1.0
+    for i in range(1, 29, 2):
+        full[i, i + 1], full[i + 1, i] = 2.0, 3.0
+    matrix = banded(full, 1, 1)
+    matrix.panel = 4
+    torch.testing.assert_close(matrix.log_abs_det(), torch.linalg.slogdet(full)[1])
+    torch.testing.assert_close(matrix.inverse()(random(2, 30)), torch.linalg.solve(full, random(2, 30).mT).mT)
+
+
+def test_band_agrees_with_lapack():
+    lapack = pytest.importorskip("scipy.linalg.lapack")
+    size, lower, upper = 500, 23, 17
+    full = band_entries(size, lower, upper, seed=3)
+    storage = torch.zeros(2 * lower + upper + 1, size, dtype=double)
+    row, column = full.nonzero(as_tuple=True)
+    storage[lower + upper + row - column, column] = full[row, column]
+    factors, pivots, info = lapack.dgbtrf(storage.numpy(), lower, upper)
+    assert info == 0
+    expected = torch.from_numpy(factors[lower + upper]).abs().log().sum()
+    matrix = banded(full, lower, upper)
+    torch.testing.assert_close(matrix.log_abs_det(), expected)
+    rows = random(2, size)
+    solved, _ = lapack.dgbtrs(factors, lower, upper, rows.mT.numpy(), pivots)
+    torch.testing.assert_close(matrix.inverse()(rows), torch.from_numpy(solved).mT, rtol=1e-6, atol=1e-6)
+
+
+def test_band_gradients():
+    full = (band_entries(9, 2, 1, seed=5) + 2 * torch.eye(9, dtype=double)).requires_grad_()
+
+    def matrix(entries):
+        entries = entries.tril(1).triu(-2)
+        result = Band(9, 2, 1, lambda start, stop, first, width: entries[start:stop, first : first + width])
+        result.panel = 4
+        return result
+
+    rows = random(2, 9).requires_grad_()
+    assert torch.autograd.gradcheck(lambda m: matrix(m).log_abs_det(), full)
+    assert torch.autograd.gradgradcheck(lambda m: matrix(m).log_abs_det(), full)
+    assert torch.autograd.gradcheck(lambda m, b: matrix(m).inverse()(b), (full, rows))
+    assert torch.autograd.gradcheck(matrix(full.detach()).inverse(), rows)
+
+
+def test_band_without_rows_to_solve():
+    full = band_entries(20, 2, 2, seed=1)
+    assert banded(full, 2, 2).inverse()(full.new_zeros(0, 20)).shape == (0, 20)
+
+
+class Counting:
+    """Builds dense matrices, and counts them."""
+
+    def __init__(self):
+        self.built = 0
+
+    def __call__(self, weight, *setting):
+        self.built += 1
+        return Dense(weight * sum(setting, start=1.0))
+
+
+def change_in_place(weight):
+    with torch.no_grad():
+        weight[0, 1] += 1.0
+
+
+def change_data(weight):
+    weight.data[0, 1] += 1.0
+
+
+def change_by_optimiser(weight):
+    weight.requires_grad_()
+    weight.square().sum().backward()
+    torch.optim.SGD([weight], lr=0.1).step()
+    weight.requires_grad_(False)
+
+
+def change_dtype(weight):
+    weight.data = weight.data.float() * 2
+
+
+@pytest.mark.parametrize("change", [change_in_place, change_data, change_by_optimiser, change_dtype])
+def test_kept_until_the_weight_changes(change):
+    weight, rows, build = random(4, 4), random(2, 4, seed=1), Counting()
+    lu = KeptLU(build)
+    for _ in range(3):
+        lu.solve(weight, rows)
+        lu.log_abs_det(weight)
+    assert build.built == 2
+    change(weight)
+    expected = torch.linalg.solve(weight, rows.to(weight.dtype).mT).mT.double()
+    torch.testing.assert_close(lu.solve(weight, rows), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lu.log_abs_det(weight), torch.linalg.slogdet(weight)[1])
+    assert build.built == 4
+
+
+def test_kept_for_one_dtype_of_an_unchanged_sum():
+    """The identity has the same sum in every precision, so that only the type tells."""
+    layer = torch.nn.Linear(3, 3, bias=False).requires_grad_(False)
+    torch.nn.init.eye_(layer.weight)
+    build = Counting()
+    lu = KeptLU(build)
+    lu.log_abs_det(layer.weight)
+    layer.double()
+    assert lu.log_abs_det(layer.weight).dtype == double
+    assert build.built == 2
+
+
+def test_kept_for_one_setting():
+    weight, lu = random(3, 3), KeptLU(Counting())
+    once, thrice = lu.log_abs_det(weight), lu.log_abs_det(weight, 2.0)
+    torch.testing.assert_close(thrice, once + 3 * torch.tensor(3.0, dtype=double).log())
+    torch.testing.assert_close(lu.solve(weight, random(1, 3), 2.0), lu.solve(weight, random(1, 3)) / 3)
+
+
+def test_kept_value_is_safe_from_its_users():
+    weight, lu = random(3, 3), KeptLU()
+    lu.log_abs_det(weight).add_(1.0)
+    torch.testing.assert_close(lu.log_abs_det(weight), torch.linalg.slogdet(weight)[1])
+
+
+def test_nothing_is_kept_of_a_weight_in_training():
+    weight, build = random(3, 3).requires_grad_(), Counting()
+    lu = KeptLU(build)
+    (gradient,) = torch.autograd.grad(lu.log_abs_det(weight), weight)
+    torch.testing.assert_close(gradient, weight.detach().inverse().mT)
+    lu.log_abs_det(weight)
+    assert build.built == 2
+    with torch.no_grad():
+        assert not lu.log_abs_det(weight).requires_grad
+
+
+def test_double_precision_outside_of_a_graph():
+    weight = random(300, 300).float()
+    rows = random(4, 300, seed=1).float()
+    exact = torch.linalg.solve(weight.double(), rows.double().mT).mT
+    error = (KeptLU().solve(weight, rows).double() - exact).norm() / exact.norm()
+    single = (torch.linalg.solve(weight, rows.mT).mT.double() - exact).norm() / exact.norm()
+    assert error < 1e-7 < single
+    assert KeptLU().log_abs_det(weight) == torch.linalg.slogdet(weight.double())[1].float()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_weights(dtype):
+    weight = (torch.eye(3) + 0.1).to(dtype)
+    expected = torch.linalg.slogdet(weight.double())[1].to(dtype)
+    assert KeptLU().log_abs_det(weight) == expected
+    assert KeptLU().log_abs_det(weight.requires_grad_()).dtype == dtype
+
+
+def test_kept_in_inference_mode_and_used_in_a_graph():
+    weight, rows, lu = random(3, 3), random(2, 3, seed=1), KeptLU()
+    with torch.inference_mode():
+        lu.solve(weight, rows)
+    assert torch.autograd.gradcheck(lambda b: lu.solve(weight, b), rows.requires_grad_())
+
+
+def test_copies_keep_nothing():
+    weight, lu = random(3, 3), KeptLU()
+    expected = lu.solve(weight, random(1, 3))
+    for twin in (copy.deepcopy(lu), pickle.loads(pickle.dumps(lu))):
+        assert twin._solver._value is None
+        torch.testing.assert_close(twin.solve(weight, random(1, 3)), expected)
+
+
+def test_meta_device():
+    weight = torch.empty(300, 300, device="meta")
+    assert KeptLU().log_abs_det(weight).device.type == "meta"
+    assert KeptLU().solve(weight, weight[:7]).shape == (7, 300)
+    band = Band(300, 3, 3, lambda start, stop, first, width: weight[start:stop, first : first + width])
+    assert band.log_abs_det().shape == ()
+    assert band.inverse()(weight[:7]).shape == (7, 300)

@@ -1,0 +1,626 @@
+"""log Z by estimates, against the exact value and against their own error bars."""
+
+import copy
+import io
+import math
+import pickle
+
+import normflows
+import numpy as np
+import pytest
+import torch
+from nflows import distributions, flows, transforms
+from torch import nn
+
+import ebflow_nflows
+import ebflow_normflows
+import ebflow_plugin as ebf
+from ebflow_plugin.log_z import lanczos, normalizer
+from ebflow_plugin.log_z.estimate import Estimate, log_mean_exp
+from ebflow_plugin.log_z.pareto import pareto_k
+from ebflow_plugin.log_z.proposals import Gaussian
+from ebflow_plugin.log_z.sampled import annealed, importance
+
+DIMS = (2, 10, 50, 200)
+WIDE = torch.float64
+
+
+def seed(number=0):
+    return torch.Generator().manual_seed(number)
+
+
+def full(dim, spread, generator):
+    layer = ebflow_nflows.FullLinear(dim, dtype=WIDE)
+    with torch.no_grad():
+        layer.weight += spread * torch.randn(dim, dim, generator=generator, dtype=WIDE) / math.sqrt(dim)
+        layer.bias.normal_(0.0, 0.1, generator=generator)
+    return layer
+
+
+def make_model(dim, spread=0.3, nonlinear=False):
+    generator = seed(dim)
+    layers = [full(dim, spread, generator)]
+    if nonlinear:
+        layers += [ebflow_nflows.SmoothLeakyReLU(0.6), full(dim, spread, generator)]
+    flow = flows.Flow(transforms.CompositeTransform(layers), distributions.StandardNormal([dim]))
+    return ebf.wrap(flow.requires_grad_(False))
+
+
+def assert_agrees(estimate, exact, scale=4.0):
+    assert math.isfinite(estimate.std_error)
+    assert estimate.shape == ()
+    assert estimate.dtype == exact.dtype
+    assert abs(float(estimate - exact)) < scale * estimate.std_error + 1e-6, (estimate, exact)
+
+
+def scores_of(model, repeats, method, **options):
+    exact = model.log_z()
+    runs = [model.log_z(method=method, generator=seed(1000 + k), **options) for k in range(repeats)]
+    return torch.tensor([float(run - exact) / run.std_error for run in runs if run.reliable])
+
+
+@pytest.mark.parametrize("nonlinear", [False, True])
+@pytest.mark.parametrize("dim", DIMS)
+def test_lanczos_agrees_with_the_exact_value(dim, nonlinear):
+    model = make_model(dim, nonlinear=nonlinear)
+    estimate = model.log_z(method="lanczos", generator=seed())
+    assert_agrees(estimate, model.log_z())
+    assert estimate.method == "lanczos"
+    assert estimate.std_error < 0.5  # and not by a wide bar
+
+
+@pytest.mark.parametrize("nonlinear", [False, True])
+@pytest.mark.parametrize("dim", DIMS)
+def test_annealing_agrees_with_the_exact_value(dim, nonlinear):
+    model = make_model(dim, 0.2, nonlinear)
+    data = model.sample(max(500, 10 * dim), generator=seed(1))
+    estimate = model.log_z(method="ais", proposal=data, generator=seed(), chains=60)
+    assert_agrees(estimate, model.log_z())
+    assert estimate.std_error < 0.3
+    assert estimate.effective_sample_size > 10
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_annealing_from_a_standard_normal(dim):
+    model = make_model(dim)
+    assert_agrees(model.log_z(method="ais", generator=seed()), model.log_z())
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_importance_sampling_agrees_with_the_exact_value(dim):
+    near = make_model(dim, spread=0.05)
+    estimate = near.log_z(method="importance", generator=seed(), samples=4000)
+    assert_agrees(estimate, near.log_z())
+    assert 10 < estimate.effective_sample_size <= 4000
+
+
+@pytest.mark.filterwarnings("ignore:.*unreliable")  # of the plain one
+@pytest.mark.parametrize("dim", [2, 10, 50])
+def test_importance_sampling_from_a_fitted_gaussian(dim):
+    model = make_model(dim, nonlinear=True)
+    data = model.sample(4000, generator=seed(1))
+    fitted = model.log_z(method="importance", proposal=data, generator=seed(), samples=4000)
+    assert_agrees(fitted, model.log_z())
+    if dim == 2:
+        plain = model.log_z(method="importance", generator=seed(), samples=4000)
+        assert fitted.effective_sample_size > 1.5 * plain.effective_sample_size
+
+
+HONEST = [
+    ("lanczos", 30, {"probes": 16}),
+    ("lanczos", 30, {"probes": 16, "iterations": 4}),
+    ("importance", 5, {"samples": 400}),
+    ("ais", 5, {"steps": 6, "chains": 60, "leapfrogs": 1, "step_size": 0.5}),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*unreliable")
+@pytest.mark.parametrize(("method", "dim", "options"), HONEST)
+def test_error_bars_are_honest(method, dim, options):
+    scores = scores_of(make_model(dim, 0.2), 80, method, **options)
+    assert len(scores) > 60
+    assert abs(float(scores.mean())) < 4 / math.sqrt(80)
+    assert 0.35 < float(scores.var()) < 1.7  # 1 ± 0.16 if normal; weights with a tail get a wider bar
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("importance", {"samples": 50}),
+        ("ais", {"steps": 4, "chains": 20, "leapfrogs": 1, "step_size": 1.2}),  # a large step: half of it refused
+        ("ais", {"steps": 4, "chains": 20, "leapfrogs": 3}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*unreliable")
+def test_sampled_estimates_of_z_have_no_bias(method, options):
+    model = make_model(4, spread=0.5)
+    exact = model.log_z()
+    runs = [model.log_z(method=method, generator=seed(k), **options) for k in range(150)]
+    ratios = torch.stack([(run - exact).exp() for run in runs])
+    error = float(ratios.std()) / math.sqrt(len(ratios))
+    assert error < 0.05
+    assert abs(float(ratios.mean()) - 1) < 4 * error
+
+
+def test_table_a3():
+    """With as many products as importance sampling has energies, Lanczos is ten times as exact; the paper: 0.034608."""
+    model = make_model(100, spread=0.03)  # I + 0.003 G
+    model.flow._transform._transforms[0].bias.zero_()
+    exact = model.log_z()
+
+    def error_rate(method, **options):
+        runs = [model.log_z(method=method, generator=seed(k), **options) for k in range(30)]
+        return sum(abs(float((exact - run).exp()) - 1) for run in runs) / 30
+
+    sampled, products = error_rate("importance", samples=100), error_rate("lanczos", probes=16, iterations=3)
+    assert 0.01 < sampled < 0.05
+    assert products < sampled / 10
+
+
+def test_the_closed_form_gaussian():
+    """Z of exp(-½ a‖x‖²) is (2π/a)^(D/2), whatever a."""
+    dim, rate = 10, 3.0
+    exact = 0.5 * dim * math.log(2 * math.pi / rate)
+    for run in (
+        importance(lambda x: 0.5 * rate * x.square().sum(1), (dim,), torch.empty(0), samples=20_000, generator=seed()),
+        annealed(lambda x: 0.5 * rate * x.square().sum(1), (dim,), torch.empty(0), generator=seed()),
+    ):
+        assert abs(float(run) - exact) < 4 * run.std_error < 0.6
+
+
+def test_known_squares_take_the_variance_out():
+    generator = seed()
+    weight = torch.eye(100, dtype=WIDE) + 0.003 * torch.randn(100, 100, generator=generator, dtype=WIDE)
+    with_squares, without = (
+        lanczos.log_abs_det(lambda x: x @ weight.mT, (100,), weight, squares=known, generator=seed(1))
+        for known in (float(weight.square().sum()), None)
+    )
+    exact = float(torch.linalg.slogdet(weight)[1])
+    assert abs(with_squares.value - exact) < 4 * with_squares.std_error
+    assert abs(without.value - exact) < 4 * without.std_error
+    assert with_squares.std_error < without.std_error / 10
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"padding_mode": "circular"},
+        {"kernel_size": 4, "stride": 2},
+        {"dilation": 2},
+        {"groups": 2, "in_channels": 4},
+        {"padding": (0, 2, 1, 1)},
+    ],
+)
+def test_squares_of_a_convolution_are_those_of_its_matrix(options):
+    options = {"in_channels": 2, "kernel_size": 3, **options}
+    layer = ebflow_nflows.FullConv2d(**options, init="normal", generator=seed(), dtype=WIDE, bias=False)
+    layer.requires_grad_(False)
+    shape = (options["in_channels"], 6, 6)
+    model = ebf.wrap(flows.Flow(layer, distributions.StandardNormal(layer.output_shape(shape))))
+    matrix = layer.transform(torch.eye(math.prod(shape), dtype=WIDE).reshape(-1, *shape)).flatten(1)
+    (step,) = model.plan.steps
+    assert normalizer._squares(step, shape) == pytest.approx(float(matrix.square().sum()))
+    assert_agrees(model.log_z(method="lanczos", generator=seed()), model.log_z().detach())
+
+
+def test_squares_are_unknown_where_taps_share_a_pixel():
+    layer = ebflow_nflows.FullConv2d(2, kernel_size=3, padding_mode="reflect", init="normal", dtype=WIDE)
+    model = ebf.wrap(flows.Flow(layer, distributions.StandardNormal([2, 5, 5])))
+    assert normalizer._squares(model.plan.steps[0], (2, 5, 5)) is None
+    assert_agrees(model.log_z(method="lanczos", generator=seed()), model.log_z().detach())
+
+
+@pytest.mark.parametrize("dim", [50, 200])
+def test_an_ill_conditioned_map_gets_a_wide_bar(dim):
+    weight = torch.randn(dim, dim, generator=seed(dim), dtype=WIDE) / math.sqrt(dim)
+    exact = float(torch.linalg.slogdet(weight)[1])
+    found = lanczos.log_abs_det(lambda x: x @ weight.mT, (dim,), weight, iterations=20, generator=seed())
+    assert abs(found.value - exact) < 3 * found.std_error
+    assert found.bias > math.sqrt(found.variance)  # and the quadrature is what it is for
+    longer = lanczos.log_abs_det(lambda x: x @ weight.mT, (dim,), weight, iterations=dim, generator=seed())
+    assert longer.bias < found.bias / 4
+
+
+def test_an_orthogonal_map_is_exact_at_once():
+    layer = ebflow_nflows.FullLinear(40, init="orthogonal", generator=seed(), dtype=WIDE)
+    found = lanczos.log_abs_det(layer.transform, (40,), layer.weight)
+    assert found.value == pytest.approx(0.0, abs=1e-10)
+    assert found.std_error < 1e-10
+    assert found.products == 2 * 16  # it stops at the first step
+
+
+@pytest.mark.parametrize(("dim", "scale"), [(500, 2.0), (100, 0.1), (60, 1e-100), (33, 1e6)])
+@pytest.mark.parametrize("dtype", [WIDE, torch.float32])
+def test_a_scaled_rotation_is_exact(dim, scale, dtype):
+    """Its singular values differ by rounding alone, over which the logarithm has no measurable slope."""
+    if dtype == torch.float32 and scale < 1e-30:
+        pytest.skip("no number of single precision")
+    for number in range(3):
+        layer = ebflow_nflows.FullLinear(dim, init="orthogonal", generator=seed(number), dtype=WIDE)
+        with torch.no_grad():
+            layer.weight *= scale
+        model = ebf.wrap(flows.Flow(layer.to(dtype).requires_grad_(False), distributions.StandardNormal([dim])))
+        found = model.log_z(method="lanczos", generator=seed(number))
+        assert_agrees(found, model.log_z())
+        assert found.std_error < 1e-5 * dim
+        assert float(found) == pytest.approx(-dim * math.log(scale), rel=1e-6)
+
+
+def test_the_slope_of_the_control_variate_lies_within_the_spectrum():
+    """A rotation with a few other singular values, far from 1: the slope is that of a chord of the logarithm."""
+    dim = 80
+    rotation = torch.linalg.qr(torch.randn(dim, dim, generator=seed(1), dtype=WIDE))[0]
+    singular = torch.full((dim,), 50.0, dtype=WIDE)
+    singular[:2] = torch.tensor([50.0 + 1e-9, 49.0], dtype=WIDE)
+    weight = rotation * singular
+    scores = []
+    for number in range(40):
+        found = lanczos.log_abs_det(
+            lambda x: x @ weight.mT, (dim,), weight, squares=float(weight.square().sum()), generator=seed(number)
+        )
+        scores.append((found.value - float(singular.log().sum())) / found.std_error)
+        assert found.std_error < 1e-2
+    assert max(map(abs, scores)) < 5
+
+
+def test_a_whole_krylov_space_is_exact():
+    """Without reorthogonalisation the vectors come back, and the last steps repeat the first."""
+    dim = 60
+    left, right = (torch.linalg.qr(torch.randn(dim, dim, generator=seed(k), dtype=WIDE))[0] for k in (1, 2))
+    singular = torch.logspace(-2, 2, dim, dtype=WIDE)
+    found = lanczos.log_abs_det(
+        lambda x: (x @ right) * singular @ left.mT, (dim,), left, iterations=dim, generator=seed()
+    )
+    probes = lanczos.signs((16, dim), left, seed())
+    exact = ((probes @ right).square() * singular.log()).sum(1)
+    assert found.value == pytest.approx(float(exact.mean()), abs=1e-8)
+    assert found.std_error == pytest.approx(float(exact.std()) / 4, rel=1e-6)
+
+
+def test_lanczos_factorises_no_layer(monkeypatch):
+    model = make_model(20)
+    exact = model.log_z()
+    other = make_model(20)
+    for name in ("lu_factor_ex", "slogdet", "solve_ex", "inv"):
+        monkeypatch.setattr(torch.linalg, name, None)
+    assert_agrees(other.log_z(method="lanczos", generator=seed()), exact)
+
+
+def normflows_model(layers, dim):
+    return ebf.wrap(normflows.NormalizingFlow(normflows.distributions.DiagGaussian(dim), layers).double())
+
+
+@pytest.mark.parametrize("method", ["lanczos", "ais"])
+def test_either_direction_of_a_layer(method):
+    """Data passes through the inverse of a normflows layer: the sign of its log-det turns."""
+    dim = 12
+    torch.manual_seed(0)
+    generator = seed(3)
+    ours = ebflow_normflows.FullLinear(dim)
+    with torch.no_grad():
+        ours.weight += 0.2 * torch.randn(dim, dim, generator=generator) / math.sqrt(dim)
+        ours.weight *= 1.3
+    theirs = normflows.flows.InvertibleAffine(dim, use_lu=False)
+    with torch.no_grad():
+        theirs.W.mul_(0.8)
+    scale = normflows.flows.AffineConstFlow((dim,))
+    nn.init.constant_(scale.s, 0.1)
+    for layers in ([ours], [theirs], [ours, theirs, scale]):
+        model = normflows_model(layers, dim).requires_grad_(False)
+        assert abs(float(model.log_z())) > 0.5
+        assert_agrees(model.log_z(method=method, generator=seed()), model.log_z())
+
+
+def test_cheap_layers_are_exact():
+    torch.manual_seed(0)
+    layers = [transforms.ActNorm(3), transforms.OneByOneConvolution(3), ebflow_nflows.FullConv2d(3, 3)]
+    flow = flows.Flow(transforms.CompositeTransform(layers), distributions.StandardNormal([3, 8, 8])).double().eval()
+    with torch.no_grad():
+        layers[0].log_scale += 0.3
+    model = ebf.wrap(flow.requires_grad_(False))
+    estimate = model.log_z(method="lanczos", probes=2)  # the convolution is the identity: nothing is left to chance
+    assert float(estimate) == pytest.approx(float(model.log_z()), abs=1e-9)
+    assert estimate.std_error < 1e-9
+
+
+@pytest.mark.parametrize("method", ["importance", "ais", "lanczos"])
+def test_preprocessing_in_front(method):
+    preprocess = [ebf.Dequantize(256), ebf.Rescale(0.05, 0.95), ebf.Logit()]
+    model = ebf.wrap(make_model(4).flow, preprocess=preprocess)
+    exact = model.log_z()
+    assert abs(float(exact)) > 4 * math.log(256) - 4
+    assert_agrees(model.log_z(method=method, generator=seed()), exact)
+    if method != "lanczos":
+        data = model.sample(500, generator=seed(1))
+        assert_agrees(model.log_z(method=method, proposal=data, generator=seed()), exact)
+
+
+@pytest.mark.parametrize("method", ["importance", "ais"])
+def test_a_conditional_flow(method):
+    torch.manual_seed(0)
+    layers = [
+        transforms.NaiveLinear(3, orthogonal_initialization=False),
+        transforms.MaskedAffineAutoregressiveTransform(3, 8, context_features=2),
+    ]
+    flow = flows.Flow(transforms.CompositeTransform(layers), distributions.StandardNormal([3])).double()
+    model = ebf.wrap(flow.eval().requires_grad_(False))
+    data = model.sample(500, torch.ones(1, 2, dtype=WIDE), generator=seed(1)).flatten(0, 1)
+    context = torch.ones(1, 2, dtype=WIDE)
+    assert_agrees(model.log_z(method=method, context=context, proposal=data, generator=seed()), model.log_z())
+    with pytest.raises(ebf.InputError, match="one row"):
+        model.log_z(method=method, context=torch.ones(2, 2, dtype=WIDE))
+
+
+def test_d_49152_in_seconds():
+    layer = ebflow_nflows.FullConv2d(3, kernel_size=3)
+    with torch.no_grad():
+        layer.weight += 0.1 * torch.randn(layer.weight.shape, generator=seed()) / 27**0.5
+    model = ebf.wrap(flows.Flow(layer, distributions.StandardNormal([3, 128, 128])).requires_grad_(False))
+    estimate = model.log_z(method="lanczos", generator=seed())
+    assert estimate.dtype == torch.float32
+    assert estimate.std_error < 1.0
+    assert_agrees(estimate, model.log_z())
+
+
+def test_auto_says_what_it_picked(monkeypatch):
+    model = make_model(20)
+    assert model.log_z(method="auto").method == "exact"
+    assert model.log_z(method="auto", probes=4).std_error == 0.0  # options for the other case are no mistake
+    monkeypatch.setattr(normalizer, "AFFORDABLE", normalizer.Cost(20**3 / 4, 1e9))
+    estimate = model.log_z(method="auto", probes=4, generator=seed())
+    assert estimate.method == "lanczos"
+    assert_agrees(estimate, model.log_z(), 6.0)
+    with pytest.raises(ebf.UnknownNameError, match="samples"):
+        model.log_z(method="auto", samples=10)
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "picked"),
+    [
+        (lambda: ebflow_nflows.FullConv2d(3, 3), (3, 128, 128), "exact"),  # by its band
+        (lambda: ebflow_nflows.FullConv2d(3, 3, padding_mode="circular"), (3, 512, 512), "exact"),
+        (lambda: ebflow_nflows.FullConv2d(16, 5), (16, 128, 128), "lanczos"),
+        (lambda: ebflow_nflows.FullLinear(8192, device="meta"), (8192,), "exact"),
+        (lambda: ebflow_nflows.FullLinear(16384, device="meta"), (16384,), "lanczos"),
+    ],
+)
+def test_what_auto_affords(layer, shape, picked):
+    model = ebf.wrap(flows.Flow(layer(), distributions.StandardNormal(shape)))
+    ((step, shapes),) = normalizer._linear_steps(model.plan, shape)
+    assert normalizer._exact_cost(step, shapes).exceeds(normalizer.AFFORDABLE) == (picked == "lanczos")
+
+
+def test_a_singular_layer_is_named():
+    model = make_model(6)
+    with torch.no_grad():
+        model.flow._transform._transforms[0].weight[0] = 0.0
+    with pytest.raises(ebf.SingularError, match=r"_transform._transforms.0  FullLinear"):
+        model.log_z(method="lanczos", generator=seed())
+
+
+def test_a_collapsed_sample_says_so():
+    model = make_model(50, nonlinear=True)
+    with pytest.warns(UserWarning, match="effective sample size"):
+        estimate = model.log_z(method="importance", generator=seed())
+    assert estimate.std_error == math.inf
+    assert estimate.effective_sample_size < 10
+
+
+def wide_model(dim, number):
+    """Two full layers of independent entries, which make some directions of x ten times as wide as N(0, I)."""
+    torch.manual_seed(number)
+    layers = [ebflow_nflows.FullLinear(dim, init="normal", dtype=WIDE) for _ in range(2)]
+    layers.insert(1, ebflow_nflows.SmoothLeakyReLU(0.3))
+    flow = flows.Flow(transforms.CompositeTransform(layers), distributions.StandardNormal([dim]))
+    return ebf.wrap(flow.requires_grad_(False))
+
+
+@pytest.mark.filterwarnings("ignore:.*unreliable")
+@pytest.mark.parametrize("dim", [2, 6])
+def test_what_misses_the_model_says_so(dim):
+    """Of such models every value with a finite error was wrong by more than 4 of them."""
+    for number in range(25):
+        model = wide_model(dim, number)
+        found = model.log_z(method="importance", generator=seed(number))
+        assert not found.reliable or abs(float(found - model.log_z())) < 4 * found.std_error, (number, found)
+
+
+@pytest.mark.filterwarnings("ignore:.*unreliable")
+def test_annealing_that_misses_the_model_says_so():
+    for number in range(6):
+        model = wide_model(6, number)
+        found = model.log_z(method="ais", generator=seed(number), steps=30, chains=120)
+        assert not found.reliable or abs(float(found - model.log_z())) < 4 * found.std_error, (number, found)
+
+
+@pytest.mark.filterwarnings("ignore:.*unreliable")
+@pytest.mark.parametrize("widths", [(5.0, 5.0), (50.0, 1.0, 1.0, 1.0), (3.0, 0.7, 0.7)])
+def test_a_density_that_is_wider_than_the_proposal(widths):
+    widths = torch.tensor(widths, dtype=WIDE)
+    for number in range(20):
+        found = importance(
+            lambda x: 0.5 * (x / widths).square().sum(1), widths.shape, widths, samples=1000, generator=seed(number)
+        )
+        assert not found.reliable
+        assert "unreliable" in repr(found)
+    with pytest.warns(UserWarning, match=r"unreliable.*proposal="):
+        importance(lambda x: 0.5 * (x / widths).square().sum(1), widths.shape, widths, generator=seed())
+
+
+def test_a_proposal_of_the_right_width_is_believed():
+    """No false alarm, and no wider an error than the delta method's by half."""
+    widths = torch.tensor([0.9, 0.8, 1.05], dtype=WIDE)
+    exact = float(widths.log().sum()) + 1.5 * math.log(2 * math.pi)
+    for number in range(20):
+        found = importance(
+            lambda x: 0.5 * (x / widths).square().sum(1), widths.shape, widths, samples=1000, generator=seed(number)
+        )
+        assert abs(float(found) - exact) < 4 * found.std_error
+        assert found.pareto_k < 0.5
+        assert found.std_error < 1.5 * math.sqrt((1000 / found.effective_sample_size - 1) / 1000)
+
+
+@pytest.mark.parametrize("shape", [0.3, 0.6, 0.9, 1.5])
+def test_the_shape_of_a_pareto_tail(shape):
+    uniform = torch.rand(200_000, generator=seed(), dtype=WIDE)
+    assert pareto_k(-shape * uniform.log()) == pytest.approx(shape, abs=0.1)
+
+
+def test_the_shape_of_few_or_equal_weights():
+    assert pareto_k(torch.zeros(20)) is None
+    assert pareto_k(torch.zeros(1000)) == 0.0
+    assert pareto_k(torch.tensor([0.0] * 999 + [50.0])) > 1.0
+
+
+@pytest.mark.parametrize("method", ["lanczos", "importance", "ais"])
+def test_the_same_seed_gives_the_same_value(method):
+    model = make_model(5)
+    first, second, third = (model.log_z(method=method, generator=seed(k)) for k in (0, 0, 1))
+    assert float(first) == float(second) != float(third)
+
+
+@pytest.mark.parametrize(("method", "name"), [("importance", "samples"), ("ais", "chains")])
+def test_batches_bound_the_rows_of_a_call(method, name, monkeypatch):
+    model, seen = make_model(5), []
+    energy = type(model).energy
+    monkeypatch.setattr(
+        type(model), "energy", lambda self, x, context=None: seen.append(len(x)) or energy(self, x, context)
+    )
+    estimate = model.log_z(method=method, **{name: 50}, batch_size=20, generator=seed())
+    assert max(seen) == 20
+    assert_agrees(estimate, model.log_z())
+
+
+ERRORS = [
+    ({"method": "lancsoz"}, "Did you mean 'lanczos'"),
+    ({"method": "lanczos", "probes": 1}, "probes must be a whole number, at least 2"),
+    ({"method": "lanczos", "iterations": 2}, "iterations must be"),
+    ({"method": "importance", "samples": 1}, "samples must be"),
+    ({"method": "ais", "chains": 1}, "chains must be"),
+    ({"method": "ais", "steps": 0}, "steps must be"),
+    ({"method": "ais", "step_size": -1.0}, "step_size must be a positive number"),
+    ({"method": "ais", "proposal": torch.distributions.Normal(0.0, 1.0)}, "starts from data or a Gaussian"),
+    ({"method": "importance", "proposal": torch.distributions.Normal(torch.zeros(5), 1.0)}, "Independent"),
+    ({"method": "importance", "proposal": torch.distributions.Normal(torch.zeros(4), 1.0)}, r"takes \(5,\)"),
+    ({"method": "importance", "proposal": 3}, "proposal must be a tensor of data.*got int"),
+    ({"method": "importance", "proposal": np.zeros((9, 5))}, "proposal must be a tensor of data.*got ndarray"),
+    ({"method": "importance", "batch_size": 0}, "batch_size must be a whole number, at least 1, got 0"),
+    ({"method": "ais", "batch_size": 0}, "batch_size must be a whole number, at least 1, got 0"),
+    ({"method": "lanczos", "generator": 0}, "generator must be a torch.Generator"),
+    ({"event_shape": 3}, "event_shape must be a tuple of whole numbers.*got 3"),
+    ({"event_shape": (5.0,)}, "event_shape must be a tuple"),
+    ({"method": 3}, "no method 3"),
+    ({"method": "importance", "proposal": torch.zeros(1, 5, dtype=WIDE)}, "at least 2 data points"),
+    ({"method": "importance", "proposal": torch.zeros(9, 5, dtype=WIDE)}, "constant"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), ERRORS)
+def test_errors_name_the_option(options, message):
+    with pytest.raises(ebf.InputError, match=message):
+        make_model(5).log_z(**options)
+
+
+@pytest.mark.parametrize("method", ["lanczos", "importance", "ais"])
+def test_inference_mode(method):
+    model = make_model(3, 0.1)
+    with torch.inference_mode():
+        data = model.sample(200, generator=seed(1))
+        for options in ({}, {"proposal": data}) if method != "lanczos" else ({},):
+            assert_agrees(model.log_z(method=method, generator=seed(), **options), model.log_z(), 5.0)
+
+
+def test_counts_of_numpy():
+    model = make_model(3, 0.1)
+    model.log_z(method="importance", samples=np.int64(200), batch_size=np.int64(60), generator=seed())
+    model.log_z(method="lanczos", probes=np.int32(4), generator=seed())
+
+
+def test_an_unknown_option_is_refused():
+    with pytest.raises(ebf.UnknownNameError, match="'lanczos' has no option 'probe'. Did you mean 'probes'"):
+        make_model(3).log_z(method="lanczos", probe=3)
+    with pytest.raises(ebf.UnknownNameError, match="'exact' has no option 'probes'"):
+        make_model(3).log_z(probes=3)
+
+
+def test_a_proposal_outside_of_the_domain_is_refused():
+    model = ebf.wrap(make_model(2).flow, preprocess=[ebf.Logit()], match_after=None)
+    with pytest.raises(ebf.InputError, match="reaches out of the model's domain"):
+        model.log_z(method="importance", generator=seed())
+    inside = torch.distributions.Independent(torch.distributions.Uniform(torch.zeros(2), torch.ones(2)), 1)
+    assert_agrees(model.log_z(method="importance", proposal=inside, generator=seed()), model.log_z())
+
+
+@pytest.mark.parametrize("method", ["lanczos", "importance", "ais"])
+def test_no_tensor_is_made_without_a_device(method):
+    class Standard(nn.Module):  # that of nflows makes tensors of its own
+        def log_prob(self, inputs, context=None):
+            return -0.5 * inputs.square().sum(1) - 1.5 * math.log(2 * math.pi)
+
+    flow, conv = flows.Flow(full(3, 0.3, seed()), Standard()), ebflow_nflows.FullConv2d(2, 3, init="normal")
+    model = ebf.wrap(flow, preprocess=[ebf.Rescale(0.05, 0.95), ebf.Logit()])
+    data = torch.rand(50, 3, generator=seed(1), dtype=WIDE)
+    options = {"lanczos": {}, "importance": {"proposal": data}, "ais": {"proposal": data, "steps": 3}}[method]
+    image = ebf.wrap(flows.Flow(conv, distributions.StandardNormal([2, 4, 4])))
+    generator = seed()
+    with torch.device("meta"):  # where a tensor lands that does not say where it belongs
+        assert model.log_z((3,), method, generator=generator, **options).device.type == "cpu"
+        if method == "lanczos":
+            assert image.log_z(method=method, generator=generator).device.type == "cpu"
+
+
+def test_a_progress_bar_changes_nothing(capsys):
+    model = make_model(3)
+    for method in ("lanczos", "importance", "ais"):
+        quiet, shown = (model.log_z(method=method, generator=seed(), progress=bar) for bar in (False, True))
+        assert float(quiet) == float(shown)
+
+
+def test_the_fitted_gaussian_has_the_moments_of_the_data():
+    data = torch.randn(4000, 2, 3, generator=seed(), dtype=WIDE) @ torch.randn(3, 3, generator=seed(1), dtype=WIDE)
+    fitted = Gaussian.fit(data + 2.0)
+    x, log_q = fitted.draw(4000, seed(2))
+    truth = torch.distributions.MultivariateNormal(fitted.mean.flatten(), torch.cov(data.flatten(1).mT))
+    assert torch.allclose(log_q, truth.log_prob(x.flatten(1)))
+    assert torch.allclose(log_q, fitted.log_prob(x))
+    assert torch.allclose(torch.cov(x.flatten(1).mT), torch.cov(data.flatten(1).mT), atol=0.3)
+    few = Gaussian.fit(data[:11])  # too few for all covariances
+    assert few.scale.shape == (6,)
+
+
+def test_an_exact_value_keeps_its_graph_and_has_no_error():
+    flow = make_model(3).flow.requires_grad_(True)
+    log_z = ebf.wrap(flow).log_z()
+    assert (log_z.std_error, log_z.method, log_z.effective_sample_size) == (0.0, "exact", None)
+    log_z.backward()
+    weight = flow._transform._transforms[0].weight
+    assert torch.allclose(weight.grad, -torch.linalg.inv(weight.detach()).mT)
+    assert not ebf.wrap(flow).log_z(method="lanczos").requires_grad
+
+
+def test_an_estimate_is_a_tensor():
+    estimate = Estimate.of(torch.tensor(1.25), 0.5, "ais", 12.0)
+    file = io.BytesIO()
+    torch.save(estimate, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    for copied in (copy.deepcopy(estimate), pickle.loads(pickle.dumps(estimate)), loaded):
+        assert isinstance(copied, Estimate)
+        assert (float(copied), copied.std_error, copied.method, copied.effective_sample_size) == (
+            1.25,
+            0.5,
+            "ais",
+            12.0,
+        )
+    assert type(estimate + 1) is torch.Tensor
+    assert f"{estimate:.1f}" == "1.2"
+    assert f"{estimate}" == repr(estimate) == "Estimate(1.25 ± 0.5, ais)"
+
+
+def test_the_delta_method():
+    weights = torch.tensor([1.0, 2.0, 3.0, 6.0], dtype=WIDE)
+    found = log_mean_exp(weights.log(), "importance")
+    assert float(found) == pytest.approx(math.log(3.0))
+    assert found.std_error == pytest.approx(float(weights.std()) / 2 / 3)
+    assert found.effective_sample_size == pytest.approx(12**2 / 50)

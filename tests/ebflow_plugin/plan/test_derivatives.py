@@ -1,0 +1,272 @@
+"""Derivatives in closed form against those by autograd: on every case, on random compositions, and by hand."""
+
+import warnings
+
+import normflows
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from nflows import distributions, flows, transforms
+from nflows.nn import nets
+from nflows.transforms import nonlinearities
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ebflow_normflows
+import ebflow_plugin as ebf
+from cases import SUPPORTED
+from compositions import LIBRARIES, build, data, specs
+from ebflow_nflows import FullConv2d, FullLinear, SmoothLeakyReLU
+from ebflow_plugin.linalg.geometry import convolve, convolve_transposed
+from ebflow_plugin.objectives import DSM, SM, SSM
+from ebflow_plugin.plan.derivatives import closed_steps, derivatives
+
+D = 6
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the smoothness of splines is not the subject here
+        yield
+
+
+def directions(x, count=2):
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(x.shape, generator=generator, dtype=x.dtype) for _ in range(count)]
+
+
+def assert_same(core, x, context, gradient):
+    """Values, and the gradient of each parameter of a sum of all of them."""
+    options = {"context": context, "directions": directions(x), "gradient": gradient, "energy": True}
+    ours = derivatives(core.plan, x, **options)
+    autograd = derivatives(core.plan, x, closed=False, **options)
+    scale = 1.0 + max(one.abs().max() for one in (autograd.energy, *autograd.slopes, *autograd.curvatures))
+    pairs = [
+        (ours.energy, autograd.energy),
+        (ours.gradient, autograd.gradient),
+        *zip(ours.slopes, autograd.slopes, strict=True),
+        *zip(ours.curvatures, autograd.curvatures, strict=True),
+    ]
+    for one, two in pairs:
+        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-10 * float(scale))
+    named = dict(core.named_parameters())
+    totals = [
+        sum(one.sin().sum() for one in (d.energy, d.gradient, *d.slopes, *d.curvatures)) for d in (ours, autograd)
+    ]
+    if not named or not totals[1].requires_grad:
+        return
+    found, wanted = (
+        torch.autograd.grad(total, list(named.values()), allow_unused=True, materialize_grads=True) for total in totals
+    )
+    for name, one, two in zip(named, found, wanted, strict=True):
+        size = 1.0 + float(two.abs().max()) if two.numel() else 1.0
+        torch.testing.assert_close(one, two, rtol=1e-8, atol=1e-9 * size, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("case", SUPPORTED, ids=str)
+def test_every_case(case):
+    model, context = ebf.wrap(case.build()), case.context(3)
+    x = model.preprocess(case.x(3))[0]
+    for gradient in (True, False):
+        assert_same(model.core, x, context, gradient)
+
+
+@pytest.mark.parametrize("case", [case for case in SUPPORTED if "ogit" in case.name], ids=str)
+def test_preprocessing_itself(case):
+    """With MaP switched off, the derivatives of the logit are part of the energy."""
+    model = ebf.wrap(case.build(), match_after=None)
+    assert_same(model.core, case.x(3), case.context(3), gradient=True)
+
+
+@pytest.mark.parametrize(("library", "images"), [(one, images) for one in LIBRARIES for images in (False, True)])
+@given(draw=st.data(), seed=st.integers(0, 1000))
+@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+def test_random_compositions(library, images, draw, seed):
+    spec = draw.draw(specs(library, images))
+    model = ebf.wrap(build(library, images, spec, seed))
+    assert_same(model.core, data(images, 3, seed), None, gradient=draw.draw(st.booleans()))
+
+
+def make(*layers, base=None):
+    base = distributions.StandardNormal([D]) if base is None else base
+    return ebf.wrap(flows.Flow(transforms.CompositeTransform(list(layers)), base).double())
+
+
+def fc():
+    generator = torch.Generator().manual_seed(0)
+    return make(*(FullLinear(D, init="normal", generator=generator) for _ in range(2)), SmoothLeakyReLU(0.3))
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        transforms.Tanh(),
+        transforms.InverseTransform(transforms.Tanh()),
+        transforms.LogTanh(0.4),
+        transforms.InverseTransform(transforms.LogTanh(0.4)),
+        transforms.LeakyReLU(0.3),
+        transforms.InverseTransform(transforms.LeakyReLU(0.3)),
+        transforms.Sigmoid(temperature=1.7),
+        transforms.Logit(temperature=1.7, eps=0.1),  # clamps some of the points
+        nonlinearities.CauchyCDF(),
+        nonlinearities.CauchyCDFInverse(),
+        SmoothLeakyReLU(0.2),
+        SmoothLeakyReLU(0.2, residual=True),
+        transforms.InverseTransform(SmoothLeakyReLU(0.2)),
+    ],
+    ids=lambda transform: repr(transform).replace("\n", "")[:40],
+)
+def test_elementwise_steps_between_linear_ones(transform):
+    """Behind a layer and before one: pulled, pushed and bent, with a tangent that is not an axis."""
+    inside = [transforms.PointwiseAffineTransform(0.5, 0.05)]  # into (0, 1) and (-1, 1)
+    model = make(FullLinear(D, init="orthogonal"), *inside, transform, FullLinear(D, init="normal"))
+    assert closed_steps(model.plan) == len(model.plan.steps)
+    x = torch.randn(40, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    assert_same(model.core, x, None, gradient=True)
+    assert_same(model.core, x, None, gradient=False)
+
+
+def test_by_hand():
+    """E = ½(w tanh x)² - log(1 - tanh² x) in one dimension, against its derivatives on paper."""
+    flow = flows.Flow(
+        transforms.CompositeTransform([transforms.Tanh(), FullLinear(1)]), distributions.StandardNormal([1])
+    )
+    model = ebf.wrap(flow.double())
+    with torch.no_grad():
+        flow._transform._transforms[1].weight.fill_(3.0)
+    x, v = torch.tensor([[0.3]], dtype=torch.float64), torch.tensor([[2.0]], dtype=torch.float64)
+    t = torch.tanh(x).squeeze()
+    found = derivatives(model.plan, x, directions=[v])
+    slope = 9 * t * (1 - t**2) + 2 * t
+    curvature = 9 * (1 - t**2) * (1 - 3 * t**2) + 2 * (1 - t**2)
+    torch.testing.assert_close(found.gradient.squeeze(), slope)
+    torch.testing.assert_close(found.slopes[0].squeeze(), 2 * slope)
+    torch.testing.assert_close(found.curvatures[0].squeeze(), 4 * curvature)
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products, in multiples of B · D²."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function._overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            left, right = args[-2:]
+            self.count += left.shape[0] * left.shape[1] * right.shape[1]
+        return result
+
+
+@pytest.mark.parametrize(
+    ("objective", "products"), [(lambda m: SSM(m), 16), (lambda m: SSM(m, projected=True), 13), (lambda m: DSM(m), 11)]
+)
+def test_products_of_a_training_step(objective, products):
+    """Of two full layers around an activation. Double backward takes 23, 23 and 12."""
+    model = make(FullLinear(D, init="orthogonal"), SmoothLeakyReLU(0.3), FullLinear(D, init="orthogonal"))
+    loss, x = objective(model), torch.randn(5, D, dtype=torch.float64)
+    loss(x).backward()
+    with Products() as counted:
+        loss(x).backward()
+    assert counted.count == products * 5 * D**2
+
+
+def test_couplings_are_differentiated_twice_and_the_steps_before_are_not():
+    mask = torch.arange(D) % 2
+    coupling = transforms.AffineCouplingTransform(
+        mask, lambda i, o: nets.ResidualNet(i, o, hidden_features=4, activation=torch.tanh)
+    )
+    model = make(FullLinear(D, init="normal"), SmoothLeakyReLU(0.3), coupling, FullLinear(D, init="normal"))
+    assert closed_steps(model.plan) == 2
+    assert [row.second_derivatives for row in model.report] == ["product", "closed form", *["double backward"] * 2]
+    assert "double backward from _transform._transforms.2 on" in str(model.report)
+    x = torch.randn(5, D, dtype=torch.float64)
+    assert_same(model.core, x, None, gradient=True)
+
+
+def test_the_report_of_a_plan_in_closed_form():
+    model = fc()
+    assert [row.second_derivatives for row in model.report] == ["product", "product", "closed form"]
+    assert "second derivatives in closed form" in str(model.report)
+
+
+def test_without_a_graph_there_is_none():
+    model, x = fc(), torch.randn(5, D, dtype=torch.float64)
+    with torch.no_grad():
+        found = derivatives(model.plan, x, directions=directions(x), energy=True)
+    assert not any(one.requires_grad for one in (found.energy, found.gradient, *found.slopes, *found.curvatures))
+
+
+@pytest.mark.parametrize("mode", ["zeros", "circular", "reflect", "replicate"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"kernel_size": 4, "stride": 2}, {"dilation": 2}, {"kernel_size": 2}, {"kernel_size": 2, "stride": 2}],
+    ids=str,
+)
+def test_transposed_convolution(mode, options):
+    """<C x, y> = <x, Cᵀ y>."""
+    layer = FullConv2d(4, **{"kernel_size": 3, "init": "normal", **options}, padding_mode=mode).double()
+    geometry = layer.setting.geometry((4, 8, 8))
+    x = torch.randn(3, 4, 8, 8, dtype=torch.float64)
+    forward = convolve(x, layer.weight, geometry)
+    y = torch.randn_like(forward)
+    back = convolve_transposed(y, layer.weight, geometry)
+    assert back.shape == x.shape
+    torch.testing.assert_close((forward * y).sum(), (x * back).sum())
+
+
+def test_many_directions_and_the_trace():
+    """SM is the mean of SSM over all ±1 directions; SSM with many projections is the mean of single ones."""
+    model, x = fc(), torch.randn(4, D, dtype=torch.float64)
+    signs = torch.cartesian_prod(*[torch.tensor([-1.0, 1.0], dtype=torch.float64)] * D)
+    found = derivatives(model.plan, x, directions=[sign.expand_as(x) for sign in signs])
+    expected = 0.5 * found.gradient.square().sum(1) - torch.stack(found.curvatures).mean(0)
+    torch.testing.assert_close(SM(model, reduction="none")(x), expected)
+
+
+def test_meta_tensors_pass():
+    model = make(FullLinear(D), SmoothLeakyReLU(0.3), FullLinear(D)).to("meta")
+    x = torch.empty(5, D, dtype=torch.float64, device="meta")
+    assert SSM(model)(x).is_meta
+    assert SSM(model, projected=True)(x).is_meta
+    assert DSM(model)(x).is_meta
+
+
+def test_an_error_names_the_step():
+    model = make(FullLinear(D), SmoothLeakyReLU(0.3))
+    x = torch.randn(5, D, dtype=torch.float64)
+    model.plan.steps[1].module.alpha = "a word"
+    with pytest.raises(TypeError) as caught:
+        SSM(model)(x)
+    assert "_transform._transforms.1" in "".join(caught.value.__notes__)
+
+
+def patched_nflows():
+    base = distributions.StandardNormal([4])
+    base._log_prob = lambda z, context: distributions.StandardNormal._log_prob(base, 2 * z, context)
+    return flows.Flow(FullLinear(4), base)
+
+
+def patched_normflows():
+    base = normflows.distributions.DiagGaussian(4)
+    base.log_prob = lambda z: -z.square().square().sum(1)
+    return normflows.NormalizingFlow(base, [ebflow_normflows.FullLinear(4)])
+
+
+@pytest.mark.parametrize("make", [patched_nflows, patched_normflows])
+def test_a_base_that_somebody_patched_is_differentiated_as_it_is(make):
+    plan = ebf.wrap(make().double()).plan
+    x, v = torch.randn(2, 3, 4, dtype=torch.float64)
+    found, expected = (derivatives(plan, x, None, [v], closed=closed) for closed in (True, False))
+    assert torch.allclose(found.gradient, expected.gradient)
+    assert torch.allclose(found.curvatures[0], expected.curvatures[0])
+
+
+@pytest.mark.parametrize("edge", [1e-6, 1 - 1e-6])
+def test_on_the_edge_where_a_logit_is_clamped_nothing_depends_on_x(edge):
+    plan = ebf.wrap(flows.Flow(transforms.Logit(), distributions.StandardNormal([1])), match_after=None).plan
+    x = torch.full((1, 1), 0.5).clamp(edge, edge)
+    found, expected = (derivatives(plan, x, None, [torch.ones(1, 1)], closed=closed) for closed in (True, False))
+    assert torch.equal(found.gradient, expected.gradient)
