@@ -480,6 +480,9 @@ def test_what_cannot_be_compiled_runs_as_it_is_with_one_message():
     assert len(caught) == 1
 
 
+@pytest.mark.skipif(
+    torch.__version__.startswith(("2.6.", "2.7.")), reason="its torch.compile cannot trace next(…, default); fit warns"
+)
 @pytest.mark.parametrize("kind", [SSM, DSM])
 @pytest.mark.parametrize("make", [coupling_model, lambda: make_model(actnorm=False)])
 def test_second_derivatives_are_traced_in_one_graph(monkeypatch, kind, make):
