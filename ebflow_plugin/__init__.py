@@ -26,6 +26,7 @@ from ebflow_plugin.errors import (
     VerificationError,
     WriteError,
 )
+from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives import objective, register_objective
 from ebflow_plugin.plan.preprocessing import Dequantize, Logit, Rescale, Standardize
 from ebflow_plugin.report import FlowReport
@@ -35,7 +36,7 @@ from ebflow_plugin.training import FitResult, fit, load_best
 from ebflow_plugin.training.ema import EMA
 from ebflow_plugin.verification import verify
 from ebflow_plugin.version import __version__
-from ebflow_plugin.wrapper import EBFlow, describe, wrap
+from ebflow_plugin.wrapper import describe, wrap
 
 __all__ = [
     "EMA",

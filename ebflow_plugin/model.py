@@ -8,14 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ebflow_plugin.adapting.discovery import Adapter, Found, Wrapped, find_flow
+from ebflow_plugin.adapting.discovery import Adapter, Found, find_flow
 from ebflow_plugin.adapting.walk import Options, Walked, walk
 from ebflow_plugin.closed_form import calibration, starts
-from ebflow_plugin.closed_form.calibration import Calibration, CalibrationReport
+from ebflow_plugin.closed_form.calibration import Calibration, CalibrationReport, CalibrationStep
 from ebflow_plugin.closed_form.moments import batches, meet
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.log_z.estimate import Estimate
 from ebflow_plugin.log_z.normalizer import Normalizer, estimate_log_z
+from ebflow_plugin.plan.energy_model import EnergyModel
 from ebflow_plugin.plan.inputs import check_input, check_shape, is_number, one_of, refuse_non_finite
 from ebflow_plugin.plan.plan import Plan, Shape
 from ebflow_plugin.plan.preprocessing import DequantizeStep, refuse_trainable
@@ -25,7 +26,7 @@ from ebflow_plugin.sampling.inverse import draw
 __all__ = ["EBFlow"]
 
 
-class EBFlow(Wrapped):
+class EBFlow(EnergyModel):
     """An energy-based view of a flow, made by :func:`wrap`.
 
     It follows the flow: where a layer was replaced, a method patched or a hook added, the next call walks the flow
@@ -52,8 +53,9 @@ class EBFlow(Wrapped):
         self._whole = [] if whole is None else [whole]
         self._cores: list[EBFlow] = []
         self._last: Walked | None = None
+        self._kept: Normalizer | None = None
         if whole is None:
-            self._last = walk(found, options, self.calibration)
+            self._last = walk(found, options, self.calibration, self._calibrating)
         self.register_load_state_dict_post_hook(_move_calibration)
 
     def rebuild(self) -> None:
@@ -66,7 +68,7 @@ class EBFlow(Wrapped):
         if self._whole:
             self._whole[0].rebuild()
         else:
-            self._last = walk(find_flow(self.flow), self._options, self.calibration)
+            self._last = walk(find_flow(self.flow), self._options, self.calibration, self._calibrating)
 
     def _walked(self) -> Walked:
         """The flow as it is now: every method goes through here, once."""
@@ -93,22 +95,35 @@ class EBFlow(Wrapped):
             return self
         if not self._cores:
             behind = Options(None, self._options.preprocess[start:], check_finite=self._options.check_finite)
-            found = Found(self.flow, self._adapter, self._inside)
+            found = Found(self.flow, self.adapter, self._inside)
             self._cores.append(EBFlow(found, behind, self.calibration, whole=self))
         return self._cores[0]
 
     @property
-    def _adapter(self) -> Adapter:
+    def adapter(self) -> Adapter:
+        """What knows the flow's library."""
         return self._walked().adapter
 
     @property
-    def _prefix(self) -> Plan:
-        """The steps in front of the matched variable."""
+    def prefix(self) -> Plan:
+        """The fixed steps before the matched variable; :meth:`preprocess` takes them."""
         return self._walked().prefix
 
     @property
     def _normalizer(self) -> Normalizer:
-        return self._walked().normalizer
+        """What keeps log Z, for as long as the flow is what it was."""
+        plan = self.plan
+        kept = self._kept
+        if kept is None or kept.plan is not plan:
+            kept = self._kept = Normalizer(plan)
+        return kept
+
+    def _calibrating(self, bare: Plan) -> tuple[CalibrationStep, ...]:
+        """The step after those of the flow, once the model is calibrated."""
+        if self.calibration.mean is None:
+            return ()
+        shapes = bare.base.shapes or ((len(self.calibration.mean),),)  # one flat vector if nobody tells
+        return (CalibrationStep(self.calibration, shapes),)
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         """:meth:`energy`, so that any library's losses and samplers for energy-based models take the model."""
@@ -143,7 +158,7 @@ class EBFlow(Wrapped):
         It carries a graph if grad mode is on, so that losses of the score can be trained. One forward and one
         backward pass. A generator draws the noise of a :class:`~ebflow_plugin.Dequantize`.
         """
-        x = self._check(x, context)
+        x = self.check(x, context)
         if torch._C._functorch.peek_interpreter_stack() is not None:  # inside of grad, jvp, vmap and the like
             score: Tensor = -torch.func.grad(lambda point: self.energy(point, context, generator=generator).sum())(x)
             return score
@@ -168,7 +183,7 @@ class EBFlow(Wrapped):
         energy = self.energy(x, context, generator=generator)
         if x.shape[0] == 0:
             return -energy
-        return -energy - self._normalizer.exact(tuple(x.shape[1:]), energy)
+        return -energy - self._normalizer.log_z(tuple(x.shape[1:]), energy)
 
     def log_z(self, event_shape: Shape | None = None, method: str = "exact", **options: Any) -> Estimate:
         r"""Computes log Z = -sum of the linear steps' log|det| (Eq. 9), a scalar with a standard error.
@@ -208,7 +223,7 @@ class EBFlow(Wrapped):
         shape = event_shape or self.plan.event_shape or (self._seen and self._seen[0])
         if shape is None:
             raise InputError("log_z needs event_shape: the base density does not tell it, and no data was seen yet")
-        return estimate_log_z(self, check_shape("event_shape", shape), method, options)
+        return estimate_log_z(self, self._normalizer, check_shape("event_shape", shape), method, options)
 
     @torch.no_grad()
     def sample(
@@ -242,7 +257,7 @@ class EBFlow(Wrapped):
         """
         plan = self.plan
         plan.refuse()
-        return draw(plan, n, context, generator, self._like(), temperature=temperature, batch_size=batch_size)
+        return draw(plan, n, context, generator, self.like(), temperature=temperature, batch_size=batch_size)
 
     def initialize(
         self, x: Any, context: Tensor | None = None, *, whiten: bool = False, gaussianize: bool = False
@@ -274,10 +289,10 @@ class EBFlow(Wrapped):
         walked.plan.refuse()
         if whiten or gaussianize:
             meet("model.initialize(whiten=True)")
-            data = batches(x if context is None else (x, context), self._check)
+            data = batches(x if context is None else (x, context), self.check)
             starts.whiten(walked.bare, data, gaussianize)
         else:
-            walked.plan.initialize(self._check(x, context), context)
+            walked.plan.initialize(self.check(x, context), context)
 
     def calibrate(
         self, data: Any, kind: str = "full", *, shrinkage: float | None = None, fold: bool = False
@@ -313,7 +328,7 @@ class EBFlow(Wrapped):
         bare.refuse()
         layer = calibration.last_layer(bare).module if fold else None
         meet("model.calibrate()")
-        tensors, report = calibration.calibrate_plan(bare, batches(data, self._check), self._like(), kind, shrinkage)
+        tensors, report = calibration.calibrate_plan(bare, batches(data, self.check), self.like(), kind, shrinkage)
         if layer is not None and tensors:
             calibration.fold(tensors, layer)
             tensors = {}
@@ -359,7 +374,7 @@ class EBFlow(Wrapped):
         walked = self._walked()
         return FlowReport.of(walked.plan, self._inside, walked.start)
 
-    def _like(self) -> Tensor:
+    def like(self) -> Tensor:
         """An empty tensor with the device and dtype of the flow, or of the data if the flow has no parameters."""
         anchor = self._anchor(self._walked())
         if anchor is not None:
@@ -377,8 +392,11 @@ class EBFlow(Wrapped):
         anchor: Tensor | None = getattr(self.flow.get_submodule(owner), name, None)
         return anchor
 
-    def _check(self, x: Tensor, context: Tensor | None) -> Tensor:
-        """Refuses input that the flow cannot take, in our words. Gives x to go on with."""
+    def check(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        """Refuses input that the flow cannot take. Returns x; integers for a Dequantize get the dtype of the flow.
+
+        Flags and shapes alone are looked at, so that nothing waits for the device.
+        """
         return self._checked(self._walked(), x, context)
 
     def _checked(self, walked: Walked, x: Tensor, context: Tensor | None) -> Tensor:
@@ -392,8 +410,8 @@ class EBFlow(Wrapped):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out what refers to the flow's modules from outside: it is made anew for the copy."""
-        self._adapter.release(self.flow)
-        return {**self.__dict__, "_last": None, "_cores": []}
+        self.adapter.release(self.flow)
+        return {**self.__dict__, "_last": None, "_kept": None, "_cores": []}
 
 
 def _takes_integers(plan: Plan) -> bool:
@@ -409,5 +427,5 @@ def _dequantized(plan: Plan, x: Tensor, generator: torch.Generator | None) -> tu
 def _move_calibration(model: nn.Module, keys: Any) -> None:
     """After a checkpoint was loaded: it may bring a calibration from another device or in another dtype."""
     assert isinstance(model, EBFlow)
-    like = model._like()
+    like = model.like()
     model.calibration.to(device=like.device, dtype=like.dtype)

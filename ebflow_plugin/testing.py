@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ebflow_plugin.model import EBFlow
 from ebflow_plugin.plan.plan import LinearStep
 from ebflow_plugin.verification import verify
-from ebflow_plugin.wrapper import EBFlow, wrap
+from ebflow_plugin.wrapper import wrap
 
 __all__ = [
     "check_copies",
@@ -139,7 +140,7 @@ def check_invariant(
     assert ours.shape == (len(x),), f"log_prob has shape {tuple(ours.shape)} for {len(x)} samples"
     assert ours.dtype == x.dtype, f"log_prob is {ours.dtype} for x in {x.dtype}"
     assert ours.device == x.device, f"log_prob is on {ours.device} for x on {x.device}"
-    theirs = own() if own is not None else model._adapter.own_log_prob(flow, x.clone(), context)
+    theirs = own() if own is not None else model.adapter.own_log_prob(flow, x.clone(), context)
     _assert_close(ours, theirs, tolerance, "log_prob against the library's own")
     log_z = model.log_z(tuple(x.shape[1:]))
     assert log_z.shape == (), f"log_z has shape {tuple(log_z.shape)}"

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from ebflow_plugin.errors import InputError, VerificationError
+from ebflow_plugin.model import EBFlow
 from ebflow_plugin.plan.inputs import refuse_non_finite
 from ebflow_plugin.plan.plan import LinearStep, Plan, Step, Value
-from ebflow_plugin.wrapper import EBFlow, wrap
+from ebflow_plugin.wrapper import wrap
 
 __all__ = ["Check", "VerificationReport", "verify"]
 
@@ -102,7 +103,7 @@ def verify(flow: Any, x: Tensor, context: Tensor | None = None) -> VerificationR
         (True, 0)
     """
     model = flow if isinstance(flow, EBFlow) else wrap(flow)
-    x = model._check(x, context)
+    x = model.check(x, context)
     if x.shape[0] < 2:
         raise InputError(f"verify needs at least two data points, got {x.shape[0]}")
     refuse_non_finite("x", x)
@@ -170,7 +171,7 @@ def _own_log_prob(model: EBFlow, x: Tensor, context: Tensor | None) -> Iterator[
     name = "log_prob equals the flow's own"
     ours = model.log_prob(x, context)
     try:
-        theirs = model._adapter.own_log_prob(model.flow, x, context)
+        theirs = model.adapter.own_log_prob(model.flow, x, context)
     except Exception as error:  # nflows cannot invert its NaiveLinear, for one: nothing to compare with
         yield Check(name, None, f"the flow's own log_prob raises {type(error).__name__}: {error}")
         return

@@ -90,7 +90,7 @@ def wrap(
             raise UnsupportedStepError(message)
         warnings.warn(message, stacklevel=2)
     model = EBFlow(found, options)
-    refuse_trainable(model._prefix)
+    refuse_trainable(model.prefix)
     return model
 
 

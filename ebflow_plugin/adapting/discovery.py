@@ -28,10 +28,11 @@ from ebflow_plugin.errors import (
     UnsupportedStepError,
     suggest,
 )
+from ebflow_plugin.plan.energy_model import EnergyModel
 from ebflow_plugin.plan.plan import LinearStep, Plan, Step
 from ebflow_plugin.plan.registry import altered_part, resolve
 
-__all__ = ["Adapter", "Found", "Wrapped", "adapters", "comes_from", "find_flow", "takes_context"]
+__all__ = ["Adapter", "EnergyModel", "Found", "adapters", "comes_from", "find_flow", "takes_context"]
 
 
 class Adapter(ABC):
@@ -222,10 +223,6 @@ def adapters() -> tuple[Adapter, ...]:
     return tuple(loaded)
 
 
-class Wrapped(nn.Module):
-    """What :func:`~ebflow_plugin.wrap` makes of a flow: an :class:`~ebflow_plugin.EBFlow`."""
-
-
 @dataclass(frozen=True)
 class Found:
     """A flow, the adapter that knows it, and where it stood in the object that was given."""
@@ -263,7 +260,7 @@ def _wanted(adapter: Adapter) -> str:
 
 def _flows_in(model: object, depth: int = 2) -> Iterator[Found]:
     """Outermost flows, in the object, in its modules, and in the attributes of objects that are no modules."""
-    if isinstance(model, Wrapped):
+    if isinstance(model, EnergyModel):
         raise InputError(
             "a flow is wanted here, and this is an EBFlow, or holds one: what wrap() and calibrate() put around its "
             "flow would be lost. Go on with that EBFlow, or give its .flow; where that is edited in place "

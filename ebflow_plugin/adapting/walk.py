@@ -6,15 +6,13 @@ a model reads the plan from here, so that all of them act on the flow as it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from ebflow_plugin.adapting.discovery import Adapter, Found
-from ebflow_plugin.closed_form.calibration import Calibration, CalibrationStep
-from ebflow_plugin.log_z.normalizer import Normalizer
 from ebflow_plugin.plan.plan import LinearStep, Plan
 from ebflow_plugin.plan.preprocessing import boundary, preprocessing_steps
 
@@ -44,11 +42,10 @@ class Walked:
 
     Attributes:
         adapter: What walked the flow.
-        bare: The plan without the calibration.
+        bare: The plan of the flow alone, with the preprocessing.
         plan: The plan of the model.
         start: The index of the step where the matched variable begins.
         prefix: The steps in front of it.
-        normalizer: log Z of the plan.
         core: The same of the matched variable; itself where nothing is in front of it.
         anchor: The name of the flow's largest parameter, which tells its device and dtype; some are of a dtype of
             their own (the mixture of normflows, a number inside Residual).
@@ -58,7 +55,6 @@ class Walked:
         self.adapter: Adapter = found.adapter
         self.bare, self.plan, self.start = bare, plan, start
         self.prefix = replace(plan, steps=plan.steps[:start])
-        self.normalizer = Normalizer(plan)
         sizes = {name: p.numel() for name, p in found.flow.named_parameters() if p.is_floating_point()}
         self.anchor: str | None = max(sizes, key=sizes.__getitem__, default=None)
         self._watch = watch
@@ -72,24 +68,31 @@ class Walked:
         return self._watch.unchanged()
 
 
-def walk(found: Found, options: Options, calibration: Calibration) -> Walked:
+def walk(
+    found: Found, options: Options, holder: nn.Module, appended: Callable[[Plan], tuple[LinearStep, ...]]
+) -> Walked:
     """Walks a flow.
 
     Arguments:
         found: The flow, and the adapter that knows it.
         options: What :func:`wrap` was asked for.
-        calibration: The model's calibration, which is one more step once there is one.
+        holder: Holds in its buffers what the appended steps are made of (a calibration).
+        appended: Returns the steps after those of the flow, given its plan.
     """
     bare = plan = options.plan(found)
-    watch = Watch([*_arrangement(bare, found.flow), calibration])
-    if calibration.mean is not None:
-        shapes = bare.base.shapes or ((len(calibration.mean),),)  # one flat vector if nobody tells
-        plan = replace(bare, steps=(*bare.steps, CalibrationStep(calibration, shapes)))
+    watch = Watch([*_arrangement(bare, found.flow), holder], holder)
+    more = appended(bare)
+    if more:
+        plan = replace(bare, steps=(*bare.steps, *more))
     return Walked(found, bare, plan, boundary(bare, options.match_after), watch)
 
 
 class Watch:
     """Remembers modules as they are: their class, members, hooks, and attributes that decide how they act.
+
+    Arguments:
+        parts: The modules.
+        holder: One whose buffers are watched too.
 
     Example:
         >>> net = nn.Sequential(nn.Tanh())
@@ -100,7 +103,7 @@ class Watch:
         (True, False)
     """
 
-    def __init__(self, parts: list[Any]) -> None:
+    def __init__(self, parts: list[Any], holder: nn.Module | None = None) -> None:
         self._classes = [(part, type(part)) for part in parts]
         self._sizes: list[tuple[dict[Any, Any], int]] = []
         self._members: list[tuple[dict[Any, Any], Any, Any]] = []
@@ -112,8 +115,9 @@ class Watch:
                 self._keep(part._modules, part._modules)
                 self._keep(part._forward_hooks, {})
                 self._keep(part._forward_pre_hooks, {})
-            if isinstance(part, Calibration):
-                self._keep(part._buffers, part._buffers)
+
+        if holder is not None:
+            self._keep(holder._buffers, holder._buffers)
 
     def _keep(self, held: Any, members: Any) -> None:
         self._sizes.append((held, len(held)))

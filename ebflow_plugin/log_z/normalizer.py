@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
@@ -24,11 +24,9 @@ from ebflow_plugin.log_z.estimate import Estimate
 from ebflow_plugin.log_z.lanczos import log_abs_det
 from ebflow_plugin.log_z.proposals import Gaussian, Proposal
 from ebflow_plugin.log_z.sampled import annealed, importance
+from ebflow_plugin.plan.energy_model import EnergyModel
 from ebflow_plugin.plan.matrices import FullStep, MatrixStep
 from ebflow_plugin.plan.plan import LinearStep, Plan, Shape, own_tensors
-
-if TYPE_CHECKING:
-    from ebflow_plugin.wrapper import EBFlow
 
 __all__ = ["AFFORDABLE", "Normalizer", "estimate_log_z"]
 
@@ -42,15 +40,15 @@ class Normalizer:
         >>> flow = flows.Flow(transforms.NaiveLinear(2, orthogonal_initialization=False),
         ...                   distributions.StandardNormal([2]))
         >>> normalizer = Normalizer(ebf.wrap(flow).plan)
-        >>> bool(normalizer.exact((2,), torch.empty(0)) == -torch.slogdet(flow._transform._weight)[1])
+        >>> bool(normalizer.log_z((2,), torch.empty(0)) == -torch.slogdet(flow._transform._weight)[1])
         True
     """
 
     def __init__(self, plan: Plan) -> None:
-        self._plan = plan
+        self.plan = plan
         self._memo: Memo[Tensor] = Memo()
 
-    def exact(self, event_shape: Shape, like: Tensor) -> Tensor:
+    def log_z(self, event_shape: Shape, like: Tensor) -> Tensor:
         """Returns log Z, a scalar with the device and dtype of ``like``.
 
         Where a gradient can be asked for (grad mode is on and a linear step has parameters that require one, or they
@@ -60,9 +58,9 @@ class Normalizer:
         steps = self._linear_steps()
         sources = list({id(tensor): tensor for step in steps for tensor in own_tensors(step.module)}.values())
         if any(map(is_traced, sources)):
-            return self._plan.log_z(event_shape, like)
+            return self.plan.log_z(event_shape, like)
         if any(isinstance(step, TaughtLinearStep) for step in steps):
-            return self._plan.log_z(event_shape, like)  # nobody can tell what a user's layer depends on
+            return self.plan.log_z(event_shape, like)  # nobody can tell what a user's layer depends on
         with torch.no_grad():
             key = (
                 event_shape,
@@ -70,10 +68,10 @@ class Normalizer:
                 like.device,
                 *(number for step in steps for number in _numbers(step.module)),
             )
-            return self._memo.get(sources, lambda: self._plan.log_z(event_shape, like), key)
+            return self._memo.get(sources, lambda: self.plan.log_z(event_shape, like), key)
 
     def _linear_steps(self) -> list[LinearStep]:
-        return [step for step in self._plan.steps if isinstance(step, LinearStep)]
+        return [step for step in self.plan.steps if isinstance(step, LinearStep)]
 
 
 def _numbers(module: Any) -> Iterator[Hashable]:
@@ -100,8 +98,17 @@ class Cost:
 AFFORDABLE = Cost(operations=1e12, memory=2 * 2**30)
 
 
-def estimate_log_z(model: EBFlow, event_shape: Shape, method: str, options: Mapping[str, Any]) -> Estimate:
+def estimate_log_z(
+    model: EnergyModel, exact: Normalizer, event_shape: Shape, method: str, options: Mapping[str, Any]
+) -> Estimate:
     """Computes log Z by any of the methods of :meth:`EBFlow.log_z <ebflow_plugin.EBFlow.log_z>`.
+
+    Arguments:
+        model: The model.
+        exact: Keeps its exact log Z.
+        event_shape: The shape of one data point.
+        method: How to compute it.
+        options: Options of the method.
 
     Raises:
         InputError: If there is no such method, or an option has a value that it cannot have.
@@ -111,22 +118,19 @@ def estimate_log_z(model: EBFlow, event_shape: Shape, method: str, options: Mapp
         worst = [_exact_cost(step, shapes) for step, shapes in _linear_steps(model.plan, event_shape)]
         method = "lanczos" if any(cost.exceeds(AFFORDABLE) for cost in worst) else "exact"
         if method == "exact":  # options of the method that was not needed are no mistake
-            _check_options("lanczos", _METHODS["lanczos"], options)
+            _check_options("lanczos", options)
             options = {}
-    if not isinstance(method, str) or method not in _METHODS:
-        raise InputError(f"log_z has no method {method!r}. {suggest(str(method), (*_METHODS, 'auto'))}")
-    function = _METHODS[method]
+    if not isinstance(method, str) or method not in ("exact", *_METHODS):
+        raise InputError(f"log_z has no method {method!r}. {suggest(str(method), ('exact', *_METHODS, 'auto'))}")
     check_generator(options.get("generator"))
-    _check_options(method, function, options)
-    return function(model, event_shape, **options)
-
-
-def _exact(model: EBFlow, event_shape: Shape) -> Estimate:
-    return Estimate.of(model._normalizer.exact(event_shape, model._like()))
+    _check_options(method, options)
+    if method == "exact":
+        return Estimate.of(exact.log_z(event_shape, model.like()))
+    return _METHODS[method](model, event_shape, **options)
 
 
 def _lanczos(
-    model: EBFlow,
+    model: EnergyModel,
     event_shape: Shape,
     *,
     probes: int = 16,
@@ -134,7 +138,7 @@ def _lanczos(
     generator: Generator | None = None,
     progress: bool = False,
 ) -> Estimate:
-    like, total, variance, bias = model._like(), 0.0, 0.0, 0.0
+    like, total, variance, bias = model.like(), 0.0, 0.0, 0.0
     for step, shapes in _linear_steps(model.plan, event_shape):
         shape = step.inverse_shapes(shapes)[0] if step.inverted else shapes[0]  # the determinant is the module's own
         sign = -1.0 if step.inverted else 1.0
@@ -160,7 +164,7 @@ def _lanczos(
 
 
 def _importance(
-    model: EBFlow,
+    model: EnergyModel,
     event_shape: Shape,
     *,
     samples: int = 1000,
@@ -177,7 +181,7 @@ def _importance(
     found = importance(
         _energy(model, context),
         _matched_shape(model, event_shape),
-        model._like(),
+        model.like(),
         samples=samples,
         proposal=q,
         batch_size=batch_size,
@@ -188,7 +192,7 @@ def _importance(
 
 
 def _ais(
-    model: EBFlow,
+    model: EnergyModel,
     event_shape: Shape,
     *,
     steps: int = 100,
@@ -207,7 +211,7 @@ def _ais(
     found = annealed(
         _energy(model, context),
         _matched_shape(model, event_shape),
-        model._like(),
+        model.like(),
         steps=steps,
         chains=chains,
         leapfrogs=leapfrogs,
@@ -221,15 +225,17 @@ def _ais(
 
 
 _METHODS: dict[str, Callable[..., Estimate]] = {
-    "exact": _exact,
     "lanczos": _lanczos,
     "importance": _importance,
     "ais": _ais,
 }
 
 
-def _check_options(method: str, function: Callable[..., Estimate], options: Mapping[str, Any]) -> None:
-    known = [name for name in inspect.signature(function).parameters if name not in ("model", "event_shape")]
+def _check_options(method: str, options: Mapping[str, Any]) -> None:
+    known: list[str] = []
+    if method in _METHODS:
+        parameters = inspect.signature(_METHODS[method]).parameters
+        known = [name for name in parameters if name not in ("model", "event_shape")]
     for option in options:
         if option not in known:
             raise UnknownNameError(f"log_z by {method!r} has no option {option!r}. {suggest(option, known)}")
@@ -288,7 +294,7 @@ def _squares(step: LinearStep, shape: Shape) -> float | None:
     return float((weight * times).sum())
 
 
-def _energy(model: EBFlow, context: Tensor | None) -> Callable[[Tensor], Tensor]:
+def _energy(model: EnergyModel, context: Tensor | None) -> Callable[[Tensor], Tensor]:
     """The energy of the matched variable, for one context."""
     if context is not None and (not isinstance(context, Tensor) or context.dim() == 0 or len(context) != 1):
         got = tuple(context.shape) if isinstance(context, Tensor) else type(context).__name__
@@ -303,20 +309,20 @@ def _energy(model: EBFlow, context: Tensor | None) -> Callable[[Tensor], Tensor]
     return energy
 
 
-def _fitted(model: EBFlow, data: Tensor, generator: Generator | None) -> Gaussian:
+def _fitted(model: EnergyModel, data: Tensor, generator: Generator | None) -> Gaussian:
     return Gaussian.fit(model.preprocess(data, generator)[0])
 
 
-def _matched_shape(model: EBFlow, event_shape: Shape) -> Shape:
-    for step in model._prefix.steps:
+def _matched_shape(model: EnergyModel, event_shape: Shape) -> Shape:
+    for step in model.prefix.steps:
         (event_shape,) = step.encoded_shapes((event_shape,))
     return event_shape
 
 
-def _in_data_space(model: EBFlow, event_shape: Shape, found: Estimate) -> Estimate:
+def _in_data_space(model: EnergyModel, event_shape: Shape, found: Estimate) -> Estimate:
     """Adds the linear steps in front of the matched variable, which are fixed and known."""
-    fixed = sum(_number(value) for _, value in model._prefix.log_dets(event_shape, model._like()))
-    return found.about(model._like().new_tensor(float(found) - fixed))
+    fixed = sum(_number(value) for _, value in model.prefix.log_dets(event_shape, model.like()))
+    return found.about(model.like().new_tensor(float(found) - fixed))
 
 
 def _number(value: Tensor | float) -> float:

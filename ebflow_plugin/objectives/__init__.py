@@ -23,12 +23,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ebflow_plugin.errors import InputError
+from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives.base import FunctionObjective, Objective, WeightedSum
 from ebflow_plugin.objectives.likelihood import ML, SML
 from ebflow_plugin.objectives.relative import RelativeML
 from ebflow_plugin.objectives.score_matching import DSM, FDSSM, SM, SSM
 from ebflow_plugin.plan.registry import NameRegistry
-from ebflow_plugin.wrapper import EBFlow
 
 __all__ = [
     "DSM",

@@ -13,9 +13,9 @@ import torch
 from torch import Generator, Tensor, nn
 
 from ebflow_plugin.errors import InputError, UnknownNameError, suggest
+from ebflow_plugin.model import EBFlow
 from ebflow_plugin.plan.inputs import is_number, one_of
 from ebflow_plugin.plan.plan import Plan
-from ebflow_plugin.wrapper import EBFlow
 
 __all__ = ["Common", "FunctionObjective", "Objective", "WeightedSum"]
 
@@ -117,7 +117,7 @@ class Objective(nn.Module, ABC):
                 return self.forward(x, context)
         u, log_det = self.model.preprocess(x, self.generator)
         core = self.model.core  # behind preprocess(), which walks a flow again that was rebuilt
-        core._check(u, context)
+        core.check(u, context)
         u, context = _usable(u).detach(), None if context is None else _usable(context)
         if u.shape[0] == 0:
             if self.reduction == "mean":
@@ -271,7 +271,7 @@ class FunctionObjective(Objective):
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         """Calls the function."""
-        self.model._check(x, context)
+        self.model.check(x, context)
         value = self.function(self.model, x.detach(), context)
         if not isinstance(value, Tensor) or value.dim() != 0:
             shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from ebflow_plugin.errors import EBFlowError, UnsupportedStepError
+from ebflow_plugin.model import EBFlow
 from ebflow_plugin.plan.plan import Base, Step
 from ebflow_plugin.plan.smoothness import Smoothness
-from ebflow_plugin.wrapper import EBFlow
 
 if TYPE_CHECKING:
     from ebflow_plugin.objectives.base import Objective
@@ -202,7 +202,7 @@ def find_blind_spots(
     """
     model = copy.deepcopy(model)
     core = model.core
-    like = core._like()
+    like = core.like()
     generator = torch.Generator().manual_seed(0)
 
     def noise(shape: tuple[int, ...]) -> Tensor:

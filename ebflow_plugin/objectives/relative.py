@@ -11,10 +11,10 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from ebflow_plugin.errors import InputError
+from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives.base import Common, Objective
 from ebflow_plugin.plan.matrices import FullStep
 from ebflow_plugin.plan.plan import LinearStep, Plan, Shape, Step
-from ebflow_plugin.wrapper import EBFlow
 
 __all__ = ["RelativeML"]
 

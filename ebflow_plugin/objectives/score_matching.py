@@ -14,12 +14,12 @@ import torch
 from torch import Generator, Tensor
 
 from ebflow_plugin.errors import InputError
+from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives import checks
 from ebflow_plugin.objectives.base import Common, Objective
 from ebflow_plugin.plan.derivatives import Derivatives, derivatives, dot, transformed
 from ebflow_plugin.plan.inputs import flag, one_of, positive, whole
 from ebflow_plugin.plan.smoothness import Smoothness
-from ebflow_plugin.wrapper import EBFlow
 
 __all__ = ["DSM", "FDSSM", "SM", "SSM", "ScoreObjective"]
 

@@ -10,8 +10,8 @@ from torch import Generator, Tensor
 
 from ebflow_plugin.errors import EBFlowError, InputError
 from ebflow_plugin.linalg.random import at_least, gaussian_like, rows_in_chunks, shown, uniform_like
+from ebflow_plugin.plan.energy_model import EnergyModel
 from ebflow_plugin.plan.inputs import positive, refuse_non_finite
-from ebflow_plugin.wrapper import EBFlow
 
 __all__ = ["Chains", "Moves", "run_chains"]
 
@@ -64,7 +64,7 @@ class Moves:
 
 
 def run_chains(
-    model: EBFlow,
+    model: EnergyModel,
     x0: Tensor,
     mask: Tensor | None,
     moves: Moves,
@@ -78,7 +78,7 @@ def run_chains(
     """Takes starts to the space of the chains, runs them a batch at a time, and takes what they found back."""
     if batch_size is not None:
         at_least(1, "batch_size", batch_size)
-    x0 = model._check(x0.detach() if isinstance(x0, Tensor) else x0, context)
+    x0 = model.check(x0.detach() if isinstance(x0, Tensor) else x0, context)
     refuse_non_finite("x0" if mask is None else "x", x0)
     if len(x0) == 0:
         raise InputError("there are no chains to run: x0 has no rows" if mask is None else "x has no rows")
@@ -120,7 +120,7 @@ def run_chains(
 
 
 def _chains(
-    target: EBFlow,
+    target: EnergyModel,
     x: Tensor,
     frozen: Tensor | None,
     context: Tensor | None,
@@ -176,7 +176,7 @@ def _chains(
 
 
 def _energy_and_slope(
-    target: EBFlow, x: Tensor, frozen: Tensor | None, context: Tensor | None
+    target: EnergyModel, x: Tensor, frozen: Tensor | None, context: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     with torch.inference_mode(False), torch.enable_grad():
         x = x.detach().clone().requires_grad_()
@@ -185,8 +185,8 @@ def _energy_and_slope(
     return energy.detach(), slope if frozen is None else slope.masked_fill(frozen, 0.0)
 
 
-def _way_back(model: EBFlow, context: Tensor | None) -> Callable[[Tensor], Tensor]:
-    return lambda u: model._prefix.decode((u,), context)
+def _way_back(model: EnergyModel, context: Tensor | None) -> Callable[[Tensor], Tensor]:
+    return lambda u: model.prefix.decode((u,), context)
 
 
 def _refuse_mixing(u: Tensor, back: Callable[[Tensor], Tensor], frozen: Tensor) -> None:

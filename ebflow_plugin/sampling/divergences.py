@@ -11,8 +11,8 @@ from torch import Tensor
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.linalg.random import over_rows
 from ebflow_plugin.log_z.estimate import Estimate, mean_of
+from ebflow_plugin.plan.energy_model import EnergyModel, refuse_other_models
 from ebflow_plugin.plan.inputs import is_number
-from ebflow_plugin.wrapper import EBFlow
 
 __all__ = ["fisher_divergence", "kl_divergence"]
 
@@ -20,7 +20,7 @@ Known = Tensor | Callable[[Tensor], Tensor]
 
 
 def fisher_divergence(
-    model: EBFlow, x: Tensor, true_score: Known, *, context: Tensor | None = None, batch_size: int | None = None
+    model: EnergyModel, x: Tensor, true_score: Known, *, context: Tensor | None = None, batch_size: int | None = None
 ) -> Estimate:
     r"""Estimates the Fisher divergence, :math:`\tfrac12\, \mathbb{E}_p \| \nabla \log p(x) - \nabla \log q(x) \|^2`.
 
@@ -50,7 +50,7 @@ def fisher_divergence(
 
 
 def kl_divergence(
-    model: EBFlow,
+    model: EnergyModel,
     x: Tensor,
     true_log_prob: Known,
     *,
@@ -94,9 +94,8 @@ def kl_divergence(
     return Estimate.of(gap.as_subclass(Tensor), math.hypot(gap.std_error, extra), gap.method)
 
 
-def _check(model: EBFlow, x: Tensor, name: str) -> None:
-    if not isinstance(model, EBFlow):
-        raise InputError(f"{name} needs an EBFlow, got {type(model).__name__}; wrap it first: ebflow_plugin.wrap(flow)")
+def _check(model: EnergyModel, x: Tensor, name: str) -> None:
+    refuse_other_models(name, model)
     if not isinstance(x, Tensor) or x.dim() < 2 or len(x) < 2:
         got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise InputError(f"{name} needs at least 2 samples, with shape (B, *), got {got}")

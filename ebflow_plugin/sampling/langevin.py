@@ -7,16 +7,16 @@ from torch import Generator, Tensor
 
 from ebflow_plugin.errors import InputError, suggest
 from ebflow_plugin.linalg.random import at_least, over_rows
+from ebflow_plugin.plan.energy_model import EnergyModel, refuse_other_models
 from ebflow_plugin.plan.inputs import check_tensor, positive, refuse_non_finite
 from ebflow_plugin.plan.preprocessing import DequantizeStep
 from ebflow_plugin.sampling.chains import Chains, Moves, run_chains
-from ebflow_plugin.wrapper import EBFlow
 
 __all__ = ["denoise", "impute", "langevin"]
 
 
 def langevin(
-    model: EBFlow,
+    model: EnergyModel,
     x0: Tensor,
     steps: int,
     step_size: float,
@@ -70,7 +70,7 @@ def langevin(
         >>> langevin(model, torch.zeros(3, 2), steps=5, step_size=0.1).samples.shape
         torch.Size([3, 2])
     """
-    _check_model("langevin", model)
+    refuse_other_models("langevin", model)
     _check_space(model, space)
     return run_chains(
         model,
@@ -86,7 +86,7 @@ def langevin(
 
 
 def impute(
-    model: EBFlow,
+    model: EnergyModel,
     x: Tensor,
     mask: Tensor,
     *,
@@ -142,7 +142,7 @@ def impute(
         >>> filled.shape, bool((filled[..., 0] == 0).all())
         (torch.Size([3, 4, 2]), True)
     """
-    _check_model("impute", model)
+    refuse_other_models("impute", model)
     _check_space(model, space)
     chains = at_least(1, "chains", chains)
     check_tensor("x", x)
@@ -183,7 +183,7 @@ def impute(
 
 
 def denoise(
-    model: EBFlow,
+    model: EnergyModel,
     x: Tensor,
     sigma: float | Tensor,
     *,
@@ -215,7 +215,7 @@ def denoise(
         >>> denoise(model, torch.ones(1, 2), sigma=0.5)
         tensor([[0.7500, 0.7500]])
     """
-    _check_model("denoise", model)
+    refuse_other_models("denoise", model)
     _check_space(model, space)
     check_tensor("x", x)
     if isinstance(sigma, Tensor):
@@ -232,18 +232,13 @@ def denoise(
             return x + variance * over_rows(model.score, x, context, batch_size)
         u, _ = model.preprocess(x)
         clean = u + variance * over_rows(model.core.score, u, context, batch_size)
-        return model._prefix.decode((clean,), model.plan.embed(context))
+        return model.prefix.decode((clean,), model.plan.embed(context))
 
 
-def _check_space(model: EBFlow, space: str) -> None:
+def _check_space(model: EnergyModel, space: str) -> None:
     if space not in ("data", "matched"):
         raise InputError(f"unknown space {space!r}. {suggest(str(space), ('data', 'matched'))}")
     if space == "data" and any(isinstance(step, DequantizeStep) for step in model.plan.steps):
         raise InputError(
             'the data of this model are whole numbers (Dequantize), which have no score; use space="matched"'
         )
-
-
-def _check_model(name: str, model: object) -> None:
-    if not isinstance(model, EBFlow):
-        raise InputError(f"{name} needs an EBFlow, got {type(model).__name__}; wrap it first: ebflow_plugin.wrap(flow)")

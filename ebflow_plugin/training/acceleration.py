@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ebflow_plugin.errors import InputError
+from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives import DSM, FDSSM, ML, SML, SSM, Objective, WeightedSum
 from ebflow_plugin.plan.plan import NonlinearStep
-from ebflow_plugin.wrapper import EBFlow
 
 __all__ = ["bf16_conditioners", "compiled_energy"]
 
@@ -32,8 +32,8 @@ def bf16_conditioners(model: EBFlow) -> Iterator[int]:
     Raises:
         InputError: If the model is not in single precision.
     """
-    if model._like().dtype != torch.float32:
-        raise InputError(f"amp=True is for models in torch.float32, this one is in {model._like().dtype}")
+    if model.like().dtype != torch.float32:
+        raise InputError(f"amp=True is for models in torch.float32, this one is in {model.like().dtype}")
     layers = {
         id(part): part
         for step in model.plan.steps
@@ -89,7 +89,7 @@ def compiled_energy(objective: Objective) -> Iterator[bool]:
 
     if any(type(term) in ONE_BACKWARD for term in terms):
         guarded = _or_as_it_is(torch.compile(core.plan.energy), core.energy, "energy")
-        put(core, "energy", lambda x, context=None: guarded(core._check(x, context), context))
+        put(core, "energy", lambda x, context=None: guarded(core.check(x, context), context))
     for term in terms:
         if isinstance(term, DIFFERENTIATED):
             compiled = torch.compile(term.derivatives, fullgraph=True)

@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from torch.utils.data import default_collate as collate
 
 from ebflow_plugin.errors import EBFlowError, InputError
+from ebflow_plugin.model import EBFlow
 from ebflow_plugin.plan.inputs import refuse_non_finite
 from ebflow_plugin.training.randomness import RandomState, mix, random_state, set_random_state
-from ebflow_plugin.wrapper import EBFlow
 
 __all__ = ["Batch", "Batches", "LoaderBatches", "batches", "refuse_useless_context"]
 

@@ -28,10 +28,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ebflow_plugin.errors import InputError, WriteError
+from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives import Objective, WeightedSum
 from ebflow_plugin.plan.inputs import path_of
 from ebflow_plugin.training.ema import EMA
-from ebflow_plugin.wrapper import EBFlow
 
 __all__ = ["CheckpointFolder", "atomic_write", "compare", "load_best"]
 
@@ -301,7 +301,7 @@ def write_weights(model: EBFlow, weights: Mapping[str, Tensor], what: str) -> No
         model.load_state_dict(dict(weights))
     except RuntimeError as error:
         raise InputError(f"{what} are of another model: {error}") from error
-    model._adapter.release(model.flow)
+    model.adapter.release(model.flow)
 
 
 def _read_best(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ebflow_plugin.errors import EBFlowError, InputError
+from ebflow_plugin.model import EBFlow
 from ebflow_plugin.plan.inputs import flag
-from ebflow_plugin.wrapper import EBFlow
 
 __all__ = ["EMA"]
 
@@ -184,7 +184,7 @@ class EMA:
         with torch.inference_mode(False), torch.no_grad():
             if targets:
                 torch._foreach_copy_(targets, sources)
-        model._adapter.release(model.flow)
+        model.adapter.release(model.flow)
 
 
 def _is_decay(value: object) -> bool:

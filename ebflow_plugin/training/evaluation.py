@@ -11,11 +11,11 @@ from torch import Generator, Tensor
 
 from ebflow_plugin.closed_form.calibration import CalibrationStep
 from ebflow_plugin.log_z.normalizer import Normalizer
+from ebflow_plugin.model import EBFlow
 from ebflow_plugin.plan.plan import per_sample
 from ebflow_plugin.training.batches import Batches, LoaderBatches
 from ebflow_plugin.training.distributed import Processes
 from ebflow_plugin.training.randomness import mix
-from ebflow_plugin.wrapper import EBFlow
 
 __all__ = ["evaluate", "evaluate_calibrated"]
 
@@ -72,7 +72,7 @@ def evaluate_calibrated(
         context = bare.embed(context)
         latents, log_det = bare.encode(u, context)
         fitted, _ = last.encode(latents[0] if len(latents) == 1 else latents, context)
-        log_z = normalizer.exact(tuple(u.shape[1:]), u)
+        log_z = normalizer.log_z(tuple(u.shape[1:]), u)
         scale = last.log_det(tuple(tuple(part.shape[1:]) for part in latents))
         found = []
         for z, constant in (((fitted,) if isinstance(fitted, Tensor) else fitted, log_z - scale), (latents, log_z)):
@@ -94,7 +94,7 @@ def _means(
 ) -> tuple[list[float], list[float]]:
     """The mean NLL of data, and bits per dimension, by each of some densities of the matched variable."""
     processes = processes or Processes()
-    like = model._like()
+    like = model.like()
     generator = Generator(like.device).manual_seed(mix(seed, "validation", processes.rank))
     total = torch.zeros(count + 2, dtype=torch.float64, device=like.device)
     for x, context in source.once():

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ebflow_plugin.errors import InputError
+from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives import Objective
 from ebflow_plugin.plan.inputs import flag, one_of, path_of, refuse_non_finite, whole
 from ebflow_plugin.plan.preprocessing import Dequantize
@@ -28,7 +29,6 @@ from ebflow_plugin.training.loop import Event, Run
 from ebflow_plugin.training.options import average, listeners, numbers, optimizer_of, scheduler_of, seed_of
 from ebflow_plugin.training.progress import JsonLines, Record, TensorBoard, display
 from ebflow_plugin.training.randomness import mix, seeded
-from ebflow_plugin.wrapper import EBFlow
 
 __all__ = ["FitResult", "fit"]
 
@@ -194,7 +194,7 @@ def fit(
     if objective.reduction != "mean":
         raise InputError('fit needs an objective with reduction="mean", whose value is a scalar')
     model = objective.model
-    device = model._like().device
+    device = model.like().device
     told, seed = listeners(callbacks), seed_of(seed)
     for name, value in (("resume", resume), ("amp", amp), ("compile", compile), ("progress", progress)):
         flag(name, value)
@@ -286,7 +286,7 @@ def _check_first(model: EBFlow, source: Batches | LoaderBatches, name: str, devi
     x, context = source.first()
     try:
         x, context = x.to(device), None if context is None else context.to(device)
-        model._check(x, context)
+        model.check(x, context)
         if x.is_floating_point():
             refuse_non_finite("its first batch", x)
         for step in model.preprocessing:

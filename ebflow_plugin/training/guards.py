@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from ebflow_plugin.errors import InputError, TrainingError
+from ebflow_plugin.model import EBFlow
 from ebflow_plugin.plan.plan import Step, Value
 from ebflow_plugin.plan.preprocessing import Dequantize
 from ebflow_plugin.training.distributed import Processes
 from ebflow_plugin.training.spectrum import FullLayer, Spectrum, estimate_spectrum
-from ebflow_plugin.wrapper import EBFlow
 
 __all__ = ["ConditionWatch", "Finding", "FiniteWatch", "TrainingError", "diagnose"]
 
@@ -120,7 +120,7 @@ def diagnose(model: EBFlow, x: Tensor, context: Tensor | None) -> list[str]:
 
     plan = model.plan
     try:
-        latents, log_det = plan.encode(x.to(model._like().dtype), plan.embed(context), visit)
+        latents, log_det = plan.encode(x.to(model.like().dtype), plan.embed(context), visit)
     except Exception as error:
         return [f"{reached[-1].where if reached else 'the model'} raises {type(error).__name__}: {error}"]
     if not first and reached and not _finite(latents):

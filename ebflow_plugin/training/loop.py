@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ebflow_plugin.errors import EBFlowError, TrainingError, WriteError
+from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives import Objective
 from ebflow_plugin.objectives.base import waits_for_data
 from ebflow_plugin.training.batches import Batches, LoaderBatches
@@ -28,7 +29,6 @@ from ebflow_plugin.training.interrupts import Interrupts
 from ebflow_plugin.training.progress import Display, JsonLines, NoDisplay, Record, TensorBoard
 from ebflow_plugin.training.randomness import mix, random_state, set_random_state
 from ebflow_plugin.training.spectrum import FullLayer, PenalisedLoss, full_layers
-from ebflow_plugin.wrapper import EBFlow
 
 __all__ = ["Event", "Run", "Settings"]
 
@@ -109,7 +109,7 @@ class Run:
         self.optimizer, self.scheduler, self.ema = optimizer, scheduler, ema
         self.settings, self.processes = settings, processes
         self.model = objective.model
-        self.device = self.model._like().device
+        self.device = self.model.like().device
         self.progress = Progress()
         self.best_state: dict[str, Tensor] | None = None
         self.calibrate: str | None = None

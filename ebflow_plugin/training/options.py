@@ -12,12 +12,12 @@ from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ebflow_plugin.errors import InputError
+from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives import Objective
 from ebflow_plugin.plan.inputs import is_number, one_of, positive, whole
 from ebflow_plugin.training.batches import Batches, LoaderBatches
 from ebflow_plugin.training.ema import EMA
 from ebflow_plugin.training.loop import Event, Settings
-from ebflow_plugin.wrapper import EBFlow
 
 __all__ = ["average", "listeners", "numbers", "optimizer_of", "scheduler_of", "seed_of"]
 

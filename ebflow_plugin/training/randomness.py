@@ -49,7 +49,7 @@ def set_random_state(state: RandomState, device: torch.device, generators: Seque
 @contextmanager
 def seeded(objective: Objective, seed: int, processes: Processes) -> Iterator[list[Generator]]:
     """Gives the objective's terms a generator of this process, and gives torch's global ones back at the end."""
-    device = objective.model._like().device
+    device = objective.model.like().device
     terms = [term for term in objective.modules() if isinstance(term, Objective) and not isinstance(term, WeightedSum)]
     own = Generator(device).manual_seed(mix(seed, "noise", processes.rank))
     lent = [term for term in terms if term.generator is None]

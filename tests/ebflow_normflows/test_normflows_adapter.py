@@ -166,7 +166,7 @@ def test_cached_layers_can_be_copied_and_are_never_stale():
     before = model.log_prob(x)
     perturb(flow, 0.5, seed=1)
     assert not torch.allclose(model.log_prob(x), before)
-    assert torch.allclose(model.log_prob(x), ebf.wrap(flow)._adapter.own_log_prob(flow, x, None), rtol=1e-6)
+    assert torch.allclose(model.log_prob(x), ebf.wrap(flow).adapter.own_log_prob(flow, x, None), rtol=1e-6)
 
 
 # ActNorm
@@ -237,7 +237,7 @@ def test_no_step_writes_into_x():
         before = x.clone()
         model.energy(x)
         model.log_prob(x)
-        model._adapter.own_log_prob(model.flow, x, None)
+        model.adapter.own_log_prob(model.flow, x, None)
         assert torch.equal(x, before)
         assert not x.requires_grad
         model.score(x)  # a leaf that requires a gradient can be written into even less

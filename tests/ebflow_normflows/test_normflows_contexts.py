@@ -78,7 +78,7 @@ def test_own_log_prob_of_a_multiscale_flow_with_an_outer_act_norm():
     model.initialize(x)
     with pytest.raises(RuntimeError, match="output with shape"):
         flow.log_prob(x, None)
-    assert torch.allclose(model._adapter.own_log_prob(flow, x, None), model.log_prob(x), rtol=1e-10)
+    assert torch.allclose(model.adapter.own_log_prob(flow, x, None), model.log_prob(x), rtol=1e-10)
 
 
 def test_flows_that_take_no_context_can_be_part_of_a_conditional_flow():

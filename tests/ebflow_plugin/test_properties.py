@@ -39,7 +39,7 @@ def test_density_inverse_and_score(library, images, draw, seed, batch):
     model = ebf.wrap(flow, strict=True)
     assert model.plan.event_shape == tuple(x.shape[1:])
     try:
-        own = model._adapter.own_log_prob(flow, x.clone(), None)
+        own = model.adapter.own_log_prob(flow, x.clone(), None)
     except RuntimeError as error:  # NaiveLinear's inverse is gone in nflows
         assert "torch.solve" in str(error)
         own = by_jacobian(model, x)

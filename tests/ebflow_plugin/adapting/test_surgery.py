@@ -12,7 +12,7 @@ from ebflow_plugin.adapting.surgery import Smooth, _features
 
 def constrained(case: Case) -> bool:
     model = ebf.wrap(case.build())
-    return any(_features(model._adapter, step) for step in model.plan.steps)
+    return any(_features(model.adapter, step) for step in model.plan.steps)
 
 
 CONSTRAINED = [case for case in SUPPORTED if constrained(case)]
@@ -28,7 +28,7 @@ def test_unconstrain_keeps_the_density(case: Case):
     again = ebf.wrap(full)
     assert replaced
     assert torch.allclose(again.log_prob(x, context), model.log_prob(x, context), rtol=1e-9)
-    assert not any(_features(model._adapter, step) for step in again.plan.steps)
+    assert not any(_features(model.adapter, step) for step in again.plan.steps)
     for step in again.plan.steps:
         if step.class_name.startswith("Full"):
             assert not step.inverted, "the density direction of a full layer must be its product, not its solve"

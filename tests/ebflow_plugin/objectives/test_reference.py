@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import ebflow_plugin as ebf
 from cases import SUPPORTED
+from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives import DSM, FDSSM, ML, SM, SML, SSM, objective, score_matching
-from ebflow_plugin.wrapper import EBFlow
 
 MODELS = {
     "AffineCouplingTransform: vec net=tanh (eval)",

@@ -1,0 +1,67 @@
+"""What the rooms below :class:`~ebflow_plugin.EBFlow` see of it: energies, and the way to the matched variable."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch import Generator, Tensor, nn
+
+from ebflow_plugin.errors import InputError
+from ebflow_plugin.plan.plan import Plan
+
+__all__ = ["EnergyModel", "refuse_other_models"]
+
+
+class EnergyModel(nn.Module, ABC):
+    """A density known up to its constant. :class:`~ebflow_plugin.EBFlow` is one; sampling and log Z need no more."""
+
+    @property
+    @abstractmethod
+    def plan(self) -> Plan:
+        """The steps from data to noise, and the base."""
+
+    @property
+    @abstractmethod
+    def prefix(self) -> Plan:
+        """The fixed steps before the matched variable."""
+
+    @property
+    @abstractmethod
+    def core(self) -> EnergyModel:
+        """The model of the matched variable; the model itself where there is no preprocessing."""
+
+    @abstractmethod
+    def energy(self, x: Tensor, context: Tensor | None = None, *, generator: Generator | None = None) -> Tensor:
+        """E(x), with shape ``(B,)``."""
+
+    @abstractmethod
+    def score(self, x: Tensor, context: Tensor | None = None, *, generator: Generator | None = None) -> Tensor:
+        """-dE/dx, with the shape of x."""
+
+    @abstractmethod
+    def log_z(self, event_shape: tuple[int, ...] | None = None) -> Tensor:
+        """Log Z, exactly."""
+
+    @abstractmethod
+    def preprocess(self, x: Tensor, generator: Generator | None = None) -> tuple[Tensor, Tensor]:
+        """The matched variable, and the log-det of the way to it."""
+
+    @abstractmethod
+    def like(self) -> Tensor:
+        """An empty tensor with the device and dtype of the model."""
+
+    @abstractmethod
+    def check(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        """Refuses input that the model cannot take, and returns x."""
+
+
+def refuse_other_models(name: str, model: object) -> None:
+    """Raises where a function was called with anything but a wrapped flow.
+
+    Example:
+        >>> refuse_other_models("langevin", nn.Tanh())
+        Traceback (most recent call last):
+        ebflow_plugin.errors.InputError: langevin needs an EBFlow, got Tanh; wrap it first: ebflow_plugin.wrap(flow)
+    """
+    if not isinstance(model, EnergyModel):
+        raise InputError(f"{name} needs an EBFlow, got {type(model).__name__}; wrap it first: ebflow_plugin.wrap(flow)")
