@@ -24,6 +24,7 @@ __all__ = [
     "first_reason",
     "kinked_parts",
     "opaque_parts",
+    "see_into",
     "smoothness_of",
     "unsteady_parts",
 ]
@@ -94,8 +95,8 @@ _SMOOTH = (
     torch.tanh,
 )
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, functools.partial)
-# Packages whose networks hold their activations where they can be seen.
-_SEEN_INTO = ("torch", "nflows", "glasflow", "enflows", "flowcon", "nessai", "normflows", "sbi", "ebflow_plugin")
+# Packages whose networks hold their activations where they can be seen; adapters add those of their libraries.
+_SEEN_INTO = {"torch", "ebflow_plugin"}
 # What users said about classes of networks of their own: rules.register_nonlinear puts it here.
 TAUGHT_NETWORKS: TypeRegistry[Smoothness] = TypeRegistry("smoothness")
 _BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
@@ -145,6 +146,17 @@ def opaque_parts(module: nn.Module) -> Iterator[str]:
         for name, value in vars(part).items():
             if isinstance(value, _FUNCTIONS) and not any(value is known for known in (*_SMOOTH, *_KINKED_FUNCTIONS)):
                 yield f"{path}.{name}".lstrip(".")
+
+
+def see_into(*packages: str) -> None:
+    """Says that the networks of these packages hold their activations where they can be seen, as modules or attributes.
+
+    An adapter says so about its library. The networks of all others are of unknown smoothness.
+
+    Example:
+        >>> see_into("torch")
+    """
+    _SEEN_INTO.update(packages)
 
 
 def smoothness_of(module: Any) -> Smoothness:

@@ -78,11 +78,19 @@ class Adapter(ABC):
             if self.ours(type(module)) and callable(invalidate):
                 invalidate()
 
-    def refuse_own_density(self, flow: object) -> None:
-        """Raises if somebody overrode the density of a flow: it is then not that of its transforms and its base."""
-        for name in self.density_methods:
+    def refuse_own_density(
+        self, flow: object, methods: tuple[str, ...] | None = None, packages: tuple[str, ...] | None = None
+    ) -> None:
+        """Raises if somebody overrode the density of a flow: it is then not that of its transforms and its base.
+
+        Arguments:
+            flow: The flow.
+            methods: The methods that make up its density; those of the library's flows by default.
+            packages: Where these may come from; the library by default.
+        """
+        for name in methods or self.density_methods:
             owner = next((parent for parent in type(flow).__mro__ if name in vars(parent)), None)
-            if name in vars(flow) or (owner is not None and not self.ours(owner)):
+            if name in vars(flow) or (owner is not None and not comes_from(owner, packages or self.packages)):
                 raise UnsupportedStepError(
                     f"{type(flow).__name__} overrides {name}, so its density may not be that of its transforms and "
                     "base distribution. Wrap a plain flow of the library with the same parts instead."

@@ -74,11 +74,11 @@ class TriangularStep(LinearStep):
 
     @abstractmethod
     def factors(self) -> tuple[Tensor, Tensor]:
-        """L (unit lower) and U (upper), each with shape ``(D, D)``."""
+        """L (lower) and U (upper), each with shape ``(D, D)``; one of them with ones on its diagonal."""
 
     @abstractmethod
     def log_diagonal(self) -> Tensor:
-        """Log of the absolute diagonal of U, with shape ``(D,)``."""
+        """Log of the absolute diagonal that is not ones, with shape ``(D,)``."""
 
     def bias(self) -> Tensor | None:
         """b, with shape ``(D,)``."""
@@ -136,7 +136,7 @@ class TriangularStep(LinearStep):
         if row_order is not None:
             rows = rows[:, torch.argsort(row_order)]
         # Row vectors: y = x Uᵀ Lᵀ, so that the solves run from the right.
-        half = torch.linalg.solve_triangular(lower.mT, rows, upper=True, left=False, unitriangular=True)
+        half = torch.linalg.solve_triangular(lower.mT, rows, upper=True, left=False)
         x = torch.linalg.solve_triangular(upper.mT, half, upper=False, left=False)
         return x if order is None else x[:, torch.argsort(order)]
 

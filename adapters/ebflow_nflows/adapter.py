@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ebflow_nflows import linear, steps
 from ebflow_nflows.base import ForeignBase, MixtureBase, NflowsBase, NormalBase
+from ebflow_plugin.conditioners import see_into
 from ebflow_plugin.discovery import Adapter
 from ebflow_plugin.elementwise import ActivationStep
 from ebflow_plugin.errors import UnsupportedStepError
@@ -20,6 +21,7 @@ from ebflow_plugin.steps import IdentityStep, IndexedPermutationStep, RefusedSte
 
 # nflows, its forks, a package that is built of its parts, and our own layers
 PACKAGES = ("nflows", "glasflow", "enflows", "flowcon", "nessai", "ebflow_nflows")
+see_into(*PACKAGES, "sbi")
 
 
 def composite(module: Any) -> Iterator[Child]:

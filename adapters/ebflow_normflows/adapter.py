@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ebflow_normflows import linear, steps
 from ebflow_normflows.base import LevelsBase, NormflowsBase
 from ebflow_normflows.steps import ours
+from ebflow_plugin.conditioners import see_into
 from ebflow_plugin.discovery import Adapter
 from ebflow_plugin.elementwise import ActivationStep
 from ebflow_plugin.errors import InputError, NotAFlowError, UnsupportedStepError
@@ -25,6 +26,8 @@ from ebflow_plugin.plan import Plan, Step
 from ebflow_plugin.registry import resolve
 from ebflow_plugin.rules import Child, Container, Rule
 from ebflow_plugin.steps import IdentityStep, IndexedPermutationStep, SqueezeStep
+
+see_into(*steps.PACKAGES)
 
 
 def backwards(step: type[Step]) -> Container:
