@@ -139,7 +139,7 @@ class Adapter(ABC):
             yield rule(module, path, inverted)
         else:
             step = self.opaque(module, path, inverted)
-            step.known, step.reason = False, why
+            step.known, step.reason = False, why or "unknown class"
             yield step
 
     def check_overrides(self, overrides: Mapping[str, str], flow: nn.Module) -> None:

@@ -64,7 +64,8 @@ class Taught:
     smoothness: Smoothness = Smoothness.UNKNOWN
 
 
-Rule = type[Step] | Container | Taught | Callable[[Any], "Rule"]
+# A function looks at a module and gives its rule, or None where nobody knows how this one acts.
+Rule = type[Step] | Container | Taught | Callable[[Any], "Rule | None"]
 TAUGHT: TypeRegistry[Container | Taught] = TypeRegistry("rule")
 
 
@@ -87,6 +88,10 @@ class TaughtLinearStep(LinearStep):
         super().__init__(module.module, path, inverted)
         self._caller, self._rule = module, rule
         self.cost = rule.cost
+
+    @property
+    def class_name(self) -> str:
+        return self._caller.class_name
 
     def apply(self, x: Tensor) -> Tensor:
         if self._rule.apply is not None:

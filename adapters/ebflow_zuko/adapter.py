@@ -19,11 +19,10 @@ from ebflow_plugin.elementwise import ActivationStep
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.matrix_steps import FullStep
 from ebflow_plugin.plan import Base, Plan, Step
-from ebflow_plugin.rules import Child, Container, Rule
-from ebflow_plugin.steps import IdentityStep
+from ebflow_plugin.rules import TAUGHT, Child, Container, Rule
 from ebflow_zuko import linear, steps
 from ebflow_zuko.base import base_of
-from ebflow_zuko.linear import made_name
+from ebflow_zuko.linear import made_name, maker_of
 from ebflow_zuko.transforms import PACKAGES, known_name
 
 see_into("zuko", "sbi")
@@ -44,8 +43,8 @@ def member(name: str, inverted: bool = False) -> Container:
 def matrix(step: type[Step], dim: int = 2) -> Rule:
     """The rule of a transform by one matrix, or one order; one for each sample is left to zuko."""
 
-    def rule(module: Any) -> Rule:
-        return step if all(tensor.dim() == dim for tensor in held(module)) else steps.UnknownStep
+    def rule(module: Any) -> Rule | None:
+        return step if all(tensor.dim() == dim for tensor in held(module)) else None
 
     return rule
 
@@ -66,7 +65,7 @@ TRANSFORMS: dict[str, Rule] = {
     "Inverse": member("_inv", inverted=True),
     "_InverseTransform": member("_inv", inverted=True),
     # linear
-    "IdentityTransform": IdentityStep,
+    "IdentityTransform": linear.SameStep,
     "AdditiveTransform": linear.TranslationStep,
     "AffineTransform": linear.AffineStep,
     "MonotonicAffineTransform": linear.AffineStep,
@@ -106,12 +105,14 @@ TRANSFORMS: dict[str, Rule] = {
 COMPOSITIONS = ("ComposedTransform", "ComposeTransform", "DependentTransform", "IndependentTransform")
 
 
-def unconditional(module: Any) -> Rule:
-    """An UnconditionalTransform, by what it makes."""
-    name = made_name(module)
+def unconditional(module: Any) -> Rule | None:
+    """An UnconditionalTransform, by what it makes: a class of zuko, of torch, or one that a user registered."""
+    maker, name = maker_of(module), made_name(module)
+    if isinstance(maker, type) and (taught := TAUGHT.get(maker)) is not None:
+        return taught
     if name in COMPOSITIONS or _holds_a_transform(module):  # of transforms that are held as they are
         return Container(lambda module: [Child("", module())])
-    return TRANSFORMS.get(name or "", steps.UnknownStep)
+    return TRANSFORMS.get(name or "")
 
 
 def elementwise(module: Any) -> Rule:

@@ -16,24 +16,31 @@ from torch import Tensor, nn
 from ebflow_plugin.jets import Expansion
 from ebflow_plugin.matrix_steps import TriangularStep
 from ebflow_plugin.plan import Shape
-from ebflow_plugin.steps import ElementwiseAffineStep, IsometryStep, OrthogonalStep, PermutationStep
-from ebflow_zuko.transforms import bare, known_name
+from ebflow_plugin.steps import ElementwiseAffineStep, IdentityStep, IsometryStep, OrthogonalStep, PermutationStep
+from ebflow_zuko.transforms import bare, known_name, unwrapped
 
 __all__ = [
     "AffineStep",
     "Made",
     "OrderStep",
     "RotationStep",
+    "SameStep",
     "TranslationStep",
     "TriangularMatrixStep",
     "made_name",
+    "maker_of",
     "taken_context",
 ]
 
 
+def maker_of(module: Any) -> Any:
+    """The class or function whose transforms, or distributions, an unconditional lazy module makes."""
+    return unwrapped(getattr(module, "f", getattr(module, "meta", None)))
+
+
 def made_name(module: Any) -> str | None:
-    """The name of the class or function whose transforms, or distributions, an unconditional lazy module makes."""
-    return known_name(getattr(module, "f", getattr(module, "meta", None)))
+    """The name of what an unconditional lazy module makes, if it is of zuko or of torch."""
+    return known_name(maker_of(module))
 
 
 def taken_context(module: Any, context: Tensor | None) -> Tensor | None:
@@ -50,12 +57,16 @@ class Made:
     def class_name(self) -> str:
         """What is made, for modules that can make anything."""
         kind = type(self.module).__name__
-        name = made_name(self.module) if kind.startswith("Unconditional") else None
+        name = getattr(maker_of(self.module), "__name__", None) if kind.startswith("Unconditional") else None
         return name or kind
 
     def made(self, context: Tensor | None = None) -> Any:
         """The transform that acts."""
         return self.module(context) if isinstance(self.module, nn.Module) else self.module
+
+
+class SameStep(Made, IdentityStep):
+    """IdentityTransform."""
 
 
 class AffineStep(Made, ElementwiseAffineStep):

@@ -15,10 +15,10 @@ from torch.nn import functional as F
 from ebflow_plugin.conditioners import Smoothness, smoothness_of
 from ebflow_plugin.elementwise import Curve, ElementwiseStep, logit_slopes, sigmoid_curve
 from ebflow_plugin.plan import NonlinearStep
-from ebflow_plugin.rules import OpaqueStep
+from ebflow_plugin.rules import TAUGHT, OpaqueStep, Taught
 from ebflow_plugin.steps import RefusedStep
 from ebflow_zuko.linear import Made, made_name, taken_context
-from ebflow_zuko.transforms import VOLUME_PRESERVING, forward, inverse, known_name
+from ebflow_zuko.transforms import VOLUME_PRESERVING, forward, inverse, known_name, unwrapped
 
 __all__ = [
     "AutoregressiveStep",
@@ -67,7 +67,10 @@ BOUNDED = ("CosTransform", "CumulativeDistributionTransform", "SinTransform", "S
 
 def smoothness_of_maker(maker: Any) -> Smoothness:
     """What the transforms of single features do to the score that a class, function or module makes."""
-    name = known_name(maker)
+    name, cls = known_name(maker), unwrapped(maker)
+    taught = TAUGHT.get(cls) if isinstance(cls, type) else None
+    if isinstance(taught, Taught):
+        return taught.smoothness
     if name == "UMNN":
         return smoothness_of(maker.integrand)
     return SMOOTHNESS.get(name or "", Smoothness.UNKNOWN)

@@ -18,7 +18,7 @@ from ebflow_plugin.discovery import comes_from
 from ebflow_plugin.jets import summed
 from ebflow_plugin.registry import resolve
 
-__all__ = ["PACKAGES", "bare", "forward", "inverse", "known_name", "ours"]
+__all__ = ["PACKAGES", "bare", "forward", "inverse", "known_name", "ours", "unwrapped"]
 
 PACKAGES = ("zuko", "ebflow_zuko")
 VOLUME_PRESERVING = ("AdditiveTransform", "IdentityTransform", "PermutationTransform", "RotationTransform")
@@ -39,6 +39,16 @@ def ours(cls: type) -> bool:
     return comes_from(cls, PACKAGES)
 
 
+def unwrapped(maker: Any) -> Any:
+    """What makes transforms, or distributions, without the partials around it.
+
+    Example:
+        >>> unwrapped(partial(torch.add, 1)) is torch.add
+        True
+    """
+    return unwrapped(maker.func) if isinstance(maker, partial) else maker
+
+
 def known_name(maker: Any) -> str | None:
     """The name of what makes transforms, or distributions, if it is a class or a function of zuko or of torch.
 
@@ -49,8 +59,7 @@ def known_name(maker: Any) -> str | None:
         >>> known_name(torch.distributions.ExpTransform), known_name(lambda: None)
         ('ExpTransform', None)
     """
-    while isinstance(maker, partial):
-        maker = maker.func
+    maker = unwrapped(maker)
     if isinstance(maker, nn.Module):
         return resolve(maker, lambda cls: cls.__name__ if ours(cls) else None)[0]
     if getattr(maker, "__module__", "").partition(".")[0] not in ("torch", "zuko"):
