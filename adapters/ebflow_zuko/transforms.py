@@ -1,9 +1,11 @@
 """What the transforms do that zuko's lazy modules make: a map and its log-det, by the exact class of the object.
 
 A lazy module is called with a context and gives a ``torch.distributions`` transform, which acts. Most of these act here
-by their own ``call_and_ladj``. Three kinds do not: those that only arrange others; those with a log-det of 0, which
-compute none; and integrals and numeric inverses, whose own backward pass cannot be differentiated again: zuko takes the
-derivatives of an integral in x as constants, so that second derivatives of SOSPF and UNAF are wrong without an error.
+by their own ``call_and_ladj``. Some do not: those that only arrange others; those with a log-det of 0, which compute
+none; and monotonic functions, for what zuko does not get right about their derivatives. It takes the derivative of an
+integral in x as a constant, so that second derivatives of SOSPF and UNAF, and of all inverses by bisection, are wrong
+without an error; and it frees the graph of a function whose parameters and input ask for no gradient, so that nothing
+behind it can be trained.
 """
 
 from __future__ import annotations
@@ -83,7 +85,7 @@ def forward(transform: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
         return forward(transform.meta(x), x)
     if kind in VOLUME_PRESERVING:
         return transform(x), None
-    y, log_slope = _integral(transform, x) if kind in INTEGRALS else transform.call_and_ladj(x)
+    y, log_slope = _monotonic(transform, x) if kind in BISECTED else transform.call_and_ladj(x)
     return y, summed(log_slope) if log_slope.dim() > 1 else log_slope
 
 
@@ -116,6 +118,19 @@ def _kind(transform: Any) -> str | None:
     return type(transform).__name__ if ours(type(transform)) else None
 
 
+def _monotonic(transform: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """A monotonic function at x, and the log of its derivative there."""
+    if _kind(transform) in INTEGRALS:
+        return _integral(transform, x)
+    graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # A copy, since the parameters of the function may depend on x.
+        point = x.clone() if x.requires_grad else x.detach().requires_grad_()
+        y = transform.f(point)
+        (slope,) = torch.autograd.grad(y, point, torch.ones_like(y), create_graph=graph, retain_graph=True)
+    return (y, slope.log()) if graph else (y.detach(), slope.log().detach())
+
+
 def _integral(transform: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """The integral of a positive function g from 0 to x, and log g(x).
 
@@ -137,6 +152,6 @@ def _root(transform: Any, y: Tensor) -> Tensor:
     with torch.no_grad():
         x: Tensor = transform.inv(y)
     for _ in range(2):
-        value, log_slope = _integral(transform, x) if _kind(transform) in INTEGRALS else transform.call_and_ladj(x)
+        value, log_slope = _monotonic(transform, x)
         x = x - ((value - y) * torch.exp(-log_slope)).clamp(-NEWTON, NEWTON)  # outside of its bounds there is no root
     return x

@@ -299,6 +299,17 @@ def test_parameters_of_an_integrand_get_their_gradient_in_eval_mode():
     assert not torch.allclose(theirs, expected, rtol=1e-2)
 
 
+def test_what_stands_behind_a_fixed_monotonic_function_can_be_trained():
+    """zuko frees the graph of the function, so that a backward pass through its value raises."""
+    flow = flow_of(UnconditionalTransform(T.MonotonicTransform, torch.sinh), FullLinear(D))
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        flow().log_prob(data()).sum().backward()
+    ebf.wrap(flow).log_prob(data()).sum().backward()
+    assert flow.transform.transforms[1].weight.grad.abs().sum() > 0
+    with torch.no_grad():
+        assert not ebf.wrap(flow).log_prob(data()).requires_grad
+
+
 def test_numeric_inverses_are_precise_and_differentiable():
     torch.manual_seed(0)
     flow = zuko.flows.NAF(3, transforms=1, hidden_features=(8,)).double().eval()
