@@ -16,7 +16,7 @@ from zuko_parts import normal
 
 
 def univariate(maker, *shapes):
-    return lambda: ElementWiseTransform(1, univariate=maker() if maker in (MNN, UMNN) else maker, shapes=shapes)
+    return lambda: ElementWiseTransform(1, univariate=maker() if maker is UMNN else maker, shapes=shapes)
 
 
 SMOOTH = {
@@ -28,7 +28,7 @@ SMOOTH = {
 }
 KINKED = {
     "spline": univariate(T.MonotonicRQSTransform, (8,), (8,), (7,)),
-    "MNN": univariate(MNN, (16,)),
+    "MNN": lambda: ElementWiseTransform(1, univariate=MNN(4, hidden_features=(8,)), shapes=[(4,)]),
     "Softclip": lambda: UnconditionalTransform(T.SoftclipTransform, bound=1.0),
 }
 
@@ -37,7 +37,7 @@ def defect(make):
     torch.manual_seed(0)
     shift = UnconditionalTransform(T.AdditiveTransform, torch.full((1,), 0.4))
     flow = Flow([make(), shift], normal(1)).double().eval()
-    perturb(flow, 0.3)
+    perturb(flow, 0.05)
     model = ebf.wrap(flow, strict=True)
     x = torch.randn(20_000, 1, dtype=torch.float64).requires_grad_()
     score = model.score(x)
