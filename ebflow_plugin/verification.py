@@ -229,7 +229,7 @@ def _step_checks(plan: Plan, x: Tensor, context: Tensor | None, when: str) -> It
     for step, value in reached:
         if isinstance(step, LinearStep):
             name = f"linear step is affine{when}"
-            yield from _attempt(name, _affinity, step, value, name)
+            yield from _attempt(name, _affinity, step, value, context, name)
         name = f"log-det matches autograd{when}"
         size = sum(part[0].numel() for part in _parts(value))
         if size <= _JACOBIAN_LIMIT:
@@ -260,9 +260,9 @@ def _on_flat(step: Step, value: Value, context: Tensor | None) -> Callable[[Tens
     return function
 
 
-def _affinity(step: Step, value: Value, name: str) -> Iterator[Check]:
-    """f(b) - f(a) = J(a)(b - a) = J(b)(b - a) between each point and the next."""
-    function = _on_flat(step, value, None)
+def _affinity(step: Step, value: Value, context: Tensor | None, name: str) -> Iterator[Check]:
+    """f(b) - f(a) = J(a)(b - a) = J(b)(b - a) between each point and the next, with the context of the first."""
+    function = _on_flat(step, value, context)
     here = _flat(value).detach()
     there = here.roll(1, 0)
     moved = function(there) - function(here)

@@ -3,7 +3,7 @@
     pip install sbi && python examples/sbi_posterior.py   # about 30 seconds on one core
 
 The simulator is linear and Gaussian: theta ~ N(0, I), x = A theta + noise, so that the posterior is N(m(x), S). The
-estimator is sbi's own MAF, trained by SSM on pairs (theta, x); sbi then samples from it as from any of its own.
+estimator is sbi's MAF of zuko ("maf" is that of nflows), trained by SSM on pairs (theta, x); sbi then samples from it.
 Score matching wants a smooth posterior: a prior that ends at a border (BoxUniform) makes the density jump there.
 """
 
@@ -40,7 +40,7 @@ def true_posterior(x: torch.Tensor) -> torch.distributions.MultivariateNormal:
 
 
 train, test = simulate(10_000), simulate(2_000)
-estimator = posterior_nn("maf", num_transforms=3)(*train)  # sbi's own network
+estimator, _ = ebf.smooth(posterior_nn("zuko_maf", num_transforms=3)(*train))  # sbi's own network, without its ReLUs
 model = ebf.wrap(estimator)
 print(model.report, end="\n\n", flush=True)
 truth = true_posterior(test[1]).log_prob(test[0])

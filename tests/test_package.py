@@ -33,9 +33,9 @@ def test_public_names_have_a_docstring_with_an_example(name):
     assert ">>>" in doc, f"{name} has no example"
 
 
-@pytest.mark.parametrize("package", ["ebflow_plugin", "ebflow_nflows", "ebflow_normflows"])
+@pytest.mark.parametrize("package", ["ebflow_plugin", "ebflow_nflows", "ebflow_normflows", "ebflow_zuko"])
 def test_importing_a_package_imports_no_flow_library(package):
-    code = f"import sys, {package}; print(*{{'nflows', 'normflows', 'glasflow', 'scipy'}} & set(sys.modules))"
+    code = f"import sys, {package}; print(*{{'nflows', 'normflows', 'zuko', 'glasflow', 'scipy'}} & set(sys.modules))"
     here = ROOT / "adapters"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=here)
     assert done.stdout.strip() == ""
@@ -44,7 +44,9 @@ def test_importing_a_package_imports_no_flow_library(package):
 def test_the_core_never_imports_an_adapter():
     for file in (ROOT / "ebflow_plugin").rglob("*.py"):
         code = "\n".join(line for line in file.read_text().splitlines() if not line.lstrip().startswith((">>>", "...")))
-        found = re.search(r"^\s*(from|import) (nflows|normflows|ebflow_nflows|ebflow_normflows)", code, re.MULTILINE)
+        found = re.search(
+            r"^\s*(from|import) (nflows|normflows|zuko|ebflow_nflows|ebflow_normflows|ebflow_zuko)", code, re.MULTILINE
+        )
         assert not found, file
 
 

@@ -18,9 +18,17 @@ from ebflow_plugin.plan.linear import IdentityStep, IndexedPermutationStep, Refu
 from ebflow_plugin.plan.matrices import FullStep, PackedLUStep
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.registry import resolve
+from ebflow_plugin.plan.smooth_modules import see_into
 
 # nflows, its forks, a package that is built of its parts, and our own layers
 PACKAGES = ("nflows", "glasflow", "enflows", "flowcon", "nessai", "ebflow_nflows")
+# Networks, and steps that are as smooth as the networks that they hold: all keep activations as modules or attributes.
+see_into(
+    (*PACKAGES, "sbi"),
+    *("MLP", "ResidualBlock", "ResidualNet", "ConvResidualBlock", "ConvResidualNet", "ContextSplineMap", "MADE"),
+    *("MixtureOfGaussiansMADE", "MADEMoG", "MaskedLinear", "MaskedFeedforwardBlock", "MaskedResidualBlock"),
+    *("AffineCouplingTransform", "AdditiveCouplingTransform", "MaskedAffineAutoregressiveTransform"),
+)
 
 
 def composite(module: Any) -> Iterator[Child]:

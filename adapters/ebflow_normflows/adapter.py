@@ -25,6 +25,16 @@ from ebflow_plugin.plan.linear import IdentityStep, IndexedPermutationStep, Sque
 from ebflow_plugin.plan.matrices import FullStep, PackedLUStep
 from ebflow_plugin.plan.plan import Plan, Step
 from ebflow_plugin.plan.registry import resolve
+from ebflow_plugin.plan.smooth_modules import see_into
+
+# Networks, and steps that are as smooth as the networks that they hold: all keep activations as modules or attributes.
+see_into(
+    steps.PACKAGES,
+    *("MLP", "ConvNet2d", "LipschitzMLP", "LipschitzCNN", "InducedNormLinear", "InducedNormConv2d", "Swish", "MADE"),
+    *("ResidualBlock", "ResidualNet", "ConvResidualBlock", "ConvResidualNet", "MaskedLinear", "ActNorm"),
+    *("MaskedFeedforwardBlock", "MaskedResidualBlock", "PeriodicFeaturesElementwise", "PeriodicFeaturesCat"),
+    *("AffineCoupling", "MaskedAffineFlow", "MaskedAffineAutoregressive", "Residual", "iResBlock"),
+)
 
 
 def backwards(step: type[Step]) -> Container:

@@ -28,8 +28,8 @@ from ebflow_plugin.errors import (
     UnsupportedStepError,
     suggest,
 )
-from ebflow_plugin.plan.energy_model import EnergyModel
 from ebflow_plugin.plan.plan import LinearStep, Plan, Step
+from ebflow_plugin.plan.energy_model import EnergyModel
 from ebflow_plugin.plan.registry import altered_part, resolve
 
 __all__ = ["Adapter", "EnergyModel", "Found", "adapters", "comes_from", "find_flow", "takes_context"]
@@ -93,11 +93,19 @@ class Adapter(ABC):
             if self.ours(type(module)) and callable(invalidate):
                 invalidate()
 
-    def refuse_own_density(self, flow: object) -> None:
-        """Raises if somebody overrode the density of a flow: it is then not that of its transforms and its base."""
-        for name in self.density_methods:
+    def refuse_own_density(
+        self, flow: object, methods: tuple[str, ...] | None = None, packages: tuple[str, ...] | None = None
+    ) -> None:
+        """Raises if somebody overrode the density of a flow: it is then not that of its transforms and its base.
+
+        Arguments:
+            flow: The flow.
+            methods: The methods that make up its density; those of the library's flows by default.
+            packages: Where these may come from; the library by default.
+        """
+        for name in methods or self.density_methods:
             owner = next((parent for parent in type(flow).__mro__ if name in vars(parent)), None)
-            if name in vars(flow) or (owner is not None and not self.ours(owner)):
+            if name in vars(flow) or (owner is not None and not comes_from(owner, packages or self.packages)):
                 raise UnsupportedStepError(
                     f"{type(flow).__name__} overrides {name}, so its density may not be that of its transforms and "
                     "base distribution. Wrap a plain flow of the library with the same parts instead."
@@ -148,7 +156,7 @@ class Adapter(ABC):
             yield rule(module, path, inverted)
         else:
             step = self._opaque(module, path, inverted)
-            step.known, step.reason = False, why
+            step.known, step.reason = False, why or "unknown class"
             yield step
 
     def _opaque(self, module: Any, path: str, inverted: bool = False) -> OpaqueStep:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -133,7 +134,7 @@ def _full(adapter: Adapter, steps: list[LinearStep]) -> nn.Module:
     """A full layer with the map of the steps, read off by sending the unit vectors through them in float64."""
     held, found = next((step.module, found) for step in steps if (found := _features(adapter, step)))
     features, images = found
-    anchor = next(held.parameters())
+    anchor = next(chain(held.parameters(), held.buffers()))
     exact = [type(step)(copy.deepcopy(step.module).double(), step.path, step.inverted) for step in steps]
     with torch.no_grad():
         probe = torch.cat([torch.eye(features), torch.zeros(1, features)]).to(anchor.device, torch.float64)

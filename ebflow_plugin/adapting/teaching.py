@@ -64,7 +64,8 @@ class Taught:
     smoothness: Smoothness = Smoothness.UNKNOWN
 
 
-Rule = type[Step] | Container | Taught | Callable[[Any], "Rule"]
+# A function looks at a module and gives its rule, or None where nobody knows how this one acts.
+Rule = type[Step] | Container | Taught | Callable[[Any], "Rule | None"]
 TAUGHT: TypeRegistry[Container | Taught] = TypeRegistry("rule")
 
 
@@ -126,6 +127,10 @@ class TaughtLinearStep(SeenShapesStep, LinearStep):
 
     def refusal(self) -> str | None:
         return self._caller.refusal()
+
+    @property
+    def class_name(self) -> str:
+        return self._caller.class_name
 
     def apply(self, x: Tensor) -> Tensor:
         if self._rule.apply is not None:

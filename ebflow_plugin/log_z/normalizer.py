@@ -24,9 +24,9 @@ from ebflow_plugin.log_z.estimate import Estimate
 from ebflow_plugin.log_z.lanczos import log_abs_det
 from ebflow_plugin.log_z.proposals import Gaussian, Proposal
 from ebflow_plugin.log_z.sampled import annealed, importance
-from ebflow_plugin.plan.energy_model import EnergyModel
 from ebflow_plugin.plan.matrices import FullStep, MatrixStep
 from ebflow_plugin.plan.plan import LinearStep, Plan, Shape, own_tensors
+from ebflow_plugin.plan.energy_model import EnergyModel
 
 __all__ = ["AFFORDABLE", "Normalizer", "estimate_log_z"]
 

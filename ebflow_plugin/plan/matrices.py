@@ -148,11 +148,11 @@ class TriangularStep(MixingStep):
 
     @abstractmethod
     def factors(self) -> tuple[Tensor, Tensor]:
-        """L (unit lower) and U (upper), each with shape ``(D, D)``."""
+        """L (lower) and U (upper), each with shape ``(D, D)``; one of them with ones on its diagonal."""
 
     @abstractmethod
     def log_diagonal(self) -> Tensor:
-        """Log of the absolute diagonal of U, with shape ``(D,)``."""
+        """Log of the absolute diagonal that is not ones, with shape ``(D,)``."""
 
     @property
     def features(self) -> int:
@@ -214,7 +214,7 @@ class TriangularStep(MixingStep):
         if row_order is not None:
             rows = rows[:, torch.argsort(row_order)]
         # Row vectors: y = x Uᵀ Lᵀ, so that the solves run from the right.
-        half = torch.linalg.solve_triangular(lower.mT, rows, upper=True, left=False, unitriangular=True)
+        half = torch.linalg.solve_triangular(lower.mT, rows, upper=True, left=False)
         x = torch.linalg.solve_triangular(upper.mT, half, upper=False, left=False)
         return x if order is None else x[:, torch.argsort(order)]
 

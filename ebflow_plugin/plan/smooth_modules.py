@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-__all__ = ["FUNCTIONS", "Smoothness", "known_smoothness", "worst_of"]
+__all__ = ["FUNCTIONS", "Smoothness", "known_smoothness", "see_into", "worst_of"]
 
 
 class Smoothness(str, Enum):
@@ -88,20 +88,10 @@ _MODULES: dict[type, Callable[[Any], Smoothness]] = {
     **_BY_OPTION,
 }
 
-# The networks of flow libraries, by name, since users hold copies of them under several packages. All hold their
-# activations as modules or attributes, where they are looked at.
-_LIBRARIES = ("nflows", "glasflow", "enflows", "flowcon", "nessai", "normflows", "sbi", "ebflow_plugin")
-_NETWORKS = frozenset(
-    [
-        *("MLP", "ResidualBlock", "ResidualNet", "ConvResidualBlock", "ConvResidualNet", "ConvNet2d"),
-        *("MADE", "MixtureOfGaussiansMADE", "MaskedLinear", "MaskedFeedforwardBlock", "MaskedResidualBlock"),
-        *("LipschitzMLP", "LipschitzCNN", "InducedNormLinear", "InducedNormConv2d", "Swish", "iResBlock", "ActNorm"),
-        *("PeriodicFeaturesElementwise", "PeriodicFeaturesCat", "ContextSplineMap", "Smooth", "MADEMoG"),
-        # the steps that are as smooth as the networks that they hold
-        *("AffineCouplingTransform", "AdditiveCouplingTransform", "MaskedAffineAutoregressiveTransform"),
-        *("AffineCoupling", "MaskedAffineFlow", "MaskedAffineAutoregressive", "Residual"),
-    ]
-)
+# Networks that keep their activations as modules or attributes, where they are looked at: names of classes by package,
+# since users hold copies of a library under several. Adapters add those of their libraries.
+_NETWORKS: dict[str, set[str]] = {"ebflow_plugin": {"Smooth"}}
+_EVERY = "*"
 
 _SMOOTH_FUNCTIONS = (
     *(F.celu, F.elu, F.gelu, F.glu, F.logsigmoid, F.log_softmax, F.mish, F.sigmoid, F.silu, F.softmax, F.softplus),
@@ -130,6 +120,23 @@ def known_smoothness(cls: type) -> Callable[[Any], Smoothness] | None:
     """
     if cls in _MODULES:
         return _MODULES[cls]
-    if cls.__name__ in _NETWORKS and cls.__module__.partition(".")[0] in _LIBRARIES:
+    seen = _NETWORKS.get(cls.__module__.partition(".")[0], ())
+    if cls.__name__ in seen or _EVERY in seen:
         return lambda module: Smoothness.SMOOTH
     return None
+
+
+def see_into(packages: Iterable[str], *networks: str) -> None:
+    """Says that networks keep their activations where they can be seen: as modules, or as attributes.
+
+    An adapter says so about its library. All other networks are of unknown smoothness.
+
+    Arguments:
+        packages: The packages that the classes come from.
+        networks: The names of the classes; all of the packages by default.
+
+    Example:
+        >>> see_into(["my_flows"], "MyResidualNet")
+    """
+    for package in packages:
+        _NETWORKS.setdefault(package, set()).update(networks or (_EVERY,))

@@ -52,7 +52,7 @@ Shape = Annotated[
     str | None,
     typer.Option(help="Shape of one data point: 784, or 1,28,28.", show_default="as the model tells, or MNIST's"),
 ]
-Library = Annotated[str, typer.Option(help="Library of a built-in model: nflows or normflows.")]
+Library = Annotated[str, typer.Option(help="Library of a built-in model: nflows, normflows or zuko.")]
 Linear = Annotated[str, typer.Option(help="Linear layers of a built-in model: full, lu, lower, upper, qr or svd.")]
 
 
@@ -71,8 +71,8 @@ def main(
 ) -> None:
     """Train normalizing flows by energy instead of likelihood.
 
-    Wraps the flows of nflows and normflows, skips the determinants of their linear layers, and trains them by score
-    matching. Begin with **ebflow demo**.
+    Wraps the flows of nflows, normflows and zuko, skips the determinants of their linear layers, and trains them by
+    score matching. Begin with **ebflow demo**.
     """
 
 

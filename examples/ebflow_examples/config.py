@@ -19,7 +19,7 @@ __all__ = ["CHOICES", "LOSS_OPTIONS", "TrainConfig", "option_types", "read_toml"
 MODEL, LOSS, OPTIMISER, EVALUATION, MACHINE = "What", "Loss", "Optimiser", "Start and finish", "Machine and data"
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "library": ("nflows", "normflows"),
+    "library": ("nflows", "normflows", "zuko"),
     "activation": ("silu", "tanh", "softplus", "relu"),
     "linear": ("full", "lu", "lower", "upper", "qr", "svd"),
     "loss": ("ssm", "dsm", "fdssm", "sm", "ml", "sml", "relative_ml"),

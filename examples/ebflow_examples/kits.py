@@ -13,9 +13,10 @@ from torch.nn import functional as F
 import ebflow_plugin as ebf
 from ebflow_plugin.errors import InputError, UnknownNameError, suggest
 
-__all__ = ["ACTIVATIONS", "LIBRARIES", "LINEAR", "Conditioner", "ImageNetwork", "Kit", "kit_for"]
+__all__ = ["ACTIVATIONS", "LIBRARIES", "LINEAR", "OF_IMAGES", "Conditioner", "ImageNetwork", "Kit", "kit_for"]
 
-LIBRARIES = ("nflows", "normflows")
+LIBRARIES = ("nflows", "normflows", "zuko")
+OF_IMAGES = ("nflows", "normflows")  # the libraries with couplings and squeezes of images
 LINEAR = ("full", "lu", "lower", "upper", "qr", "svd")
 # As a function, and as a module: the libraries want both.
 ACTIVATIONS: dict[str, tuple[Callable[..., Any], type[nn.Module]]] = {
@@ -58,7 +59,7 @@ class Conditioner:
         return ACTIVATIONS[self.activation][1]
 
     def make(self, network: Callable[..., Any], inputs: int, outputs: int) -> nn.Module:
-        """Builds a residual network of either library, whose arguments are the same."""
+        """Builds a residual network of nflows or normflows, whose arguments are the same."""
         return network(inputs, outputs, self.hidden, num_blocks=self.blocks, activation=self.function)
 
     def start(self, network: Callable[..., Any], inputs: int, outputs: int) -> nn.Module:
@@ -149,6 +150,10 @@ def kit_for(library: str) -> Kit:
         from ebflow_examples.normflows_kit import NormflowsKit
 
         return NormflowsKit()
+    if library == "zuko":
+        from ebflow_examples.zuko_kit import ZukoKit
+
+        return ZukoKit()
     raise UnknownNameError(f"unknown library {library!r}. {suggest(library, LIBRARIES)}")
 
 

@@ -1,4 +1,4 @@
-"""The built-in models: the paper's fc, cnn and glow, and the flows that everybody has, in either library.
+"""The built-in models: the paper's fc, cnn and glow, and the flows that everybody has, in each library.
 
 Where the paper is silent (the networks of Glow, say), the defaults are small enough for a CPU. All networks are
 smooth by default, so that SSM is unbiased.
@@ -17,7 +17,7 @@ from torch import nn
 
 import ebflow_plugin as ebf
 from ebflow_examples.data import DataSet
-from ebflow_examples.kits import LIBRARIES, LINEAR, Conditioner, Kit, Shape, kit_for
+from ebflow_examples.kits import LIBRARIES, LINEAR, OF_IMAGES, Conditioner, Kit, Shape, kit_for
 from ebflow_plugin.errors import InputError, UnknownNameError, suggest
 
 __all__ = ["LIBRARIES", "LINEAR", "MODELS", "ModelInfo", "build", "flow_for", "preprocessing"]
@@ -193,7 +193,12 @@ def nsf(
 
 MODELS: dict[str, ModelInfo] = {
     "fc": ModelInfo("the paper's FC-based model: two full linear layers, a smooth leaky ReLU between them", False, fc),
-    "cnn": ModelInfo("the paper's CNN-based model: three blocks of two full convolutions, squeezes between", True, cnn),
+    "cnn": ModelInfo(
+        "the paper's CNN-based model: three blocks of two full convolutions, squeezes between",
+        True,
+        cnn,
+        libraries=OF_IMAGES,
+    ),
     "glow": ModelInfo("ActNorm, a full linear layer or convolution, affine coupling; ten or sixteen times", None, glow),
     "realnvp": ModelInfo("affine couplings of alternating halves, without linear layers", False, realnvp, False),
     "maf": ModelInfo("a masked autoregressive flow with linear layers between; slow to sample", False, maf),
@@ -209,13 +214,13 @@ def build(
     Arguments:
         name: One of :data:`MODELS`.
         event_shape: The shape of one sample: (D,) for vectors, (C, H, W) for images.
-        library: ``nflows`` or ``normflows``.
+        library: ``nflows``, ``normflows`` or ``zuko``.
         linear: The kind of linear layers, one of :data:`LINEAR`; ``qr`` and ``svd`` are of nflows alone, and images
-            have ``full`` and ``lu`` (1 × 1).
+            have ``full`` and ``lu`` (1 × 1). zuko has no models of images.
         **options: Those of the model: ``MODELS[name].options``.
 
     Returns:
-        The library's own object: an nflows ``Flow`` or a ``NormalizingFlow``.
+        The library's own object: a ``Flow`` of nflows or zuko, or a ``NormalizingFlow``.
 
     Example:
         >>> import ebflow_plugin as ebf

@@ -225,7 +225,7 @@ _NOTHING = (
 
 def versions() -> dict[str, str]:
     """What the numbers were made with."""
-    libraries = {name: version(name) for name in ("ebflow-plugin", "nflows", "normflows")}
+    libraries = {name: version(name) for name in ("ebflow-plugin", "nflows", "normflows", "zuko")}
     return {"python": platform.python_version(), "torch": torch.__version__, **libraries}
 
 

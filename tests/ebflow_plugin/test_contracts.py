@@ -7,21 +7,22 @@ import pytest
 import torch
 
 import ebflow_plugin as ebf
-from cases import CASES, NFLOWS_CASES, NORMFLOWS_CASES, REFUSED, SUPPORTED, Case
+from cases import CASES, NFLOWS_CASES, NORMFLOWS_CASES, REFUSED, SUPPORTED, ZUKO_CASES, Case
 from ebflow_plugin import testing
 from exemptions import asking
 
 every_case = pytest.mark.parametrize("case", SUPPORTED, ids=str)
 
-# The inverse of a full matrix is the density direction here, so that energy() needs one solve.
-NEEDS_A_SOLVE = [case for case in SUPPORTED if "of NaiveLinear" in case.name]
+# The inverse of a full matrix is the density direction here, so that energy() needs one solve; a rotation of zuko is
+# the exponential of a matrix.
+NEEDS_A_SOLVE = [case for case in SUPPORTED if re.search(r"of NaiveLinear|Rotation|flows.GF| base: vec", case.name)]
 
 # What the meta device says where a library's code decides by values; which classes do stands in exemptions.py.
 DECIDES_BY_VALUE = re.compile(r"Tensor.item\(\) cannot be called on meta tensors|nonzero|data-dependent")
 
 
 def test_the_census_is_complete():
-    assert (len(NFLOWS_CASES), len(NORMFLOWS_CASES)) == (178, 148)
+    assert (len(NFLOWS_CASES), len(NORMFLOWS_CASES), len(ZUKO_CASES)) == (178, 148, 134)
     assert len({str(case) for case in CASES}) == len(CASES)
 
 
@@ -71,7 +72,7 @@ def test_energy_computes_no_determinant(case: Case):
 
 @pytest.mark.parametrize("case", NEEDS_A_SOLVE, ids=str)
 def test_a_density_direction_that_needs_a_solve_asks_for_no_log_det(case: Case):
-    with pytest.raises(AssertionError, match=r"solve|lu_factor"):
+    with pytest.raises(AssertionError, match=r"solve|lu_factor|matrix_exp"):
         testing.check_no_determinant(case.build(), case.x(), case.context())
 
 

@@ -26,6 +26,11 @@ EXPECTED = {
     "sbi_posterior": [r"posterior mean.* known" if find_spec("sbi") else r"^skipped: .*pip install sbi\n$"],
     "unconstrain": [r"_transform\._transforms\.0: LULinear -> FullLinear", rf"full, .* NLL +{NUMBER}"],
     "wrap_nflows": [r"LULinear +linear", "65 checks of this model hold", rf"exact test NLL {NUMBER} -> {NUMBER}"],
+    "wrap_zuko": [
+        r"FullLinear +linear +3 × 3",
+        r"checks of this model hold",
+        rf"own log_prob: {NUMBER}\), .* {NUMBER}\n",
+    ],
     "wrap_normflows": [r"merges\.0 +Merge", r"checks of this model hold", rf"bits/dim calibrated +{NUMBER}"],
 }
 PICTURES = {"wrap_nflows", "wrap_normflows"}

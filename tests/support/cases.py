@@ -5,6 +5,7 @@ from nflows_cases import NFLOWS_CASES
 from nflows_models import NFLOWS_MODELS
 from normflows_cases import NORMFLOWS_CASES
 from normflows_models import NORMFLOWS_MODELS
+from zuko_cases import ZUKO_CASES
 
 __all__ = [
     "BROKEN",
@@ -15,13 +16,14 @@ __all__ = [
     "NORMFLOWS_MODELS",
     "REFUSED",
     "SUPPORTED",
+    "ZUKO_CASES",
     "Case",
     "perturb",
     "seeded",
     "set_running_stats",
 ]
 
-CASES: tuple[Case, ...] = (*NFLOWS_CASES, *NFLOWS_MODELS, *NORMFLOWS_CASES, *NORMFLOWS_MODELS)
+CASES: tuple[Case, ...] = (*NFLOWS_CASES, *NFLOWS_MODELS, *NORMFLOWS_CASES, *NORMFLOWS_MODELS, *ZUKO_CASES)
 SUPPORTED = tuple(case for case in CASES if case.supported)
 REFUSED = tuple(case for case in CASES if case.expect == "refused")
 BROKEN = tuple(case for case in CASES if case.expect == "broken")

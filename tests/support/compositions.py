@@ -1,4 +1,4 @@
-"""Random flows of either library, for property tests: a spec is drawn by hypothesis, and built with a seed.
+"""Random flows of each library, for property tests: a spec is drawn by hypothesis, and built with a seed.
 
 A spec is a tree: a leaf names a layer, ``("inverse", spec)`` runs one backwards, ``("compose", [specs])`` chains them.
 """
@@ -13,10 +13,14 @@ from nflows import distributions, flows, transforms
 from nflows.nn import nets
 from normflows.flows.mixing import _LULinear
 from torch import nn
+from zuko import transforms as T
+from zuko.lazy import Flow, LazyComposedTransform, LazyInverse, UnconditionalTransform
 
 import ebflow_nflows
 import ebflow_normflows
+import ebflow_zuko
 from case import perturb, seeded
+from zuko_parts import autoregressive, coupling, elementwise, normal
 
 D, SHAPE = 4, (4, 4, 4)
 
@@ -136,7 +140,50 @@ NORMFLOWS = Library(
     ),
 )
 
-LIBRARIES = (NFLOWS, NORMFLOWS)
+
+def fixed(maker, *tensors, **options):
+    return lambda: UnconditionalTransform(maker, *(make() for make in tensors), **options)
+
+
+def entries(*shape, scale=0.5):
+    return lambda: scale * torch.randn(shape)
+
+
+def near_identity():
+    return torch.eye(D) + 0.2 * torch.randn(D, D)
+
+
+ZUKO_ANYWHERE = {  # on the last dimension of vectors and images
+    "permutation": fixed(T.PermutationTransform, lambda: torch.randperm(D), buffer=True),
+    "rotation": fixed(T.RotationTransform, entries(D, D)),
+    "lu": fixed(T.LULinearTransform, near_identity),
+    "full": lambda: ebflow_zuko.FullLinear(D, init="orthogonal"),
+    "shift": fixed(T.AdditiveTransform, entries(D)),
+    "affine": fixed(T.MonotonicAffineTransform, entries(D), entries(D)),
+    "numbers": lambda: UnconditionalTransform(T.AffineTransform, 0.3, -1.7),
+    "smooth": lambda: ebflow_zuko.SmoothLeakyReLU(0.4),
+    "spline": fixed(T.MonotonicRQSTransform, entries(D, 5), entries(D, 5), entries(D, 4)),
+}
+ZUKO = Library(
+    name="zuko",
+    vectors={
+        **ZUKO_ANYWHERE,
+        "coupling": coupling(),
+        "additive": coupling(univariate=T.AdditiveTransform, shapes=[()]),
+        "maf": autoregressive(),
+        "elementwise": elementwise(),
+    },
+    images={
+        **ZUKO_ANYWHERE,
+        "conv": lambda: ebflow_zuko.FullConv2d(SHAPE[0], kernel_size=3, init="orthogonal"),
+        "circular": lambda: ebflow_zuko.FullConv2d(SHAPE[0], kernel_size=3, padding_mode="circular"),
+    },
+    inverse=LazyInverse,
+    compose=lambda parts: LazyComposedTransform(*parts),
+    flow=lambda transform, shape: Flow(transform, normal(*shape)),
+)
+
+LIBRARIES = (NFLOWS, NORMFLOWS, ZUKO)
 
 
 def specs(library: Library, images: bool):

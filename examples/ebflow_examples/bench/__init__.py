@@ -27,7 +27,7 @@ GROUPS = {
     "cnn": "the same for the paper's cnn, contiguous and channels_last",
     "wrapper": "energy() and log_prob() against a loop over the same modules",
     "growth": "step time against D, peak memory against depth",
-    "rivals": "against nflows, normflows, torchebm and torch-ema",
+    "rivals": "against nflows, normflows, zuko, torchebm and torch-ema",
     "inference": "log_prob and samples of 10,000 points against the libraries' own",
     "limit": "how far a step is from its matrix products at this machine's rate",
 }

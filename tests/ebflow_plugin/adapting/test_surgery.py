@@ -43,6 +43,9 @@ def test_unconstrained_layers_are_trainable_and_invertible(case: Case):
     ebf.wrap(flow).initialize(x, context)
     model = ebf.wrap(ebf.unconstrain(flow).flow)
     weights = [p for step in model.plan.steps if step.class_name.startswith("Full") for p in step.module.parameters()]
+    if not any(weight.requires_grad for weight in weights):
+        assert not any(parameter.requires_grad for parameter in flow.parameters())
+        pytest.skip("a fixed layer stays fixed")
     gradients = torch.autograd.grad(model.score(x, context).square().sum(), weights, allow_unused=True)
     assert any(gradient is not None and gradient.abs().sum() > 0 for gradient in gradients)
     if case.own_inverse:
@@ -100,7 +103,7 @@ def test_smooth_replaces_every_relu(case: Case):
     assert jumping
     assert replaced
     assert not any(row.smoothness == "score jumps" for row in ebf.describe(smoothed))
-    assert all(path.startswith("_transform") or path.startswith("flows") for path, _, _ in replaced)
+    assert all(path.startswith(("_transform", "flows", "transform")) for path, _, _ in replaced)
     old, new = ebf.wrap(flow), ebf.wrap(smoothed)
     assert torch.allclose(new.log_prob(x, context), old.log_prob(x, context), atol=0.05, rtol=1e-3)
     assert any(row.smoothness == "score jumps" for row in ebf.describe(flow))

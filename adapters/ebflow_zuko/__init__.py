@@ -1,0 +1,24 @@
+"""The zuko adapter of ebflow_plugin, and the layers that zuko lacks.
+
+``from ebflow_zuko import FullLinear, FullConv2d, SmoothLeakyReLU`` gives zuko LazyTransforms. zuko itself is imported
+with the first of them, so that a model of another library can be wrapped without it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ebflow_zuko.adapter import ADAPTER
+
+if TYPE_CHECKING:
+    from ebflow_zuko.layers import FullConv2d, FullLinear, SmoothLeakyReLU
+
+__all__ = ["ADAPTER", "FullConv2d", "FullLinear", "SmoothLeakyReLU"]
+
+
+def __getattr__(name: str) -> object:
+    if name in __all__:
+        from ebflow_zuko import layers
+
+        return getattr(layers, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,249 @@
+"""The adapter for zuko: which class acts how, and how a Flow is walked. Imports no flow library.
+
+A lazy module of zuko has one job, to make a transform from a context; the walk goes by the classes of the modules, and
+through UnconditionalTransform by the class of what it makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ebflow_plugin.adapting.discovery import Adapter, comes_from
+from ebflow_plugin.adapting.teaching import TAUGHT, Child, Container, Rule
+from ebflow_plugin.errors import InputError
+from ebflow_plugin.plan.elementwise import ActivationStep
+from ebflow_plugin.plan.matrices import FullStep
+from ebflow_plugin.plan.plan import Base, Plan, Step
+from ebflow_plugin.plan.smooth_modules import see_into
+from ebflow_zuko import linear, steps
+from ebflow_zuko.base import base_of
+from ebflow_zuko.linear import made_name, maker_of
+from ebflow_zuko.transforms import PACKAGES, known_name
+
+see_into(("zuko", "sbi"))  # all of their networks keep activations as modules
+
+
+def members(name: str) -> Container:
+    """The rule of a class with a list of transforms."""
+    return Container(
+        lambda module: (Child(f"{name}.{index}", member) for index, member in enumerate(getattr(module, name)))
+    )
+
+
+def member(name: str, inverted: bool = False) -> Container:
+    """The rule of a class around one transform."""
+    return Container(lambda module: [Child(name.lstrip("_"), getattr(module, name), inverted)])
+
+
+def matrix(step: type[Step], dim: int = 2) -> Rule:
+    """The rule of a transform by one matrix, or one order; one for each sample is left to zuko."""
+
+    def rule(module: Any) -> Rule | None:
+        return step if all(tensor.dim() == dim for tensor in held(module)) else None
+
+    return rule
+
+
+def held(module: Any) -> list[Tensor]:
+    """The tensors of an unconditional lazy module, or of a transform."""
+    if isinstance(module, nn.Module):
+        return [*module.parameters(), *module.buffers()]
+    return [value for value in vars(module).values() if isinstance(value, Tensor)]
+
+
+# The transforms, by what their parameters are when no context decides about them.
+TRANSFORMS: dict[str, Rule] = {
+    "ComposedTransform": members("transforms"),
+    "ComposeTransform": members("parts"),
+    "DependentTransform": member("base"),
+    "IndependentTransform": member("base_transform"),
+    "Inverse": member("_inv", inverted=True),
+    "_InverseTransform": member("_inv", inverted=True),
+    # linear
+    "IdentityTransform": linear.SameStep,
+    "AdditiveTransform": linear.TranslationStep,
+    "AffineTransform": linear.AffineStep,
+    "MonotonicAffineTransform": linear.AffineStep,
+    "PermutationTransform": matrix(linear.OrderStep, dim=1),
+    "RotationTransform": matrix(linear.RotationStep),
+    "LULinearTransform": matrix(linear.TriangularMatrixStep),
+    # nonlinear
+    "ExpTransform": steps.ExpStep,
+    "SigmoidTransform": steps.SigmoidStep,
+    "SoftclipTransform": steps.SoftclipStep,
+    **dict.fromkeys(
+        (
+            "BernsteinTransform",
+            "BoundedBernsteinTransform",
+            "CircularRQSTransform",
+            "CircularShiftTransform",
+            "CosTransform",
+            "CumulativeDistributionTransform",
+            "GaussianizationTransform",
+            "MonotonicRQSTransform",
+            "MonotonicTransform",
+            "PowerTransform",
+            "SOSPolynomialTransform",
+            "ShiftedSOSPTransform",
+            "SignedPowerTransform",
+            "SinTransform",
+            "SoftplusTransform",
+            "TanhTransform",
+            "UnconstrainedMonotonicTransform",
+            "MNN",
+            "UMNN",
+        ),
+        steps.UnivariateStep,
+    ),
+    "FreeFormJacobianTransform": steps.IntegratedFlowStep,
+}
+COMPOSITIONS = ("ComposedTransform", "ComposeTransform", "DependentTransform", "IndependentTransform")
+
+
+def unconditional(module: Any) -> Rule | None:
+    """An UnconditionalTransform, by what it makes: a class of zuko, of torch, or one that a user registered."""
+    maker, name = maker_of(module), made_name(module)
+    if isinstance(maker, type) and (taught := TAUGHT.get(maker)) is not None:
+        return taught
+    if name in COMPOSITIONS or _holds_a_transform(module):  # of transforms that are held as they are
+        return Container(lambda module: [Child("", module())])
+    return TRANSFORMS.get(name or "")
+
+
+def elementwise(module: Any) -> Rule:
+    """An ElementWiseTransform: without a context its parameters are those of the module."""
+    name = known_name(module.univariate)
+    if hasattr(module, "phi") or name in ("AdditiveTransform", "IdentityTransform"):
+        return TRANSFORMS.get(name or "", steps.UnivariateStep)
+    return steps.UnivariateStep
+
+
+def _holds_a_transform(module: Any) -> bool:
+    """Whether it makes nothing, but gives a transform that sbi put into it."""
+    maker = getattr(module, "f", None)
+    return type(maker).__name__ == "CallableTransform" and comes_from(type(maker), ("sbi",))
+
+
+RULES: dict[str, Rule] = {
+    "LazyComposedTransform": members("transforms"),
+    "LazyInverse": member("transform", inverted=True),
+    "UnconditionalTransform": unconditional,
+    "Unconditional": unconditional,
+    "ElementWiseTransform": elementwise,
+    "MaskedAutoregressiveTransform": steps.AutoregressiveStep,
+    "GeneralCouplingTransform": steps.CouplingStep,
+    "FFJTransform": steps.IntegratedFlowStep,
+    "FullLinear": FullStep,
+    "FullConv2d": FullStep,
+    "SmoothLeakyReLU": ActivationStep,
+}
+
+
+class ZukoAdapter(Adapter):
+    """Walks the flows of zuko, and the estimators of sbi that are made of one and of a network for the context."""
+
+    name = "zuko"
+    flows = (
+        "the flows of zuko.flows, zuko.lazy.Flow, zuko.mixtures.GMM, sbi's ZukoFlow; for a bare LazyTransform, give it "
+        "a base density first: Flow(transform, UnconditionalDistribution(DiagNormal, mean, std, buffer=True))"
+    )
+    packages = PACKAGES
+    rules = MappingProxyType(RULES)
+    opaque = steps.UnknownStep
+    density_methods = ("forward",)
+    constrained = MappingProxyType(
+        {
+            "RotationTransform": lambda module: (held(module)[0].shape[-1], False),
+            "LULinearTransform": lambda module: (held(module)[0].shape[-1], False),
+        }
+    )
+
+    def is_flow(self, model: object) -> bool:
+        return self._is(model, "Flow", "GMM") or is_estimator(model)
+
+    def rule(self, cls: type) -> Rule | None:
+        if issubclass(cls, torch.distributions.Transform) and comes_from(cls, (*PACKAGES, "torch")):
+            return TRANSFORMS.get(cls.__name__)
+        return super().rule(cls)
+
+    def plan(self, flow: Any, overrides: Mapping[str, str] | None = None) -> Plan:
+        overrides = overrides or {}
+        self.check_overrides(overrides, flow)
+        if is_estimator(flow):
+            self.refuse_own_density(flow, methods=("log_prob",), packages=("sbi",))
+            walked, base = self._parts(flow.net, "net", overrides)
+            return Plan(walked, base, adapter=self.name, embedding=Embedding(flow._embedding_net))
+        walked, base = self._parts(flow, "", overrides)
+        return Plan(walked, base, adapter=self.name)
+
+    def _parts(self, flow: Any, path: str, overrides: Mapping[str, str]) -> tuple[tuple[Step, ...], Base]:
+        """The steps of a flow and its base; where the base is a flow, its steps and its base are taken in."""
+        walked: list[Step] = []
+        while self._is(flow, "Flow"):
+            self.refuse_own_density(flow)
+            walked += self.walk(flow.transform, dotted(path, "transform"), self.inverted, overrides)
+            flow, path = flow.base, dotted(path, "base")
+        return tuple(walked), base_of(flow, path)
+
+    def _is(self, model: object, *names: str) -> bool:
+        return any(parent.__name__ in names and self.ours(parent) for parent in type(model).__mro__)
+
+    def own_log_prob(self, flow: Any, x: Tensor, context: Tensor | None) -> Tensor:
+        """The library's own density: ``flow(context).log_prob(x)``."""
+        if is_estimator(flow):
+            of_samples: Tensor = flow.log_prob(x[None], context)
+            return of_samples[0]
+        result: Tensor = flow(context).log_prob(x)
+        return result
+
+    def full_layer(self, features: int, images: bool) -> nn.Module:
+        from ebflow_zuko.layers import FullLinear
+
+        return FullLinear(features)
+
+    def inverse_of(self, module: nn.Module) -> nn.Module:
+        from zuko.lazy import LazyInverse
+
+        inverse: nn.Module = LazyInverse(module)
+        return inverse
+
+    def unit(self, flow: nn.Module, path: str, inverted: bool) -> tuple[str, bool]:
+        """A LazyInverse around a layer goes with it: the full layer has the inverse matrix."""
+        parent = path.rpartition(".")[0]
+        while parent and type(flow.get_submodule(parent)).__name__ == "LazyInverse":
+            path, inverted = parent, not inverted
+            parent = path.rpartition(".")[0]
+        return path, inverted
+
+
+class Embedding(nn.Module):
+    """What sbi does to a condition before the flow sees it: standardising, a network, and one row for each sample."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, context: Tensor | None) -> Tensor:
+        """Takes conditions, with shape ``(B, *)``, to contexts of the flow, with shape ``(B, C)``."""
+        if context is None:
+            raise InputError("this estimator is conditional: pass the observations as context")
+        embedded: Tensor = self.network(context)
+        return embedded.reshape(context.shape[0], -1)
+
+
+def is_estimator(model: object) -> bool:
+    """Whether an object is sbi's ZukoFlow: a flow, and beside it a network for the condition."""
+    return any(parent.__name__ == "ZukoFlow" and comes_from(parent, ("sbi",)) for parent in type(model).__mro__)
+
+
+def dotted(*names: str) -> str:
+    """A path of these names, without the empty ones."""
+    return ".".join(name for name in names if name)
+
+
+ADAPTER = ZukoAdapter()

@@ -1,0 +1,100 @@
+"""The base distributions of zuko: lazy modules that make a ``torch.distributions`` object from a context."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ebflow_plugin.adapting.teaching import TAUGHT, Taught
+from ebflow_plugin.plan.derivatives import End, gaussian_end, summed
+from ebflow_plugin.plan.plan import Base, Shapes
+from ebflow_plugin.plan.smoothness import Smoothness
+from ebflow_zuko.linear import Made, made_name, taken_context
+from ebflow_zuko.transforms import ours
+
+__all__ = ["NormalBase", "ZukoBase", "base_of"]
+
+SMOOTHNESS = {
+    **dict.fromkeys(
+        (
+            "Cauchy",
+            "DiagNormal",
+            "GMM",
+            "Gumbel",
+            "LowRankMultivariateNormal",
+            "MultivariateNormal",
+            "Normal",
+            "StudentT",
+        ),
+        Smoothness.SMOOTH,
+    ),
+    "Laplace": Smoothness.KINKED,
+    **dict.fromkeys(
+        ("BoxUniform", "Maximum", "Minimum", "Sort", "TopK", "TransformedUniform", "Truncated", "Uniform"),
+        Smoothness.JUMPS,
+    ),
+}
+
+
+class ZukoBase(Made, Base):
+    """A lazy distribution, which makes one for each context. Entries that it takes as independent are summed over."""
+
+    def __init__(self, module: Any, path: str) -> None:
+        super().__init__(module, path, _shapes(module))
+
+    @property
+    def smoothness(self) -> Smoothness:
+        taught = TAUGHT.get(type(self.module))
+        if isinstance(taught, Taught):
+            return taught.smoothness
+        return SMOOTHNESS.get(self.class_name, Smoothness.UNKNOWN) if ours(type(self.module)) else Smoothness.UNKNOWN
+
+    def made(self, context: Tensor | None = None) -> Any:
+        return super().made(taken_context(self.module, context))
+
+    def log_prob(self, latents: tuple[Tensor, ...], context: Tensor | None) -> Tensor:
+        return _log_prob(self.made(context), latents[0])
+
+    def sample(self, n: int, context: Tensor | None, like: Tensor) -> tuple[Tensor, ...]:
+        distribution = self.made(context)
+        one_each = context is not None and distribution.batch_shape[:1] == (n,)
+        return (distribution.sample(torch.Size([] if one_each else [n])).to(like),)
+
+
+class NormalBase(ZukoBase):
+    """A Gaussian of independent entries."""
+
+    @property
+    def closed(self) -> bool:
+        return True
+
+    def expand(self, latents: tuple[Tensor, ...], context: Tensor | None) -> End:
+        distribution = self.made(context)
+        mean, std = distribution.mean, distribution.stddev
+        return gaussian_end(latents[0], mean, std, lambda: -_log_prob(distribution, latents[0]))
+
+    def mean_std(self, context: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation, to be broadcast against a batch of latents."""
+        distribution = self.made(context)
+        return distribution.mean, distribution.stddev
+
+
+def base_of(module: Any, path: str) -> ZukoBase:
+    """The base density of a lazy distribution."""
+    unconditional = type(module).__name__ in ("UnconditionalDistribution", "Unconditional") and ours(type(module))
+    return (NormalBase if unconditional and made_name(module) in ("DiagNormal", "Normal") else ZukoBase)(module, path)
+
+
+def _log_prob(distribution: Any, z: Tensor) -> Tensor:
+    log_prob: Tensor = distribution.log_prob(z)
+    return summed(log_prob) if log_prob.dim() > 1 else log_prob
+
+
+def _shapes(module: Any) -> Shapes | None:
+    """The event shape, where no context is needed to know it."""
+    if not ours(type(module)) or not (hasattr(module, "f") or hasattr(module, "meta") or hasattr(module, "phi")):
+        return None
+    distribution = module()
+    return (tuple(distribution.batch_shape + distribution.event_shape),)

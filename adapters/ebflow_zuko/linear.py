@@ -1,0 +1,174 @@
+"""The linear classes of zuko: where each keeps its numbers, in its own forward direction.
+
+Each step asks its lazy module once a call for the transform that acts, and reads the numbers off that. What is a vector
+is the last dimension, as zuko has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import log, prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ebflow_plugin.plan.derivatives import Expansion
+from ebflow_plugin.plan.linear import ElementwiseAffineStep, IdentityStep, IsometryStep, OrthogonalStep, PermutationStep
+from ebflow_plugin.plan.matrices import TriangularStep
+from ebflow_plugin.plan.plan import Shape
+from ebflow_zuko.transforms import bare, known_name, unwrapped
+
+__all__ = [
+    "AffineStep",
+    "Made",
+    "OrderStep",
+    "RotationStep",
+    "SameStep",
+    "TranslationStep",
+    "TriangularMatrixStep",
+    "made_name",
+    "maker_of",
+    "taken_context",
+]
+
+
+def maker_of(module: Any) -> Any:
+    """The class or function whose transforms, or distributions, an unconditional lazy module makes."""
+    return unwrapped(getattr(module, "f", getattr(module, "meta", None)))
+
+
+def made_name(module: Any) -> str | None:
+    """The name of what an unconditional lazy module makes, if it is of zuko or of torch."""
+    return known_name(maker_of(module))
+
+
+def taken_context(module: Any, context: Tensor | None) -> Tensor | None:
+    """The context, or None for an ElementWiseTransform or a GMM that was built without: zuko raises there."""
+    return None if "phi" in getattr(module, "_modules", ()) else context
+
+
+class Made:
+    """A step whose module is a lazy one, or a transform that is held as it is."""
+
+    module: Any
+
+    @property
+    def class_name(self) -> str:
+        """What is made, for modules that can make anything."""
+        kind = type(self.module).__name__
+        name = getattr(maker_of(self.module), "__name__", None) if kind.startswith("Unconditional") else None
+        return name or kind
+
+    def made(self, context: Tensor | None = None) -> Any:
+        """The transform that acts."""
+        return self.module(context) if isinstance(self.module, nn.Module) else self.module
+
+
+class SameStep(Made, IdentityStep):
+    """IdentityTransform."""
+
+
+class AffineStep(Made, ElementwiseAffineStep):
+    """MonotonicAffineTransform without a context, and torch's AffineTransform."""
+
+    def numbers(self) -> tuple[Tensor | float, Tensor | float, Tensor | float]:
+        """Scale, shift and log|scale|."""
+        transform = bare(self.made())
+        if hasattr(transform, "log_scale"):
+            return transform.scale, transform.shift, transform.log_scale
+        scale = transform.scale
+        return scale, transform.loc, torch.log(torch.abs(scale)) if isinstance(scale, Tensor) else log(abs(scale))
+
+    def scale_shift(self, dim: int) -> tuple[Tensor | float, Tensor | float]:
+        return self.numbers()[:2]
+
+    def log_scale(self, dim: int) -> Tensor:
+        return torch.as_tensor(self.numbers()[2])
+
+    def log_abs_det(self, shape: Shape) -> Tensor | float:  # type: ignore[override]
+        log_scale = self.numbers()[2]
+        if not isinstance(log_scale, Tensor):
+            return log_scale * prod(shape)
+        return log_scale.sum() * (prod(shape) // log_scale.numel())
+
+
+class TranslationStep(Made, IsometryStep):
+    """AdditiveTransform whose shift is a parameter, or depends on the context: its log-det is 0 in any case."""
+
+    reason = "translation"
+
+    def shift(self, context: Tensor | None) -> Tensor:
+        """The shift, to be broadcast against a batch."""
+        shift: Tensor = bare(self.made(taken_context(self.module, context))).shift
+        return shift
+
+    def apply(self, x: Tensor) -> Tensor:
+        return x + self.shift(None)
+
+    def invert(self, y: Tensor) -> Tensor:
+        return y - self.shift(None)
+
+    def encode(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, None]:
+        shift = self.shift(context)
+        return (x - shift if self.inverted else x + shift), None
+
+    def decode(self, z: Tensor, context: Tensor | None) -> Tensor:
+        shift = self.shift(context)
+        return z + shift if self.inverted else z - shift
+
+    @property
+    def closed(self) -> bool:
+        return True
+
+    def expand(self, x: Tensor, context: Tensor | None) -> Expansion:
+        return Expansion(self.encode(x, context)[0], lambda tangent: tangent, lambda adjoint: adjoint)
+
+
+class OrderStep(Made, PermutationStep):
+    """PermutationTransform."""
+
+    def order(self) -> tuple[Tensor, int]:
+        return self.made().order, -1
+
+
+class RotationStep(Made, OrthogonalStep):
+    """RotationTransform: R = exp(A - Aᵀ), with log-det 0. The exponential is made anew for each call, in O(D³)."""
+
+    reason = "rotation: no log-det, but a matrix exponential each call"
+
+    def apply(self, x: Tensor) -> Tensor:
+        return x @ self.made().R.mT
+
+    def invert(self, y: Tensor) -> Tensor:
+        return y @ self.made().R
+
+    def expand(self, x: Tensor, context: Tensor | None) -> Expansion:
+        rotation = self.made().R.mT if self.inverted else self.made().R
+        return Expansion(x @ rotation.mT, lambda tangent: tangent @ rotation.mT, lambda adjoint: adjoint @ rotation)
+
+
+class TriangularMatrixStep(Made, TriangularStep):
+    """LULinearTransform: here it is L that has the diagonal, and U that has ones."""
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        transform = self.made()
+        return transform.L, transform.U
+
+    def log_diagonal(self) -> Tensor:
+        lower: Tensor = self.made().L
+        return lower.diagonal().abs().log()
+
+    def log_abs_det(self, shape: Shape) -> Tensor:
+        return self.log_diagonal().sum() * prod(shape[:-1])
+
+    def _affine(self, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+        lower, upper = self.factors()
+        return (
+            x @ upper.mT @ lower.mT,
+            lambda tangent: tangent @ upper.mT @ lower.mT,
+            lambda adjoint: adjoint @ lower @ upper,
+        )
+
+    def invert(self, y: Tensor) -> Tensor:
+        return self._solve(y.reshape(-1, y.shape[-1])).reshape(y.shape)

@@ -1,0 +1,268 @@
+"""The nonlinear classes of zuko: how each acts, and what it does to the score.
+
+Conditioned transforms are as smooth as the transform of single features that they apply, and as the network that gives
+its parameters from other features; a network of the context alone changes nothing for the score.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ebflow_plugin.adapting.teaching import TAUGHT, OpaqueStep, Taught
+from ebflow_plugin.plan.elementwise import Curve, ElementwiseStep, logit_slopes, sigmoid_curve
+from ebflow_plugin.plan.linear import RefusedStep
+from ebflow_plugin.plan.plan import NonlinearStep
+from ebflow_plugin.plan.smoothness import Smoothness, smoothness_of
+from ebflow_zuko.linear import Made, made_name, taken_context
+from ebflow_zuko.transforms import VOLUME_PRESERVING, forward, inverse, known_name, unwrapped
+
+__all__ = [
+    "AutoregressiveStep",
+    "CouplingStep",
+    "ExpStep",
+    "IntegratedFlowStep",
+    "SigmoidStep",
+    "SoftclipStep",
+    "UnivariateStep",
+    "UnknownStep",
+]
+
+SMOOTHNESS = {
+    **dict.fromkeys(
+        (
+            "AdditiveTransform",
+            "AffineTransform",
+            "BernsteinTransform",
+            "BoundedBernsteinTransform",
+            "CosTransform",
+            "CumulativeDistributionTransform",
+            "GaussianizationTransform",
+            "IdentityTransform",
+            "MonotonicAffineTransform",
+            "SOSPolynomialTransform",
+            "ShiftedSOSPTransform",
+            "SinTransform",
+            "SoftplusTransform",
+            "TanhTransform",
+        ),
+        Smoothness.SMOOTH,
+    ),
+    # The log-det is a derivative of the map: a map that bends only once gives a score that jumps.
+    "MonotonicRQSTransform": Smoothness.KINKED,
+    "SoftclipTransform": Smoothness.KINKED,
+    "MNN": Smoothness.KINKED,
+    # A circle has no end, but the networks behind it see where it was cut; a power has a pole or a zero at 0.
+    "CircularShiftTransform": Smoothness.JUMPS,
+    "CircularRQSTransform": Smoothness.JUMPS,
+    "SignedPowerTransform": Smoothness.JUMPS,
+}
+ORDER = (Smoothness.FALSE, Smoothness.JUMPS, Smoothness.KINKED, Smoothness.UNKNOWN, Smoothness.SMOOTH)
+# Maps onto a bounded domain, whose inverses explode at its edge.
+BOUNDED = ("CosTransform", "CumulativeDistributionTransform", "SinTransform", "SoftplusTransform", "TanhTransform")
+
+
+def smoothness_of_maker(maker: Any) -> Smoothness:
+    """What the transforms of single features do to the score that a class, function or module makes."""
+    name, cls = known_name(maker), unwrapped(maker)
+    taught = TAUGHT.get(cls) if isinstance(cls, type) else None
+    if isinstance(taught, Taught):
+        return taught.smoothness
+    if name == "UMNN":
+        return smoothness_of(maker.integrand)
+    return SMOOTHNESS.get(name or "", Smoothness.UNKNOWN)
+
+
+class LazyStep(Made, NonlinearStep):
+    """A lazy module that is asked once a call for the transform that acts."""
+
+    def call_forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
+        value, log_det = forward(self.made(context), x)
+        return value, 0.0 if log_det is None else log_det
+
+    def call_inverse(self, y: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
+        transform = self.made(context)
+        x = inverse(transform, y)
+        log_det = forward(transform, x)[1]
+        return x, 0.0 if log_det is None else -log_det
+
+    def encode(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        if torch.is_inference_mode_enabled():  # monotonic networks have their log-det by autograd
+            with torch.inference_mode(False), torch.no_grad():
+                return super().encode(x.clone(), None if context is None else context.clone())
+        return super().encode(x, context)
+
+    def decode(self, z: Tensor, context: Tensor | None) -> Tensor:
+        if self.inverted:
+            return forward(self.made(context), z)[0]
+        return inverse(self.made(context), z)
+
+
+class UnknownStep(OpaqueStep, LazyStep):
+    """A lazy transform whose class nobody registered. It gets a copy of its input, since it may write into it."""
+
+    def call_forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
+        return super().call_forward(x.clone(), context)
+
+    def call_inverse(self, y: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
+        return super().call_inverse(y.clone(), context)
+
+
+class UnivariateStep(LazyStep):
+    """A transform of single features, whose parameters depend on the context, or on nothing."""
+
+    def __init__(self, module: Any, path: str, inverted: bool = False) -> None:
+        super().__init__(module, path, inverted)
+        self.reason = f"{self.kind or 'transform of unknown class'}, elementwise"
+        if self.kind in ("AffineTransform", "MonotonicAffineTransform"):
+            self.reason = "affine in x, but its log-det depends on the context"
+
+    @property
+    def kind(self) -> str | None:
+        """The name of the transform."""
+        if hasattr(self.module, "univariate"):
+            return known_name(self.module.univariate)
+        return made_name(self.module) or known_name(type(self.module))
+
+    @property
+    def smoothness(self) -> Smoothness:
+        if hasattr(self.module, "univariate"):
+            return smoothness_of_maker(self.module.univariate)
+        return SMOOTHNESS.get(self.kind or "", Smoothness.UNKNOWN)
+
+    @property
+    def sensitive(self) -> bool:
+        return self.kind == "PowerTransform" or (self.inverted and self.kind in BOUNDED)
+
+    def made(self, context: Tensor | None = None) -> Any:
+        return super().made(taken_context(self.module, context))
+
+
+class AutoregressiveStep(LazyStep):
+    """MaskedAutoregressiveTransform."""
+
+    def __init__(self, module: Any, path: str, inverted: bool = False) -> None:
+        super().__init__(module, path, inverted)
+        name = known_name(module.univariate)
+        self.reason = f"{name or 'transform of unknown class'}, conditioned on its input"
+        if name in VOLUME_PRESERVING:
+            self.reason = "volume-preserving, but not affine in x"
+
+    @property
+    def smoothness(self) -> Smoothness:
+        return min(smoothness_of_maker(self.module.univariate), smoothness_of(self.module.hyper), key=ORDER.index)
+
+
+class CouplingStep(AutoregressiveStep):
+    """GeneralCouplingTransform. zuko looks for the halves of its mask on each call, and waits for the device."""
+
+    def call_forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
+        order, constant, changed = self._halves(x, context)
+        value, log_det = forward(self.module.meta(context, constant), changed)
+        return self._joined(order, constant, value), 0.0 if log_det is None else log_det
+
+    def call_inverse(self, y: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
+        order, constant, changed = self._halves(y, context)
+        transform = self.module.meta(context, constant)
+        value = inverse(transform, changed)
+        log_det = forward(transform, value)[1]
+        return self._joined(order, constant, value), 0.0 if log_det is None else -log_det
+
+    def decode(self, z: Tensor, context: Tensor | None) -> Tensor:
+        order, constant, changed = self._halves(z, context)
+        transform = self.module.meta(context, constant)
+        value = forward(transform, changed)[0] if self.inverted else inverse(transform, changed)
+        return self._joined(order, constant, value)
+
+    def _halves(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """The order that puts the constant features first, these, and the others."""
+        order = torch.argsort(self.module.mask.to(torch.uint8), descending=True, stable=True)
+        count = self.module.hyper.in_features - (0 if context is None else context.shape[-1])
+        sorted_x = x.index_select(-1, order)
+        return order, sorted_x[..., :count], sorted_x[..., count:]
+
+    def _joined(self, order: Tensor, constant: Tensor, changed: Tensor) -> Tensor:
+        return torch.cat([constant, changed], dim=-1).index_select(-1, torch.argsort(order))
+
+
+class SoftclipStep(Made, ElementwiseStep):
+    """y = x / (1 + |x| / B): the derivative of its log-det jumps at 0."""
+
+    @property
+    def smoothness(self) -> Smoothness:
+        return Smoothness.KINKED
+
+    @property
+    def sensitive(self) -> bool:
+        return self.inverted
+
+    def forward_curve(self, x: Tensor, context: Tensor | None) -> Curve:
+        return self._curve(x, self.made().bound, 1.0)
+
+    def inverse_curve(self, y: Tensor, context: Tensor | None) -> Curve:
+        return self._curve(y, self.made().bound, -1.0)
+
+    @staticmethod
+    def _curve(x: Tensor, bound: float, sign: float) -> Curve:
+        """The curve x / (1 ± |x| / B)."""
+        share = 1.0 / (1.0 + sign * torch.abs(x) / bound)
+
+        def slopes() -> tuple[Tensor, Tensor, Tensor]:
+            return share**2, -2.0 * sign / bound * torch.sign(x) * share, 2.0 * (share / bound) ** 2
+
+        return Curve(x * share, lambda: 2.0 * torch.log(share), slopes)
+
+
+class SigmoidStep(Made, ElementwiseStep):
+    """torch's SigmoidTransform. Its inverse is a logit that clamps its input to (0, 1), as torch has it."""
+
+    @property
+    def class_name(self) -> str:
+        return "Logit" if self.inverted else super().class_name
+
+    @property
+    def sensitive(self) -> bool:
+        return self.inverted
+
+    def forward_curve(self, x: Tensor, context: Tensor | None) -> Curve:
+        return sigmoid_curve(x)
+
+    def inverse_curve(self, y: Tensor, context: Tensor | None) -> Curve:
+        info = torch.finfo(y.dtype)
+        clamped = y.clamp(min=info.tiny, max=1.0 - info.eps)
+        logit = torch.log(clamped) - torch.log1p(-clamped)
+
+        def slopes() -> tuple[Tensor, Tensor, Tensor]:
+            free = (clamped == y).to(y)  # where it is clamped nothing depends on y
+            slope, first, second = logit_slopes(clamped)
+            return free * slope, free * first, free * second
+
+        return Curve(logit, lambda: -F.logsigmoid(logit) - F.logsigmoid(-logit), slopes)
+
+
+class ExpStep(Made, ElementwiseStep):
+    """torch's ExpTransform, and the logarithm that is its inverse."""
+
+    @property
+    def sensitive(self) -> bool:
+        return True
+
+    def forward_curve(self, x: Tensor, context: Tensor | None) -> Curve:
+        y = torch.exp(x)
+        return Curve(y, lambda: x, lambda: (y, 1.0, 0.0))
+
+    def inverse_curve(self, y: Tensor, context: Tensor | None) -> Curve:
+        x = torch.log(y)
+        return Curve(x, lambda: -x, lambda: (1.0 / y, -1.0 / y, y**-2))
+
+
+class IntegratedFlowStep(Made, RefusedStep):
+    """FFJTransform, of a CNF."""
+
+    reason = (
+        "a differential equation, solved to a tolerance with steps that depend on the whole batch, without second "
+        "derivatives: its energy is not exact"
+    )

@@ -1,0 +1,157 @@
+"""What the transforms do that zuko's lazy modules make: a map and its log-det, by the exact class of the object.
+
+A lazy module is called with a context and gives a ``torch.distributions`` transform, which acts. Most of these act here
+by their own ``call_and_ladj``. Some do not: those that only arrange others; those with a log-det of 0, which compute
+none; and monotonic functions, for what zuko does not get right about their derivatives. It takes the derivative of an
+integral in x as a constant, so that second derivatives of SOSPF and UNAF, and of all inverses by bisection, are wrong
+without an error; and it frees the graph of a function whose parameters and input ask for no gradient, so that nothing
+behind it can be trained.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ebflow_plugin.adapting.discovery import comes_from
+from ebflow_plugin.plan.derivatives import summed
+from ebflow_plugin.plan.registry import resolve
+
+__all__ = ["PACKAGES", "bare", "forward", "inverse", "known_name", "ours", "unwrapped"]
+
+PACKAGES = ("zuko", "ebflow_zuko")
+VOLUME_PRESERVING = ("AdditiveTransform", "IdentityTransform", "PermutationTransform", "RotationTransform")
+INTEGRALS = ("UnconstrainedMonotonicTransform", "SOSPolynomialTransform")
+# Inverted by bisection, to 1e-6.
+BISECTED = (
+    *INTEGRALS,
+    "MonotonicTransform",
+    "BernsteinTransform",
+    "BoundedBernsteinTransform",
+    "GaussianizationTransform",
+)
+NEWTON = 1e-4  # how far a root found by bisection is at most moved
+
+
+def ours(cls: type) -> bool:
+    """Whether a class comes from zuko, or from here."""
+    return comes_from(cls, PACKAGES)
+
+
+def unwrapped(maker: Any) -> Any:
+    """What makes transforms, or distributions, without the partials around it.
+
+    Example:
+        >>> unwrapped(partial(torch.add, 1)) is torch.add
+        True
+    """
+    return unwrapped(maker.func) if isinstance(maker, partial) else maker
+
+
+def known_name(maker: Any) -> str | None:
+    """The name of what makes transforms, or distributions, if it is a class or a function of zuko or of torch.
+
+    Arguments:
+        maker: A class, a function, a module, or a partial of one.
+
+    Example:
+        >>> known_name(torch.distributions.ExpTransform), known_name(lambda: None)
+        ('ExpTransform', None)
+    """
+    maker = unwrapped(maker)
+    if isinstance(maker, nn.Module):
+        return resolve(maker, lambda cls: cls.__name__ if ours(cls) else None)[0]
+    if getattr(maker, "__module__", "").partition(".")[0] not in ("torch", "zuko"):
+        return None
+    name: str | None = getattr(maker, "__name__", None)
+    return name
+
+
+def forward(transform: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The map at x, and its log-det summed to ``(B,)``; None for a log-det of 0."""
+    kind = _kind(transform)
+    if kind == "DependentTransform":
+        return forward(transform.base, x)
+    if kind == "ComposedTransform":
+        total: Tensor | None = None
+        for member in transform.transforms:
+            x, log_det = forward(member, x)
+            total = log_det if total is None else total if log_det is None else total + log_det
+        return x, total
+    if kind == "AutoregressiveTransform":
+        return forward(transform.meta(x), x)
+    if kind in VOLUME_PRESERVING:
+        return transform(x), None
+    y, log_slope = _monotonic(transform, x) if kind in BISECTED else transform.call_and_ladj(x)
+    return y, summed(log_slope) if log_slope.dim() > 1 else log_slope
+
+
+def inverse(transform: Any, y: Tensor) -> Tensor:
+    """The inverse map at y, differentiable as often as :func:`forward` is."""
+    kind = _kind(transform)
+    if kind == "DependentTransform":
+        return inverse(transform.base, y)
+    if kind == "ComposedTransform":
+        for member in reversed(transform.transforms):
+            y = inverse(member, y)
+        return y
+    if kind == "AutoregressiveTransform":
+        x = torch.zeros_like(y)
+        for _ in range(transform.passes):
+            x = inverse(transform.meta(x), y)
+        return x
+    if kind in BISECTED:
+        return _root(transform, y)
+    value: Tensor = transform.inv(y)
+    return value
+
+
+def bare(transform: Any) -> Any:
+    """The univariate transform inside of one that takes the last dimensions together."""
+    return bare(transform.base) if _kind(transform) == "DependentTransform" else transform
+
+
+def _kind(transform: Any) -> str | None:
+    return type(transform).__name__ if ours(type(transform)) else None
+
+
+def _monotonic(transform: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """A monotonic function at x, and the log of its derivative there."""
+    if _kind(transform) in INTEGRALS:
+        return _integral(transform, x)
+    graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # A copy, since the parameters of the function may depend on x.
+        point = x.clone() if x.requires_grad else x.detach().requires_grad_()
+        y = transform.f(point)
+        (slope,) = torch.autograd.grad(y, point, torch.ones_like(y), create_graph=graph, retain_graph=True)
+    return (y, slope.log()) if graph else (y.detach(), slope.log().detach())
+
+
+def _integral(transform: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The integral of a positive function g from 0 to x, and log g(x).
+
+    Where derivatives are asked for: the integral up to the value of x, a constant in x, and one from there to x, which
+    has no length but the derivatives of the integral, g(x), g'(x) and so on: by two points up to the fourth.
+    """
+    if not torch.is_grad_enabled():
+        value: Tensor = transform.f(x)
+        return value, transform.g(x).log()
+    from zuko.utils import GaussLegendre
+
+    here, integral = x.detach(), GaussLegendre.quadrature
+    whole = integral(transform.g, torch.zeros_like(here), here, transform.n)
+    return whole + integral(transform.g, here, x, 2), transform.g(x).log()
+
+
+def _root(transform: Any, y: Tensor) -> Tensor:
+    """Bisects, and goes on with Newton steps: precise to rounding, and with two of them differentiable three times."""
+    with torch.no_grad():
+        x: Tensor = transform.inv(y)
+    for _ in range(2):
+        value, log_slope = _monotonic(transform, x)
+        x = x - ((value - y) * torch.exp(-log_slope)).clamp(-NEWTON, NEWTON)  # outside of its bounds there is no root
+    return x
