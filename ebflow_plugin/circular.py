@@ -1,0 +1,130 @@
+r"""The circular twin of a convolution: the same kernel on a torus, which the Fourier transform inverts.
+
+A convolution with zero (or reflecting, or repeating) padding differs from its twin near the edges alone, so that the
+inverse of the twin, :math:`M`, is nearly its own. Seen by cells of stride x stride pixels, one for each output pixel,
+
+.. math:: y_o(p) = \sum_{i, t} w_{o i t}\, x_{i, r_t}(p + q_t), \qquad t \cdot \text{dilation} - \text{padding}
+          = q_t \cdot \text{stride} + r_t
+
+so that at each frequency f the twin is the :math:`C \times C` matrix
+:math:`B(f)_{o, (i, r)} = \sum_{t : r_t = r} w_{o i t}\, e^{2 \pi \mathrm{i} f q_t / N}`.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ebflow_plugin.geometry import Axis, Geometry, convolve, convolve_transposed
+from ebflow_plugin.operators import Approximation, Operator
+
+__all__ = ["circular_twin", "conv_operator"]
+
+SINGULAR = 1e-3  # a frequency whose inverse is larger than one over this, beside the mean, is left alone
+
+
+def conv_operator(weight: Tensor, geometry: Geometry) -> Operator:
+    """A convolution, with the inverse of its circular twin if it has one, else a multiple of its transpose.
+
+    Arguments:
+        weight: The kernel, with shape (out channels, C / groups, kernel height, kernel width).
+        geometry: What the convolution does with it.
+
+    Example:
+        >>> from ebflow_plugin.geometry import Setting
+        >>> operator = conv_operator(torch.ones(1, 1, 1, 1) * 2, Setting.of(1, kernel_size=1).geometry((1, 2, 2)))
+        >>> operator.approximate().solve(torch.ones(1, 1, 2, 2))
+        tensor([[[[0.5000, 0.5000],
+                  [0.5000, 0.5000]]]])
+    """
+
+    def approximate() -> Approximation | None:
+        if has_twin(geometry):
+            return circular_twin(weight, geometry)
+        return Approximation(lambda v: convolve_transposed(v, weight.detach(), geometry))
+
+    operations = math.prod(geometry.out_shape[1:]) * weight.numel()
+    return Operator(
+        geometry.shape, geometry.out_shape, lambda x: convolve(x, weight, geometry), float(operations), approximate
+    )
+
+
+def has_twin(geometry: Geometry) -> bool:
+    """Whether the image consists of whole cells, one for each output pixel."""
+    return all(axis.out * axis.stride == axis.size for axis in (geometry.rows, geometry.columns))
+
+
+def circular_twin(weight: Tensor, geometry: Geometry) -> Approximation:
+    r"""Inverts the circular twin of a convolution.
+
+    Cost: :math:`O(HW (k C^2 + C^3))` to make it, a Fourier transform and :math:`O(HW C^2)` for each image. Nothing
+    waits for the device. Frequencies at which the twin is nearly singular are left as they are, up to a scale.
+
+    Arguments:
+        weight: The kernel, with shape (out channels, C / groups, kernel height, kernel width).
+        geometry: What the convolution does with it; :func:`has_twin` must hold.
+
+    Example:
+        >>> from ebflow_plugin.geometry import Setting
+        >>> geometry = Setting.of(2, kernel_size=3, padding_mode="circular").geometry((2, 4, 4))
+        >>> kernel, x = torch.randn(2, 2, 3, 3, dtype=torch.float64), torch.randn(5, 2, 4, 4, dtype=torch.float64)
+        >>> torch.allclose(circular_twin(kernel, geometry).solve(convolve(x, kernel, geometry)), x)
+        True
+    """
+    rows, columns, groups = geometry.rows, geometry.columns, geometry.groups
+    fixed = weight.detach().unflatten(0, (groups, -1))  # (groups, out, in, kernel rows, kernel columns)
+    high, wide = _waves(rows, fixed, rows.out), _waves(columns, fixed, columns.out // 2 + 1)
+    along = torch.einsum("goitu,mub->goitmb", fixed.to(wide.dtype), wide)
+    blocks = torch.einsum("nta,goitmb->gnmoiab", high, along).flatten(4)
+    inverse = _guarded_inverse(blocks)  # (groups, rows, columns of frequencies, in, out)
+    cell = (geometry.channels // groups, rows.stride, columns.stride)
+
+    def solve(y: Tensor) -> Tensor:
+        spectrum = torch.fft.rfft2(y.unflatten(1, (groups, -1))).permute(1, 3, 4, 2, 0)
+        cells = torch.fft.irfft2((inverse @ spectrum).permute(4, 0, 3, 1, 2), s=(rows.out, columns.out))
+        return cells.unflatten(2, cell).permute(0, 1, 2, 5, 3, 6, 4).flatten(5).flatten(3, 4).flatten(1, 2)
+
+    def trace() -> Tensor:
+        response = torch.fft.irfft2(inverse.permute(0, 3, 4, 1, 2), s=(rows.out, columns.out)).unflatten(1, cell)
+        down, across = (_distances(axis, fixed.dtype, fixed.device) for axis in (rows, columns))
+        part = torch.einsum("giabonm,umb->giaonu", response, across)
+        return (torch.einsum("giaonu,tna->goitu", part, down).flatten(0, 1) * weight).sum()
+
+    return Approximation(solve, trace)
+
+
+def _waves(axis: Axis, like: Tensor, frequencies: int) -> Tensor:
+    """What a tap on a pixel of a cell adds at each frequency: (frequencies, taps, pixels of a cell), complex."""
+    place = torch.arange(axis.kernel, device=like.device) * axis.dilation - axis.before
+    cell = torch.div(place, axis.stride, rounding_mode="floor")
+    frequency = torch.arange(frequencies, device=like.device)
+    turns = (frequency[:, None] * cell) % axis.out  # whole numbers, so that no digit of the angle is lost
+    angle = turns.to(like.dtype) * (2 * math.pi / axis.out)
+    pixels = torch.arange(axis.stride, device=like.device)
+    own = (place - cell * axis.stride)[:, None] == pixels
+    return torch.polar(torch.ones_like(angle), angle)[:, :, None] * own
+
+
+def _guarded_inverse(blocks: Tensor) -> Tensor:
+    """The inverse of each block, and a multiple of the identity in the place of those that are nearly singular."""
+    size = blocks.shape[-1]
+    scale = blocks.abs().square().sum((-2, -1)).mean().div(size).sqrt().clamp_min(torch.finfo(blocks.real.dtype).tiny)
+    inverse = blocks.reciprocal() if size == 1 else torch.linalg.inv_ex(blocks).inverse
+    length = torch.linalg.vector_norm(inverse, dim=(-2, -1), keepdim=True)
+    unit = torch.eye(size, dtype=blocks.dtype, device=blocks.device) / scale
+    return torch.where(length * scale * SINGULAR < size, inverse, unit)
+
+
+@lru_cache(maxsize=64)
+def _distances(axis: Axis, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """How many outputs a tap serves from a cell so far ahead, and a pixel of that cell: (taps, cells, pixels)."""
+    counts = torch.zeros(axis.kernel, axis.out, axis.stride, dtype=dtype)
+    for place, sources in enumerate(axis.sources()):
+        for tap, source in enumerate(sources):
+            if source >= 0:
+                cell, pixel = divmod(source, axis.stride)
+                counts[tap, (cell - place) % axis.out, pixel] += 1
+    return counts.to(device)
