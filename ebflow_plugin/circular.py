@@ -18,8 +18,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from ebflow_plugin.conv import structure
 from ebflow_plugin.geometry import Axis, Geometry, convolve, convolve_transposed
-from ebflow_plugin.operators import Approximation, Operator
+from ebflow_plugin.operators import Approximation, Operator, dense_operator
 
 __all__ = ["circular_twin", "conv_operator"]
 
@@ -27,7 +28,9 @@ SINGULAR = 1e-3  # a frequency whose inverse is larger than one over this, besid
 
 
 def conv_operator(weight: Tensor, geometry: Geometry) -> Operator:
-    """A convolution, with the inverse of its circular twin if it has one, else a multiple of its transpose.
+    """A convolution, with the inverse of its circular twin if it has one, else with its transpose.
+
+    Where each output pixel reads its own pixels alone (a 1 x 1 kernel, say), it is a dense matrix for each group.
 
     Arguments:
         weight: The kernel, with shape (out channels, C / groups, kernel height, kernel width).
@@ -35,20 +38,29 @@ def conv_operator(weight: Tensor, geometry: Geometry) -> Operator:
 
     Example:
         >>> from ebflow_plugin.geometry import Setting
-        >>> operator = conv_operator(torch.ones(1, 1, 1, 1) * 2, Setting.of(1, kernel_size=1).geometry((1, 2, 2)))
+        >>> operator = conv_operator(torch.eye(9)[4].view(1, 1, 3, 3) * 2, Setting.of(1, kernel_size=3).geometry((1, 2, 2)))
         >>> operator.approximate().solve(torch.ones(1, 1, 2, 2))
         tensor([[[[0.5000, 0.5000],
                   [0.5000, 0.5000]]]])
     """
+    axes = geometry.rows, geometry.columns
+    if structure(geometry) == "patches" and all((axis.kernel, axis.dilation) == (axis.stride, 1) for axis in axes):
+        blocks = weight.unflatten(0, (geometry.groups, -1)).flatten(2)  # each pixel is read once
+        return dense_operator(blocks, times=math.prod(geometry.out_shape[1:]))
 
-    def approximate() -> Approximation | None:
+    def approximate() -> Approximation:
         if has_twin(geometry):
             return circular_twin(weight, geometry)
         return Approximation(lambda v: convolve_transposed(v, weight.detach(), geometry))
 
-    operations = math.prod(geometry.out_shape[1:]) * weight.numel()
+    operations = float(math.prod(geometry.out_shape[1:]) * weight.numel())
     return Operator(
-        geometry.shape, geometry.out_shape, lambda x: convolve(x, weight, geometry), float(operations), approximate
+        shape=geometry.shape,
+        out_shape=geometry.out_shape,
+        product=lambda x: convolve(x, weight, geometry),
+        operations=operations,
+        approximate=approximate,
+        like=weight.detach(),
     )
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from ebflow_plugin.errors import SingularError
 from ebflow_plugin.memo import Memo
 
-__all__ = ["Band", "Dense", "KeptLU", "Matrix", "Solver"]
+__all__ = ["Band", "Dense", "KeptLU", "Matrix", "Solver", "without_autocast"]
 
 Solver = Callable[[Tensor], Tensor]
 T = TypeVar("T")
@@ -214,7 +214,7 @@ class KeptLU:
 
     def log_abs_det(self, weight: Tensor, *setting: Hashable) -> Tensor:
         r"""Returns :math:`\log |\det A|` in the weight's type."""
-        with _without_autocast(weight):
+        with without_autocast(weight):
             value = self._get(self._log_abs_det, lambda matrix: matrix.log_abs_det(), weight, setting)
         return value.to(weight.dtype, copy=True)  # a copy, so that nobody can edit what is kept
 
@@ -224,7 +224,7 @@ class KeptLU:
         Raises:
             SingularError: The matrix has no inverse.
         """
-        with _without_autocast(weight):
+        with without_autocast(weight):
             solver = self._get(self._solver, lambda matrix: matrix.inverse(), weight, setting)
             return solver(y.to(_precision(weight))).to(y.dtype)
 
@@ -245,7 +245,7 @@ def _precision(weight: Tensor) -> torch.dtype:
     return torch.promote_types(weight.dtype, torch.float32 if _in_graph(weight) else torch.float64)
 
 
-def _without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
+def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
     """Autocast would turn the products inside of a factorisation, but not the rest, to half precision."""
     kind = tensor.device.type
     return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()

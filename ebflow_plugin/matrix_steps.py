@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from ebflow_plugin.jets import Expansion
 from ebflow_plugin.linalg import Dense, KeptLU
+from ebflow_plugin.operators import Operator, dense_operator, single_at_least
 from ebflow_plugin.plan import LinearStep, Shape, Shapes
 
 __all__ = ["FullStep", "MatrixStep", "PackedLUStep", "TriangularStep"]
@@ -53,6 +54,10 @@ class MatrixStep(LinearStep):
 
     def log_abs_det(self, shape: Shape) -> Tensor:
         return self._lu.log_abs_det(self.kept()) * prod(shape[1:])
+
+    def operator(self, shape: Shape) -> Operator:
+        kept = single_at_least(self.kept())
+        return dense_operator(kept.mT if self.transposed else kept, times=prod(shape[1:]))
 
     @property
     def closed(self) -> bool:
@@ -189,6 +194,10 @@ class FullStep(LinearStep):
     def log_abs_det(self, shape: Shape) -> Tensor:
         result: Tensor = self.module.log_det(shape)
         return result
+
+    def operator(self, shape: Shape) -> Operator:
+        operator: Operator = self.module.operator(shape)
+        return operator
 
     def forward_shapes(self, shapes: Shapes) -> Shapes:
         return (self.module.output_shape(shapes[0]),)

@@ -5,20 +5,18 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Generator, Tensor, nn
 
-from ebflow_plugin.conv import bandwidths, structure
+from ebflow_plugin.costs import Cost, conv_geometry, exact_cost
 from ebflow_plugin.errors import InputError, SingularError, UnknownNameError, suggest
 from ebflow_plugin.estimate import Estimate
 from ebflow_plugin.estimators import annealed, importance
-from ebflow_plugin.geometry import Geometry
 from ebflow_plugin.lanczos import log_abs_det
-from ebflow_plugin.layers import FullConv2d, FullLinear
+from ebflow_plugin.layers import FullLinear
 from ebflow_plugin.matrix_steps import FullStep, MatrixStep
 from ebflow_plugin.memo import Memo
 from ebflow_plugin.plan import LinearStep, Plan, Shape
@@ -76,18 +74,6 @@ def _tensors(module: Any) -> list[Tensor]:
     return [*module.parameters(), *module.buffers()] if isinstance(module, nn.Module) else []
 
 
-@dataclass(frozen=True)
-class Cost:
-    """What a computation takes, roughly: multiplications, and bytes in double precision."""
-
-    operations: float
-    memory: float
-
-    def exceeds(self, other: Cost) -> bool:
-        """Whether it takes more of anything."""
-        return self.operations > other.operations or self.memory > other.memory
-
-
 # What "auto" factorises, for each layer: about a minute on one core of a CPU, and 2 GB. Dense layers up to D = 11,500.
 AFFORDABLE = Cost(operations=1e12, memory=2 * 2**30)
 
@@ -100,7 +86,7 @@ def estimate_log_z(model: EBFlow, event_shape: Shape, method: str, options: Mapp
         UnknownNameError: If the method has no such option.
     """
     if method == "auto":
-        worst = [_exact_cost(step, shapes) for step, shapes in _linear_steps(model.plan, event_shape)]
+        worst = [exact_cost(step, shapes) for step, shapes in _linear_steps(model.plan, event_shape)]
         method = "lanczos" if any(cost.exceeds(AFFORDABLE) for cost in worst) else "exact"
         if method == "exact":  # options of the method that was not needed are no mistake
             _check_options("lanczos", _METHODS["lanczos"], options)
@@ -127,7 +113,7 @@ def _lanczos(
 ) -> Estimate:
     like, total, variance, bias = model._like(), 0.0, 0.0, 0.0
     for step, shapes in _linear_steps(model.plan, event_shape):
-        shape = step.inverse_shapes(shapes)[0] if step.inverted else shapes[0]  # the determinant is the module's own
+        shape = step.own_shape(shapes)  # the determinant is the module's own
         sign = -1.0 if step.inverted else 1.0
         try:
             with torch.no_grad():
@@ -227,32 +213,10 @@ def _linear_steps(plan: Plan, event_shape: Shape) -> list[tuple[LinearStep, tupl
     return [(step, shapes) for step, shapes in plan.shapes(event_shape) if isinstance(step, LinearStep)]
 
 
-def _conv_geometry(step: LinearStep, shape: Shape) -> Geometry | None:
-    return step.module.setting.geometry(shape) if isinstance(step.module, FullConv2d) else None
-
-
-def _exact_cost(step: LinearStep, shapes: tuple[Shape, ...]) -> Cost:
-    size = step.determinant(shapes)
-    if size is None:
-        return Cost(0.0, 0.0)
-    shape = step.inverse_shapes(shapes)[0] if step.inverted else shapes[0]
-    geometry = _conv_geometry(step, shape)
-    if geometry is not None:
-        kind, group = structure(geometry), geometry.group
-        if kind in ("patches", "fourier"):
-            channels, rows, columns = group.out_shape
-            return Cost(geometry.groups * channels**3 * rows * columns, 32.0 * channels**2 * rows * columns)
-        if kind == "band":
-            lower, upper = min(bandwidths(group), bandwidths(group.turned), key=sum)
-            return Cost(geometry.groups * group.size * lower * (lower + upper), 16.0 * lower * (lower + upper))
-        return Cost(geometry.groups * group.size**3 / 3, 16.0 * group.size**2)
-    return Cost(size**3 / 3, 16.0 * size**2)
-
-
 def _is_cheap(step: LinearStep, shapes: tuple[Shape, ...]) -> bool:
     """Whether a log-det is O(D), or that of small blocks: one matrix for each pixel, say."""
     size = step.determinant(shapes)
-    return size is None or (size < prod(shapes[0]) and not _exact_cost(step, shapes).exceeds(AFFORDABLE))
+    return size is None or (size < prod(shapes[0]) and not exact_cost(step, shapes).exceeds(AFFORDABLE))
 
 
 @torch.no_grad()
@@ -262,7 +226,7 @@ def _squares(step: LinearStep, shape: Shape) -> float | None:
         return float(step.kept().double().square().sum()) * prod(shape[1:])
     if isinstance(step, FullStep) and isinstance(step.module, FullLinear):
         return float(step.module.weight.double().square().sum()) * prod(shape[:-1])
-    geometry = _conv_geometry(step, shape)
+    geometry = conv_geometry(step, shape)
     if geometry is None:
         return None
     counts = []

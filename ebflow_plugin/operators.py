@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import prod
 
 import torch
 from torch import Tensor
 
-__all__ = ["Approximation", "Operator", "dense_operator"]
+__all__ = ["Approximation", "Operator", "dense_inverse", "dense_operator", "single_at_least"]
 
 Shape = tuple[int, ...]
 
@@ -42,11 +41,12 @@ class Operator:
         product: The map :math:`x \mapsto W x` of a batch, differentiable in the parameters of W.
         operations: How many multiplications a product takes, about.
         approximate: Makes the approximate inverse for the present parameters.
+        like: A tensor with the device and dtype of W.
         times: How many equal blocks the layer has: its log-determinant is so many times that of W.
+        matrix: W itself, with shape ``(*, D, D)``, if it is dense.
 
     Example:
-        >>> weight = torch.tensor([[2.0, 0.0], [0.0, 2.0]])
-        >>> operator = dense_operator(weight, times=3)
+        >>> operator = dense_operator(torch.tensor([[2.0, 0.0], [0.0, 2.0]]), times=3)
         >>> operator.product(torch.ones(1, 2)), operator.approximate().solve(torch.ones(1, 2))
         (tensor([[2., 2.]]), tensor([[0.5000, 0.5000]]))
     """
@@ -55,29 +55,49 @@ class Operator:
     out_shape: Shape
     product: Callable[[Tensor], Tensor]
     operations: float
-    approximate: Callable[[], Approximation | None]
+    approximate: Callable[[], Approximation]
+    like: Tensor
     times: int = 1
-
-    @property
-    def size(self) -> int:
-        """The number of elements of an input."""
-        return prod(self.shape)
+    matrix: Tensor | None = None
 
 
-def dense_operator(weight: Tensor, times: int = 1) -> Operator:
-    r"""A dense matrix, with :math:`c W^\top` for its approximate inverse: exact for orthogonal matrices.
+def dense_operator(matrix: Tensor, times: int = 1) -> Operator:
+    r"""A dense matrix, or independent blocks, with :math:`c W^\top` for an approximate inverse.
 
-    :math:`c = D / \|W\|_F^2` makes it the multiple of :math:`W^\top` that is nearest to :math:`W^{-1}`.
+    That is exact for orthogonal matrices; :math:`c = D / \|W\|_F^2` makes it the multiple of :math:`W^\top` that is
+    nearest to :math:`W^{-1}`.
 
     Arguments:
-        weight: The matrix, with shape ``(D, D)``.
+        matrix: The matrix, with shape ``(D, D)``, or blocks that act side by side, with shape ``(G, D, D)``.
         times: On how many vectors it acts, one after the other.
     """
-    size = weight.shape[0]
+    shape = tuple(matrix.shape[:-1])
 
     def approximate() -> Approximation:
-        fixed = weight.detach()
-        near = fixed * (size / fixed.square().sum())  # the transpose of M
-        return Approximation(solve=lambda v: v @ near, trace=lambda: (near * weight).sum())
+        fixed = matrix.detach()
+        return dense_inverse(matrix, fixed.mT * (shape[-1] / fixed.square().sum((-2, -1), keepdim=True)))
 
-    return Operator((size,), (size,), lambda x: x @ weight.mT, float(size) ** 2, approximate, times)
+    operations = float(matrix.numel())
+    return Operator(
+        shape, shape, lambda x: _multiply(matrix, x), operations, approximate, matrix.detach(), times, matrix
+    )
+
+
+def dense_inverse(matrix: Tensor, near: Tensor) -> Approximation:
+    """The approximate inverse of a dense matrix by a constant one.
+
+    Arguments:
+        matrix: W, with shape ``(*, D, D)``.
+        near: M, with the same shape.
+    """
+    return Approximation(solve=lambda v: _multiply(near, v), trace=lambda: (near.mT * matrix).sum())
+
+
+def _multiply(matrix: Tensor, rows: Tensor) -> Tensor:
+    """W x for each row, with shape ``(P, D)``, or ``(P, G, D)`` for blocks."""
+    return (rows.movedim(0, -2) @ matrix.mT).movedim(-2, 0)
+
+
+def single_at_least(weight: Tensor) -> Tensor:
+    """A weight in single precision if it is kept in less: a solve needs the digits."""
+    return weight.to(torch.promote_types(weight.dtype, torch.float32))

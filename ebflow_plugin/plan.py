@@ -16,7 +16,7 @@ one module of that model and acts through the module's own parameters. Nothing i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ebflow_plugin.conditioners import Smoothness, first_reason, smoothness_of, unsteady_parts
 from ebflow_plugin.errors import NoInverseError, SingularError, UnsupportedStepError, blame
+from ebflow_plugin.operators import Operator
 
 __all__ = [
     "Base",
@@ -190,6 +191,17 @@ class LinearStep(Step):
     def log_abs_det(self, shape: Shape) -> Tensor | float:
         """log|det| of :meth:`apply` for inputs with this event shape; differentiable in the parameters."""
 
+    def operator(self, shape: Shape) -> Operator | None:
+        """The linear part of :meth:`apply` for inputs with this event shape, as something that multiplies.
+
+        None if the log-det is cheap, or nobody knows.
+        """
+        return None
+
+    def own_shape(self, shapes: Shapes) -> Shape:
+        """The event shape that :meth:`apply` takes, from the event shapes before the step."""
+        return self.inverse_shapes(shapes)[0] if self.inverted else shapes[0]
+
     def encode(self, x: Any, context: Tensor | None) -> tuple[Any, Tensor | None]:
         return (self.invert(x) if self.inverted else self.apply(x)), None
 
@@ -198,9 +210,8 @@ class LinearStep(Step):
 
     def log_det(self, shapes: Shapes) -> Tensor | float:
         """log|det| of :meth:`encode` for inputs with these event shapes."""
-        if self.inverted:
-            return -self.log_abs_det(self.inverse_shapes(shapes)[0])
-        return self.log_abs_det(shapes[0])
+        own = self.log_abs_det(self.own_shape(shapes))
+        return -own if self.inverted else own
 
 
 class NonlinearStep(Step):
@@ -358,24 +369,26 @@ class Plan:
             yield step, shapes
             stack.extend(step.encoded_shapes(shapes))
 
-    def log_dets(self, event_shape: Shape) -> Iterator[tuple[LinearStep, Tensor | float]]:
+    def log_dets(
+        self, event_shape: Shape, without: Collection[LinearStep] = ()
+    ) -> Iterator[tuple[LinearStep, Tensor | float]]:
         """log|det| of each linear step, for data of this event shape. The O(D^3) work is here, and only here."""
         for step, shapes in self.shapes(event_shape):
-            if isinstance(step, LinearStep):
+            if isinstance(step, LinearStep) and step not in without:
                 try:
                     yield step, step.log_det(shapes)
                 except SingularError:  # the layer saw it first; log_z says which layers these are
                     yield step, float("-inf")
 
-    def log_z(self, event_shape: Shape, like: Tensor) -> Tensor:
-        """Computes log Z (Eq. 9), a scalar on the device and in the dtype of ``like``.
+    def log_z(self, event_shape: Shape, like: Tensor, without: Collection[LinearStep] = ()) -> Tensor:
+        """Computes log Z (Eq. 9), a scalar on the device and in the dtype of ``like``; of all linear steps but some.
 
         Raises:
             SingularError: If a linear step has no finite log-determinant; it names every such step.
         """
         terms = [
             (step, torch.as_tensor(value, dtype=like.dtype, device=like.device).reshape(()))
-            for step, value in self.log_dets(event_shape)
+            for step, value in self.log_dets(event_shape, without)
         ]
         if not terms:
             return like.new_zeros(())
