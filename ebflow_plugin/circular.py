@@ -100,10 +100,11 @@ def circular_twin(weight: Tensor, geometry: Geometry) -> Approximation:
         return cells.unflatten(2, cell).permute(0, 1, 2, 5, 3, 6, 4).flatten(5).flatten(3, 4).flatten(1, 2)
 
     def trace() -> Tensor:
-        response = torch.fft.irfft2(inverse.permute(0, 3, 4, 1, 2), s=(rows.out, columns.out)).unflatten(1, cell)
-        down, across = (_distances(axis, fixed.dtype, fixed.device) for axis in (rows, columns))
-        part = torch.einsum("giabonm,umb->giaonu", response, across)
-        return (torch.einsum("giaonu,tna->goitu", part, down).flatten(0, 1) * weight).sum()
+        down, across = (_counts(axis, inverse.dtype, inverse.device) for axis in (rows, columns))
+        # The half spectrum: a column of frequencies stands for its conjugate too, unless it is its own.
+        twice = torch.arange(wide.shape[0], device=fixed.device) * 2 % columns.out != 0
+        part = torch.einsum("ubm,gnmiabo->gnuiao", across[..., : len(twice)] * (1 + twice), inverse.unflatten(3, cell))
+        return (torch.einsum("tan,gnuiao->goitu", down, part).real.flatten(0, 1) * weight).sum()
 
     return Approximation(solve, trace)
 
@@ -123,20 +124,24 @@ def _waves(axis: Axis, like: Tensor, frequencies: int) -> Tensor:
 def _guarded_inverse(blocks: Tensor) -> Tensor:
     """The inverse of each block, and a multiple of the identity in the place of those that are nearly singular."""
     size = blocks.shape[-1]
-    scale = blocks.abs().square().sum((-2, -1)).mean().div(size).sqrt().clamp_min(torch.finfo(blocks.real.dtype).tiny)
+    parts = torch.view_as_real(blocks)
+    scale = parts.square().mean().mul(2 * size).sqrt().clamp_min(torch.finfo(parts.dtype).tiny)  # of a singular value
     inverse = blocks.reciprocal() if size == 1 else torch.linalg.inv_ex(blocks).inverse
-    length = torch.linalg.vector_norm(inverse, dim=(-2, -1), keepdim=True)
+    length = torch.view_as_real(inverse).square().sum((-3, -2, -1)).sqrt()[..., None, None]
     unit = torch.eye(size, dtype=blocks.dtype, device=blocks.device) / scale
     return torch.where(length * scale * SINGULAR < size, inverse, unit)
 
 
 @lru_cache(maxsize=64)
-def _distances(axis: Axis, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """How many outputs a tap serves from a cell so far ahead, and a pixel of that cell: (taps, cells, pixels)."""
-    counts = torch.zeros(axis.kernel, axis.out, axis.stride, dtype=dtype)
+def _counts(axis: Axis, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """How many outputs a tap serves from a cell so far ahead, and a pixel of that cell, as a function of the frequency.
+
+    Its shape is (taps, pixels of a cell, frequencies): what the diagonal of a product with the twin's inverse sums.
+    """
+    counts = torch.zeros(axis.kernel, axis.stride, axis.out, dtype=torch.float64)
     for place, sources in enumerate(axis.sources()):
         for tap, source in enumerate(sources):
             if source >= 0:
                 cell, pixel = divmod(source, axis.stride)
-                counts[tap, (cell - place) % axis.out, pixel] += 1
-    return counts.to(device)
+                counts[tap, pixel, (cell - place) % axis.out] += 1
+    return torch.fft.ifft(counts).to(device=device, dtype=dtype)

@@ -80,7 +80,7 @@ def gmres(
     noise = 16 * math.sqrt(size) * torch.finfo(right.dtype).eps  # of sums of so many terms
     iterations = min(iterations, size)
     every = LOOK_EVERY.get(right.device.type, LOOK_EVERY_ELSEWHERE)
-    basis = right.new_zeros(rows, iterations + 1, size)
+    basis = right.new_empty(rows, iterations + 1, size)
     basis[:, 0] = right / length.clamp_min(tiny)[:, None]
     problems = [_LeastSquares(noise) for _ in range(rows)]
     unseen: list[Tensor] = []

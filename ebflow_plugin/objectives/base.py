@@ -228,7 +228,8 @@ class WeightedSum(Objective):
     def metrics(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for term in self.terms:
-            found.update(term.metrics())  # type: ignore[operator]
+            for name, value in term.metrics().items():  # type: ignore[operator]
+                found[name] = found[name] + value if isinstance(found.get(name), int) else value
         return found
 
     def state(self) -> dict[str, Any]:
@@ -236,7 +237,7 @@ class WeightedSum(Objective):
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         for place, term in enumerate(self.terms):
-            term.load_state(state[str(place)])  # type: ignore[operator]
+            term.load_state(state.get(str(place), {}))  # type: ignore[operator]
 
     def extra_repr(self) -> str:
         """Describes the weights."""

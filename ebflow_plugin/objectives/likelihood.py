@@ -32,6 +32,7 @@ class ML(Objective):
 
     - ``"exact"``: as it is. The *value* is the one to compare models by: the log-det of a preprocessing is part of it.
       Cost: one energy, and the determinant of every linear layer with its gradient, :math:`O(D^3)` for a dense one.
+      Use it where that is affordable, to finish what score matching began, or as the baseline.
     - ``"stochastic"``: estimated for every layer whose determinant costs more than a product: full and wide 1 × 1
       matrices and convolutions, in either direction. With random signs v,
 
