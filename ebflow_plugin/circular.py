@@ -38,7 +38,8 @@ def conv_operator(weight: Tensor, geometry: Geometry) -> Operator:
 
     Example:
         >>> from ebflow_plugin.geometry import Setting
-        >>> operator = conv_operator(torch.eye(9)[4].view(1, 1, 3, 3) * 2, Setting.of(1, kernel_size=3).geometry((1, 2, 2)))
+        >>> geometry = Setting.of(1, kernel_size=3).geometry((1, 2, 2))
+        >>> operator = conv_operator(torch.eye(9)[4].view(1, 1, 3, 3) * 2, geometry)
         >>> operator.approximate().solve(torch.ones(1, 1, 2, 2))
         tensor([[[[0.5000, 0.5000],
                   [0.5000, 0.5000]]]])

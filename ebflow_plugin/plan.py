@@ -27,6 +27,7 @@ from torch import Tensor
 from ebflow_plugin.conditioners import Smoothness, first_reason, smoothness_of, unsteady_parts
 from ebflow_plugin.errors import NoInverseError, SingularError, UnsupportedStepError, blame
 from ebflow_plugin.operators import Operator
+from ebflow_plugin.values import Value, per_sample, pop
 
 __all__ = [
     "Base",
@@ -44,7 +45,6 @@ __all__ = [
 
 Shape = tuple[int, ...]
 Shapes = tuple[Shape, ...]
-Value = Tensor | tuple[Tensor, ...]
 
 
 class Linearity(str, Enum):
@@ -430,32 +430,3 @@ class Plan:
                 + "\n  ".join(refused)
                 + "\nRemove them, or put the model in eval() where that makes the step deterministic."
             )
-
-
-def per_sample(log_det: Any, x: Tensor) -> Tensor:
-    """Gives a log-det the shape ``(B,)``, the device and the dtype of x, whatever form a library returns it in.
-
-    Example:
-        >>> per_sample(0, torch.zeros(3, 2))
-        tensor([0., 0., 0.])
-    """
-    if not isinstance(log_det, Tensor):
-        return x.new_full((x.shape[0],), float(log_det))
-    log_det = log_det.to(device=x.device, dtype=x.dtype)
-    if log_det.shape == x.shape[:1]:
-        return log_det
-    if log_det.numel() == 1:
-        return log_det.reshape(()).expand(x.shape[0])
-    raise UnsupportedStepError(
-        f"a log-det of shape {tuple(log_det.shape)} came back for a batch of {x.shape[0]}: one value for each sample "
-        f"was expected. Register the class with a log-det of shape (B,)."
-    )
-
-
-def pop(stack: list[Tensor], count: int) -> Value:
-    """Takes one tensor, or a tuple of several, from the top of a stack."""
-    if count == 1:
-        return stack.pop()
-    taken = tuple(stack[-count:])
-    del stack[-count:]
-    return taken

@@ -139,7 +139,7 @@ class Objective(nn.Module):
         return {}
 
     def state(self) -> dict[str, Any]:
-        """What the objective learnt from the batches so far, for a checkpoint; the model's weights are no part of it."""
+        """What the objective learnt from the batches so far, for a checkpoint; the weights are no part of it."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

@@ -182,7 +182,8 @@ class RelativeML(ML):
     computed: it falls without bound as they grow, and is no likelihood. Follow ``model.log_prob`` instead.
 
     Cost: one energy, and two more products for each dense layer in the backward pass. Use it to compare with score
-    matching. It is the short name of ``ML(model, log_det="relative")``. Adaptive optimisers rescale the gradient once more; the original work used plain ones too.
+    matching. It is the short name of ``ML(model, log_det="relative")``. Adaptive optimisers rescale the gradient once
+    more; the original work used plain ones too.
 
     Arguments:
         model: What :func:`~ebflow_plugin.wrap` returns. Its linear steps are ``FullLinear`` layers in their forward

@@ -23,7 +23,7 @@ from torch import Generator, Tensor
 from ebflow_plugin.errors import SingularError
 from ebflow_plugin.krylov import gmres
 from ebflow_plugin.linalg import without_autocast
-from ebflow_plugin.objectives.score_matching import rademacher
+from ebflow_plugin.objectives import score_matching
 from ebflow_plugin.operators import Operator, dense_inverse
 from ebflow_plugin.plan import LinearStep, Shapes
 
@@ -175,7 +175,7 @@ class LogDetEstimator:
                 approximation = dense_inverse(operator.matrix, account.inverse.to(operator.like))
             else:
                 approximation = operator.approximate()
-            probes = rademacher(operator.like.new_empty(count, *operator.out_shape), generator)
+            probes = score_matching.rademacher(operator.like.new_empty(count, *operator.out_shape), generator)
             found = gmres(
                 lambda flat: operator.product(flat.unflatten(1, operator.shape)).flatten(1),
                 probes.flatten(1),
