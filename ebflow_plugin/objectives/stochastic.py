@@ -30,6 +30,7 @@ from ebflow_plugin.plan import LinearStep, Shapes
 __all__ = ["LogDetEstimator"]
 
 LOOKS = 3  # batches that are looked at before the number of probes is chosen
+LOOK_AGAIN = 200  # estimates later: layers that move away from their start have more noise
 FIRST_PROBES = 4  # on them
 MOST_PROBES = 64
 NOISE_SHARE = 0.5  # of the variance of the batch is what the probes may add
@@ -41,6 +42,7 @@ class Account:
     """What is known about the estimates of one layer.
 
     Attributes:
+        calls: How many estimates there were.
         probes: How many it gets; None until that is chosen.
         probe_noise: Sums over the batches that were looked at: the variance of the gradient by one probe.
         batch_noise: The same of the batch.
@@ -51,6 +53,7 @@ class Account:
         inverse: Of a dense layer, at the last step whose solve did not converge.
     """
 
+    calls: int = 0
     probes: int | None = None
     probe_noise: float = 0.0
     batch_noise: float = 0.0
@@ -84,9 +87,10 @@ class LogDetEstimator:
     r"""Estimates the gradient of the sum of the log-determinants of some layers.
 
     Arguments:
-        probes: How many for each layer. None to choose, for each layer by itself, from the first three batches: as many
-            as make the variance of the estimate half of that of the batch (as two halves of the batch tell it), as
-            long as the solves take at most half as many products as the batch does forwards and backwards.
+        probes: How many for each layer. None to choose, for each layer by itself, from the first three batches, and
+            again after every 200: as many as make the variance of the estimate half of that of the batch (as two
+            halves of the batch tell it), as long as the solves take at most half as many products as the batch does
+            forwards and backwards.
         tolerance: The relative residual of the solves.
         iterations: At most how many products for each solve.
 
@@ -169,6 +173,9 @@ class LogDetEstimator:
         operator = step.operator(step.own_shape(shapes))
         assert operator is not None
         account = self.accounts.setdefault(step.path, Account())
+        if account.calls % LOOK_AGAIN == 0:
+            account.probes, account.looks, account.probe_noise, account.batch_noise = None, 0, 0.0, 0.0
+        account.calls += 1
         count = self._count(account)
         with torch.no_grad():
             if operator.matrix is not None and account.inverse is not None:

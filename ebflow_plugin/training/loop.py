@@ -271,7 +271,7 @@ class Run:
             }
         if progress.skipped:
             record["skipped"] = progress.skipped
-        record.update(self.objective.metrics())
+        record.update(self._objective_metrics())
         passed = now - mark[0]
         progress.seconds += passed
         record["seconds"] = progress.seconds
@@ -284,6 +284,12 @@ class Run:
             if callback(Event(progress.step, record, self.model, self.ema)) is True:
                 progress.stopped = "callback"
         return time.monotonic(), progress.step
+
+    def _objective_metrics(self) -> Record:
+        """What the objective shows: that of the first process, with the counts of all."""
+        found = self.processes.gather(self.objective.metrics())
+        counts = {name for name, value in found[0].items() if isinstance(value, int)}
+        return {**found[0], **{name: sum(each.get(name, 0) for each in found) for name in counts}}
 
     def _look_at_the_start(self) -> None:
         """Evaluates before the first step: a good start can be the best there is."""
