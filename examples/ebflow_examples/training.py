@@ -142,7 +142,7 @@ def _started(run: Run) -> tuple[bool, bool]:
 def objective_of(model: ebf.EBFlow, config: TrainConfig) -> ebf.objectives.Objective:
     """The objective of a configuration."""
     options: dict[str, Any] = {"energy_weight": config.energy_weight}
-    for name, loss in (("sigma", "dsm"), ("eps", "fdssm"), ("projections", "ssm")):
+    for name, loss in (("sigma", "dsm"), ("eps", "fdssm"), ("projections", "ssm"), ("log_det", "ml")):
         value = getattr(config, name)
         if config.loss == loss and value is not None:
             options[name] = value
