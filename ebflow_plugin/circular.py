@@ -13,7 +13,7 @@ so that at each frequency f the twin is the :math:`C \times C` matrix
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -24,7 +24,10 @@ from ebflow_plugin.operators import Approximation, Operator, dense_operator
 
 __all__ = ["circular_twin", "conv_operator"]
 
-SINGULAR = 1e-3  # a frequency whose inverse is larger than one over this, beside the mean, is left alone
+# A frequency whose inverse is larger than one over this, beside the mean, is left alone: where the inverse
+# preconditions, and where it takes noise out of a trace (measured on MNIST: 56 times the variance of a batch in the
+# worst layer, 96 with the first limit, 83 without any control).
+SINGULAR, UNLIKE = 1e-3, 0.1
 
 
 def conv_operator(weight: Tensor, geometry: Geometry) -> Operator:
@@ -74,7 +77,8 @@ def circular_twin(weight: Tensor, geometry: Geometry) -> Approximation:
     r"""Inverts the circular twin of a convolution.
 
     Cost: :math:`O(HW (k C^2 + C^3))` to make it, a Fourier transform and :math:`O(HW C^2)` for each image. Nothing
-    waits for the device. Frequencies at which the twin is nearly singular are left as they are, up to a scale.
+    waits for the device. Frequencies at which the twin is nearly singular are left as they are, up to a scale, sooner
+    for the control than for the solve.
 
     Arguments:
         weight: The kernel, with shape (out channels, C / groups, kernel height, kernel width).
@@ -92,22 +96,22 @@ def circular_twin(weight: Tensor, geometry: Geometry) -> Approximation:
     high, wide = _waves(rows, fixed, rows.out), _waves(columns, fixed, columns.out // 2 + 1)
     along = torch.einsum("goitu,mub->goitmb", fixed.to(wide.dtype), wide)
     blocks = torch.einsum("nta,goitmb->gnmoiab", high, along).flatten(4)
-    inverse = _guarded_inverse(blocks)  # (groups, rows, columns of frequencies, in, out)
+    inverse, bounded = _guarded_inverses(blocks)  # (groups, rows, columns of frequencies, in, out)
     cell = (geometry.channels // groups, rows.stride, columns.stride)
 
-    def solve(y: Tensor) -> Tensor:
+    def apply(matrices: Tensor, y: Tensor) -> Tensor:
         spectrum = torch.fft.rfft2(y.unflatten(1, (groups, -1))).permute(1, 3, 4, 2, 0)
-        cells = torch.fft.irfft2((inverse @ spectrum).permute(4, 0, 3, 1, 2), s=(rows.out, columns.out))
+        cells = torch.fft.irfft2((matrices @ spectrum).permute(4, 0, 3, 1, 2), s=(rows.out, columns.out))
         return cells.unflatten(2, cell).permute(0, 1, 2, 5, 3, 6, 4).flatten(5).flatten(3, 4).flatten(1, 2)
 
     def trace() -> Tensor:
         down, across = (_counts(axis, inverse.dtype, inverse.device) for axis in (rows, columns))
         # The half spectrum: a column of frequencies stands for its conjugate too, unless it is its own.
         twice = torch.arange(wide.shape[0], device=fixed.device) * 2 % columns.out != 0
-        part = torch.einsum("ubm,gnmiabo->gnuiao", across[..., : len(twice)] * (1 + twice), inverse.unflatten(3, cell))
+        part = torch.einsum("ubm,gnmiabo->gnuiao", across[..., : len(twice)] * (1 + twice), bounded.unflatten(3, cell))
         return (torch.einsum("tan,gnuiao->goitu", down, part).real.flatten(0, 1) * weight).sum()
 
-    return Approximation(solve, trace)
+    return Approximation(partial(apply, inverse), partial(apply, bounded), trace)
 
 
 def _waves(axis: Axis, like: Tensor, frequencies: int) -> Tensor:
@@ -122,15 +126,19 @@ def _waves(axis: Axis, like: Tensor, frequencies: int) -> Tensor:
     return torch.polar(torch.ones_like(angle), angle)[:, :, None] * own
 
 
-def _guarded_inverse(blocks: Tensor) -> Tensor:
-    """The inverse of each block, and a multiple of the identity in the place of those that are nearly singular."""
+def _guarded_inverses(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """The inverse of each block, with a multiple of the identity in the place of those that are nearly singular.
+
+    Twice: with the limits :data:`SINGULAR` and :data:`UNLIKE`.
+    """
     size = blocks.shape[-1]
     parts = torch.view_as_real(blocks)
     scale = parts.square().mean().mul(2 * size).sqrt().clamp_min(torch.finfo(parts.dtype).tiny)  # of a singular value
     inverse = blocks.reciprocal() if size == 1 else torch.linalg.inv_ex(blocks).inverse
     length = torch.view_as_real(inverse).square().sum((-3, -2, -1)).sqrt()[..., None, None]
     unit = torch.eye(size, dtype=blocks.dtype, device=blocks.device) / scale
-    return torch.where(length * scale * SINGULAR < size, inverse, unit)
+    kept = torch.where(length * scale * SINGULAR < size, inverse, unit)
+    return kept, torch.where(length * scale * UNLIKE < size, kept, unit)
 
 
 @lru_cache(maxsize=64)

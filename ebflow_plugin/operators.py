@@ -20,14 +20,19 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Approximation:
-    r"""A matrix :math:`M \approx W^{-1}`, constant: no gradient flows through it.
+    r"""A matrix near :math:`W^{-1}`, for two purposes; constant: no gradient flows through it.
+
+    What preconditions best is not what takes most of the noise out of a trace: directions in which W is nearly
+    singular must be there in the first, and do harm in the second.
 
     Attributes:
-        solve: The map :math:`v \mapsto M v`, from a batch of outputs of W to a batch of inputs.
-        trace: Returns :math:`\operatorname{tr}(M W)`, differentiable in the parameters of W; None if it is not known.
+        solve: Preconditions: the map of a batch of outputs of W to a batch of inputs.
+        control: The map :math:`v \mapsto M v` whose trace is known; None if there is none.
+        trace: Returns :math:`\operatorname{tr}(M W)` of it, differentiable in the parameters of W.
     """
 
     solve: Callable[[Tensor], Tensor]
+    control: Callable[[Tensor], Tensor] | None = None
     trace: Callable[[], Tensor] | None = None
 
 
@@ -90,7 +95,11 @@ def dense_inverse(matrix: Tensor, near: Tensor) -> Approximation:
         matrix: W, with shape ``(*, D, D)``.
         near: M, with the same shape.
     """
-    return Approximation(solve=lambda v: _multiply(near, v), trace=lambda: (near.mT * matrix).sum())
+
+    def solve(v: Tensor) -> Tensor:
+        return _multiply(near, v)
+
+    return Approximation(solve, control=solve, trace=lambda: (near.mT * matrix).sum())
 
 
 def _multiply(matrix: Tensor, rows: Tensor) -> Tensor:

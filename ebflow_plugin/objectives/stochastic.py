@@ -191,8 +191,8 @@ class LogDetEstimator:
                 iterations=self.iterations,
             )
             rest = found.x.unflatten(1, operator.shape)
-            if approximation.trace is not None:
-                rest = rest - approximation.solve(probes)
+            if approximation.control is not None:
+                rest = rest - approximation.control(probes)
         account.iterations = found.iterations
         known = None if approximation.trace is None else approximation.trace()
         return _Solved(step, shapes, operator, probes, rest, known, found.residuals)

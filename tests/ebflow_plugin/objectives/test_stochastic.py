@@ -160,7 +160,7 @@ def test_any_convolution(channels, kernel, stride, dilation, mode, cells, groupe
     near = operator.approximate()
     if near.trace is not None:
         unit = torch.eye(size, dtype=DOUBLE)
-        inverse = near.solve(unit.reshape(-1, *operator.out_shape)).flatten(1).mT
+        inverse = near.control(unit.reshape(-1, *operator.out_shape)).flatten(1).mT
         block = operator.product(unit.reshape(-1, *operator.shape)).flatten(1).mT
         torch.testing.assert_close(near.trace(), (inverse.mT * block).sum())
         expected = torch.autograd.grad((inverse.mT * block).sum(), layer.weight)[0]
