@@ -57,7 +57,7 @@ class MatrixStep(LinearStep):
 
     def operator(self, shape: Shape) -> Operator:
         kept = single_at_least(self.kept())
-        return dense_operator(kept.mT if self.transposed else kept, times=prod(shape[1:]))
+        return dense_operator(kept.mT if self.transposed else kept, times=prod(shape) // kept.shape[0])
 
     @property
     def closed(self) -> bool:
