@@ -23,6 +23,7 @@ __all__ = ["Solution", "gmres"]
 
 LOOK_EVERY = {"cpu": 1}  # iterations between two looks at the residuals; elsewhere a look waits for the device:
 LOOK_EVERY_ELSEWHERE = 4
+FIRST_VECTORS = 12  # of the basis that memory is taken for; it doubles when they are used up
 SAFETY = 0.9  # of the tolerance is aimed at, since rounding parts the residual of the recurrence from the true one
 
 
@@ -80,12 +81,14 @@ def gmres(
     noise = 16 * math.sqrt(size) * torch.finfo(right.dtype).eps  # of sums of so many terms
     iterations = min(iterations, size)
     every = LOOK_EVERY.get(right.device.type, LOOK_EVERY_ELSEWHERE)
-    basis = right.new_empty(rows, iterations + 1, size)
+    basis = right.new_empty(rows, min(iterations, FIRST_VECTORS) + 1, size)
     basis[:, 0] = right / length.clamp_min(tiny)[:, None]
     problems = [_LeastSquares(noise) for _ in range(rows)]
     unseen: list[Tensor] = []
     done = 0
     for place in range(iterations):
+        if place + 1 == basis.shape[1]:  # most solves end long before
+            basis = torch.cat([basis, torch.empty_like(basis)], 1)
         vector = basis[:, place]
         vector = product(vector if precondition is None else precondition(vector))
         before = torch.linalg.vector_norm(vector, dim=1)
@@ -105,7 +108,8 @@ def gmres(
             unseen = []
             if all(problem.settled(SAFETY * tolerance) for problem in problems):
                 break
-    weights = torch.tensor([problem.solve(done) for problem in problems], dtype=right.dtype).to(right.device)
+    weights = torch.tensor([problem.solve(done) for problem in problems], dtype=right.dtype)
+    weights = weights.to(right.device, non_blocking=True)
     solution = torch.bmm((weights * length[:, None])[:, None], basis[:, :done])[:, 0]
     if precondition is not None:
         solution = precondition(solution)

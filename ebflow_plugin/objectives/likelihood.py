@@ -145,6 +145,10 @@ class ML(Objective):
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._estimator.load_state(state)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves out what belongs to this model's plan: a copy makes its own."""
+        return {**self.__dict__, "_made": None}
+
     def extra_repr(self) -> str:
         """Describes the options."""
         if self.log_det in ("exact", "relative"):
@@ -209,6 +213,8 @@ class RelativeML(ML):
     """
 
     def __init__(self, model: EBFlow, **common: Unpack[Common]) -> None:
+        if "log_det" in common:
+            raise InputError("RelativeML is ML with log_det='relative'; leave log_det out, or use ML")
         super().__init__(model, log_det="relative", **common)
 
 

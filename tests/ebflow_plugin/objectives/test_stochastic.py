@@ -2,6 +2,7 @@
 
 import copy
 import math
+import pickle
 import warnings
 
 import normflows as nf
@@ -442,3 +443,27 @@ def test_half_precision_weights_are_solved_in_single():
         warnings.simplefilter("error")
         ML(model, log_det="stochastic", probes=2, tolerance=1e-5)(batch(model).to(torch.bfloat16)).backward()
     assert model.flow._transform.weight.grad.dtype == torch.bfloat16
+
+
+def test_copies_and_pickles():
+    model = nflows_model(FullConv2d(2, 3), shape=[2, 5, 4])
+    x = batch(model)
+    loss = ML(model, log_det="stochastic", probes=2)
+    loss(x)
+    for other in (copy.deepcopy(loss), pickle.loads(pickle.dumps(loss))):
+        loss.generator, other.generator = seeded(1), seeded(1)
+        assert other.model is not model
+        assert torch.equal(gradient(other, x), gradient(loss, x))
+        loss.generator = None
+
+
+def test_a_batch_that_is_not_finite_is_no_reason_to_choose():
+    model = nflows_model(FullConv2d(2, 3), shape=[2, 5, 4])
+    loss = ML(model, log_det="stochastic")
+    x = batch(model)
+    x[0] = float("inf")
+    for _ in range(4):
+        assert not torch.isfinite(loss(x))
+    assert loss.metrics()["log_det"]["_transform._transforms.0"]["probes"] == 4
+    with pytest.raises(ebf.InputError, match="leave log_det out"):
+        RelativeML(model, log_det="exact")
