@@ -20,12 +20,14 @@ NEW = "ML stochastic"
 OBJECTIVES = (NEW, "ML", "DSM", "SSM")
 TARGETS = {"ML": 0.12, "DSM": 1.0}
 BATCH = 50
+QUICK_SIDES, SIDES = (8, 16), (16, 32, 64)
 SPREAD = 0.1  # of the kernels' entries about minus the identity, over the root of the fan-in
 
 
 def likelihood(settings: Settings) -> Iterator[Table]:
     """A training step of the paper's cnn by likelihood without determinants; and how it grows with the image."""
-    shape = settings.choose((3, 16, 16), (3, 32, 32))
+    side = settings.choose(QUICK_SIDES[-1], 32)
+    shape = (3, side, side)
     title = " x ".join(map(str, shape))
     times = settings.time(f"cnn {title} likelihood", _steps(settings, shape), seconds=5.0, least=3)
     yield Table(
@@ -39,7 +41,7 @@ def likelihood(settings: Settings) -> Iterator[Table]:
 
 
 def _growth(settings: Settings) -> Table:
-    shapes = [(3, side, side) for side in settings.choose((8, 16), (16, 32, 64))]
+    shapes = [(3, side, side) for side in settings.choose(QUICK_SIDES, SIDES)]
     sizes = [prod(shape) for shape in shapes]
     steps = [_steps(settings, shape) for shape in shapes]
     fast, exact = (
