@@ -30,7 +30,8 @@ from ebflow_plugin.plan import LinearStep, Shapes
 __all__ = ["LogDetEstimator"]
 
 LOOKS = 3  # batches that are looked at before the number of probes is chosen
-LOOK_AGAIN = 200  # estimates later: layers that move away from their start have more noise
+# When to choose again: layers that move away from their start have more noise, and do so quickly at first.
+LOOK_AGAIN_AT, LOOK_AGAIN_EVERY = (15, 30, 60, 120), 200
 FIRST_PROBES = 4  # on them
 MOST_PROBES = 64
 NOISE_SHARE = 0.5  # of the variance of the batch is what the probes may add
@@ -88,9 +89,9 @@ class LogDetEstimator:
 
     Arguments:
         probes: How many for each layer. None to choose, for each layer by itself, from the first three batches, and
-            again after every 200: as many as make the variance of the estimate half of that of the batch (as two
-            halves of the batch tell it), as long as the solves take at most half as many products as the batch does
-            forwards and backwards.
+            again behind 15, 30, 60, 120 and every 200: as many as make the variance of the estimate half of that of
+            the batch (as two halves of the batch tell it), as long as the solves take at most half as many products
+            as the batch does forwards and backwards.
         tolerance: The relative residual of the solves.
         iterations: At most how many products for each solve.
 
@@ -129,7 +130,7 @@ class LogDetEstimator:
             largest = torch.stack([each.residual.max().to(batch) for each in solved])
             residuals = [0.0] * len(solved) if largest.is_meta else largest.tolist()  # the one wait for all of them
             total = batch.new_zeros(())
-            halves: list[Tensor] = []
+            looking: list[tuple[_Solved, Tensor]] = []
             for each, residual in zip(solved, residuals, strict=True):
                 account = self.accounts[each.step.path]
                 account.residual = residual
@@ -137,13 +138,15 @@ class LogDetEstimator:
                     image = each.operator.product(each.rest)
                     terms = (each.probes * image).flatten(1).sum(1)
                     if self.probes is None and account.probes is None and len(batch) > 1 and not batch.is_meta:
-                        middle = len(batch) // 2
-                        halves = halves or [energy(part).mean() for part in (slice(middle), slice(middle, None))]
-                        self._look(each, terms, halves, len(batch))
+                        looking.append((each, terms))
                     estimate = terms.mean() if each.known is None else terms.mean() + each.known
                     total = total + each.weight * (estimate - estimate.detach()).to(total)
                 else:
                     total = total + self._exact(each).to(total)
+            if looking:
+                middle = len(batch) // 2
+                halves = [energy(part).mean() for part in (slice(middle), slice(middle, None))]
+                self._look(looking, halves, len(batch))
         return total
 
     def metrics(self) -> dict[str, Any]:
@@ -174,7 +177,7 @@ class LogDetEstimator:
         operator = step.operator(step.own_shape(shapes))
         assert operator is not None
         account = self.accounts.setdefault(step.path, Account())
-        if account.calls % LOOK_AGAIN == 0:
+        if account.calls in LOOK_AGAIN_AT or account.calls % LOOK_AGAIN_EVERY == 0:
             account.probes, account.looks, account.probe_noise, account.batch_noise = None, 0, 0.0, 0.0
         account.calls += 1
         count = self._count(account)
@@ -225,29 +228,33 @@ class LogDetEstimator:
             account.inverse = torch.linalg.inv(matrix.detach())
         return exact - exact.detach()
 
-    def _look(self, each: _Solved, terms: Tensor, halves: Sequence[Tensor], rows: int) -> None:
+    def _look(self, looking: Sequence[tuple[_Solved, Tensor]], halves: Sequence[Tensor], rows: int) -> None:
         """Compares the noise of the probes with that of the batch, and chooses the number of probes after some."""
-        account, parameters = self.accounts[each.step.path], _parameters(each.step)
-        by_probe = torch.stack([_gradient(term, parameters) for term in terms]) * each.weight
-        first, second = (_gradient(half, parameters) for half in halves)
-        noise = torch.stack([by_probe.var(0).sum(), (first - second).square().sum() / 4])
-        probe_noise, batch_noise = noise.tolist()
-        if not math.isfinite(probe_noise + batch_noise):
-            return  # the loss or its gradient is not finite, which is for others to say
-        account.looks += 1
-        account.probe_noise += probe_noise
-        account.batch_noise += batch_noise
-        if account.looks == LOOKS:
-            wanted = account.probe_noise / max(NOISE_SHARE * account.batch_noise, 1e-300)
-            affordable = COST_SHARE * 3 * rows / (account.iterations + 3)
-            account.probes = max(1, min(math.ceil(min(wanted, MOST_PROBES)), int(affordable)))
+        groups = [_parameters(each.step) for each, _ in looking]
+        first, second = (_gradients(half, groups) for half in halves)
+        noise = []
+        for (each, terms), parameters, one, other in zip(looking, groups, first, second, strict=True):
+            by_probe = torch.stack([_gradients(term, [parameters])[0] for term in terms]) * each.weight
+            noise.append(torch.stack([by_probe.var(0).sum(), (one - other).square().sum() / 4]))
+        for (each, _), (probe_noise, batch_noise) in zip(looking, torch.stack(noise).tolist(), strict=True):
+            if not math.isfinite(probe_noise + batch_noise):
+                continue  # the loss or its gradient is not finite, which is for others to say
+            account = self.accounts[each.step.path]
+            account.looks += 1
+            account.probe_noise += probe_noise
+            account.batch_noise += batch_noise
+            if account.looks == LOOKS:
+                wanted = account.probe_noise / max(NOISE_SHARE * account.batch_noise, 1e-300)
+                affordable = COST_SHARE * 3 * rows / (account.iterations + 3)
+                account.probes = max(1, min(math.ceil(min(wanted, MOST_PROBES)), int(affordable)))
 
 
 def _parameters(step: LinearStep) -> list[Tensor]:
     return [parameter for parameter in step.module.parameters() if parameter.requires_grad]
 
 
-def _gradient(value: Tensor, parameters: Sequence[Tensor]) -> Tensor:
-    """The gradient in all parameters, as one vector."""
-    found = torch.autograd.grad(value, parameters, retain_graph=True, allow_unused=True, materialize_grads=True)
-    return torch.cat([gradient.detach().flatten() for gradient in found])
+def _gradients(value: Tensor, groups: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """The gradient in the parameters of each group, as one vector for each."""
+    every = [parameter for group in groups for parameter in group]
+    found = iter(torch.autograd.grad(value, every, retain_graph=True, allow_unused=True, materialize_grads=True))
+    return [torch.cat([next(found).detach().flatten() for _ in group]) for group in groups]
