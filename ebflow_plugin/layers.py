@@ -14,9 +14,11 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from ebflow_plugin.errors import InputError, suggest
+from ebflow_plugin.linalg.circular import conv_operator
 from ebflow_plugin.linalg.convolution import conv_matrix
 from ebflow_plugin.linalg.dense import KeptLU
 from ebflow_plugin.linalg.geometry import Setting, convolve, convolve_transposed, positive_integer
+from ebflow_plugin.linalg.operators import Operator, dense_operator, single_at_least
 
 __all__ = ["FullConv2d", "FullLinear", "SmoothLeakyReLU"]
 
@@ -111,6 +113,11 @@ class FullLinear(nn.Module):
         """
         self._check(event_shape)
         return self._lu.log_abs_det(self.weight) * math.prod(event_shape[:-1])
+
+    def operator(self, event_shape: tuple[int, ...]) -> Operator:
+        r"""Returns :math:`W`, for events with shape :math:`(*, D)`, as something that multiplies."""
+        self._check(event_shape)
+        return dense_operator(single_at_least(self.weight), times=math.prod(event_shape[:-1]))
 
     def output_shape(self, event_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of the output for an event shape: the same."""
@@ -268,6 +275,10 @@ class FullConv2d(nn.Module):
             InputError: It has no structure, and is too large for a dense factorisation.
         """
         return self._lu.log_abs_det(self.weight, self.setting.geometry(event_shape))
+
+    def operator(self, event_shape: tuple[int, ...]) -> Operator:
+        """Returns the linear part, for images with shape (C, H, W), as something that multiplies."""
+        return conv_operator(single_at_least(self.weight), self.setting.geometry(event_shape))
 
     def output_shape(self, event_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape (C', H', W') of the output for images with shape (C, H, W)."""

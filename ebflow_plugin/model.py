@@ -16,9 +16,9 @@ from ebflow_plugin.closed_form.moments import batches, meet
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.log_z.estimate import Estimate
 from ebflow_plugin.log_z.normalizer import Normalizer, estimate_log_z
+from ebflow_plugin.plan.energy_model import EnergyModel
 from ebflow_plugin.plan.inputs import check_input, check_shape, is_number, one_of, refuse_non_finite
 from ebflow_plugin.plan.plan import Plan, Shape
-from ebflow_plugin.plan.energy_model import EnergyModel
 from ebflow_plugin.plan.preprocessing import DequantizeStep, refuse_trainable
 from ebflow_plugin.report import FlowReport
 from ebflow_plugin.sampling.inverse import draw

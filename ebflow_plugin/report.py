@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
 from ebflow_plugin.adapting.teaching import TaughtLinearStep
+from ebflow_plugin.plan.costs import ways as log_det_ways
 from ebflow_plugin.plan.derivatives import closed_steps
 from ebflow_plugin.plan.plan import Blocks, Linearity, LinearStep, Plan, Step
 
@@ -27,6 +28,8 @@ class Row:
         known: Whether its class is registered.
         second_derivatives: How score matching takes second derivatives of the energy through it: ``closed form``,
             ``product`` (linear: three products and no more), ``double backward``, or ``-`` where it needs none.
+        log_det: How ``ML(model, log_det="auto")`` takes the gradient of its log-det: ``exact``, ``stochastic`` or
+            ``relative``; ``-`` if the step is not linear, or the shape of the data is not known.
     """
 
     path: str
@@ -37,6 +40,7 @@ class Row:
     smoothness: str
     known: bool
     second_derivatives: str
+    log_det: str = "-"
 
 
 @dataclass(frozen=True, repr=False)
@@ -69,7 +73,11 @@ class FlowReport:
         matched = replace(plan, steps=plan.steps[preprocessing:])
         closed = preprocessing + closed_steps(matched)
         ways = [_way(step, place, preprocessing, closed) for place, step in enumerate(plan.steps)]
-        rows = tuple(_row(step, size, way) for step, size, way in zip(plan.steps, sizes, ways, strict=True))
+        chosen = {} if plan.event_shape is None else log_det_ways(plan, plan.event_shape, "auto")
+        rows = tuple(
+            _row(step, size, way, chosen.get(step, "-"))  # type: ignore[call-overload]
+            for step, size, way in zip(plan.steps, sizes, ways, strict=True)
+        )
         counts = Counter(size for size in sizes if size)
         shapes = plan.base.shapes
         base = plan.base.class_name + (f" {' + '.join(map(str, shapes))}" if shapes else "")
@@ -124,7 +132,10 @@ class FlowReport:
             for line in (head, rule, *body, rule)
         ]
         found = f" (found at .{self.inside})" if self.inside else ""
-        return "\n".join((*table, f"base: {self.base}; adapter: {self.adapter}{found}", self.summary))
+        chosen = Counter(row.log_det for row in self.rows if row.log_det in ("relative", "stochastic"))
+        words = ", ".join(f"{way} for {count}" for way, count in sorted(chosen.items()))
+        likelihood = [f'ML(log_det="auto"): {words} of {self.count("linear")} linear steps'] if chosen else []
+        return "\n".join((*table, f"base: {self.base}; adapter: {self.adapter}{found}", self.summary, *likelihood))
 
     __repr__ = __str__  # so that a notebook shows the table
 
@@ -137,7 +148,7 @@ def _way(step: Step, place: int, preprocessing: int, closed: int) -> str:
     return "product" if step.linearity == Linearity.LINEAR else "closed form"
 
 
-def _row(step: Step, blocks: Blocks | None, way: str) -> Row:
+def _row(step: Step, blocks: Blocks | None, way: str, log_det: str) -> Row:
     why = step.refusal()
     return Row(
         path=step.path,
@@ -148,4 +159,5 @@ def _row(step: Step, blocks: Blocks | None, way: str) -> Row:
         smoothness=str(step.smoothness),
         known=step.known,
         second_derivatives=way,
+        log_det=log_det,
     )

@@ -28,8 +28,8 @@ from ebflow_plugin.errors import (
     UnsupportedStepError,
     suggest,
 )
-from ebflow_plugin.plan.plan import LinearStep, Plan, Step
 from ebflow_plugin.plan.energy_model import EnergyModel
+from ebflow_plugin.plan.plan import LinearStep, Plan, Step
 from ebflow_plugin.plan.registry import altered_part, resolve
 
 __all__ = ["Adapter", "EnergyModel", "Found", "adapters", "comes_from", "find_flow", "takes_context"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -14,19 +13,18 @@ from torch import Generator, Tensor, nn
 
 from ebflow_plugin.adapting.teaching import TaughtLinearStep
 from ebflow_plugin.errors import InputError, SingularError, UnknownNameError, suggest
-from ebflow_plugin.layers import FullConv2d, FullLinear
-from ebflow_plugin.linalg.convolution import bandwidths, structure
+from ebflow_plugin.layers import FullLinear
 from ebflow_plugin.linalg.dense import is_traced
-from ebflow_plugin.linalg.geometry import Geometry
 from ebflow_plugin.linalg.memo import Memo
 from ebflow_plugin.linalg.random import check_generator
 from ebflow_plugin.log_z.estimate import Estimate
 from ebflow_plugin.log_z.lanczos import log_abs_det
 from ebflow_plugin.log_z.proposals import Gaussian, Proposal
 from ebflow_plugin.log_z.sampled import annealed, importance
+from ebflow_plugin.plan.costs import Cost, conv_geometry, exact_cost
+from ebflow_plugin.plan.energy_model import EnergyModel
 from ebflow_plugin.plan.matrices import FullStep, MatrixStep
 from ebflow_plugin.plan.plan import LinearStep, Plan, Shape, own_tensors
-from ebflow_plugin.plan.energy_model import EnergyModel
 
 __all__ = ["AFFORDABLE", "Normalizer", "estimate_log_z"]
 
@@ -82,18 +80,6 @@ def _numbers(module: Any) -> Iterator[Hashable]:
         )
 
 
-@dataclass(frozen=True)
-class Cost:
-    """What a computation takes, roughly: multiplications, and bytes in double precision."""
-
-    operations: float
-    memory: float
-
-    def exceeds(self, other: Cost) -> bool:
-        """Whether it takes more of anything."""
-        return self.operations > other.operations or self.memory > other.memory
-
-
 # What "auto" factorises, for each layer: about a minute on one core of a CPU, and 2 GB. Dense layers up to D = 11,500.
 AFFORDABLE = Cost(operations=1e12, memory=2 * 2**30)
 
@@ -115,7 +101,7 @@ def estimate_log_z(
         UnknownNameError: If the method has no such option.
     """
     if method == "auto":
-        worst = [_exact_cost(step, shapes) for step, shapes in _linear_steps(model.plan, event_shape)]
+        worst = [exact_cost(step, shapes) for step, shapes in _linear_steps(model.plan, event_shape)]
         method = "lanczos" if any(cost.exceeds(AFFORDABLE) for cost in worst) else "exact"
         if method == "exact":  # options of the method that was not needed are no mistake
             _check_options("lanczos", options)
@@ -140,7 +126,7 @@ def _lanczos(
 ) -> Estimate:
     like, total, variance, bias = model.like(), 0.0, 0.0, 0.0
     for step, shapes in _linear_steps(model.plan, event_shape):
-        shape = step.inverse_shapes(shapes)[0] if step.inverted else shapes[0]  # the determinant is the module's own
+        shape = step.own_shape(shapes)  # the determinant is the module's own
         sign = -1.0 if step.inverted else 1.0
         try:
             with torch.no_grad():
@@ -245,32 +231,10 @@ def _linear_steps(plan: Plan, event_shape: Shape) -> list[tuple[LinearStep, tupl
     return [(step, shapes) for step, shapes in plan.shapes(event_shape) if isinstance(step, LinearStep)]
 
 
-def _conv_geometry(step: LinearStep, shape: Shape) -> Geometry | None:
-    return step.module.setting.geometry(shape) if isinstance(step.module, FullConv2d) else None
-
-
-def _exact_cost(step: LinearStep, shapes: tuple[Shape, ...]) -> Cost:
-    size = step.determinant(shapes)
-    if size is None:
-        return Cost(0.0, 0.0)
-    shape = step.inverse_shapes(shapes)[0] if step.inverted else shapes[0]
-    geometry = _conv_geometry(step, shape)
-    if geometry is not None:
-        kind, group = structure(geometry), geometry.group
-        if kind in ("patches", "fourier"):
-            channels, rows, columns = group.out_shape
-            return Cost(geometry.groups * channels**3 * rows * columns, 32.0 * channels**2 * rows * columns)
-        if kind == "band":
-            lower, upper = min(bandwidths(group), bandwidths(group.turned), key=sum)
-            return Cost(geometry.groups * group.size * lower * (lower + upper), 16.0 * lower * (lower + upper))
-        return Cost(geometry.groups * group.size**3 / 3, 16.0 * group.size**2)
-    return Cost(size**3 / 3, 16.0 * size**2)
-
-
 def _is_cheap(step: LinearStep, shapes: tuple[Shape, ...]) -> bool:
     """Whether a log-det is O(D), or that of small blocks: one matrix for each pixel, say."""
     size = step.determinant(shapes)
-    return size is None or (size < prod(shapes[0]) and not _exact_cost(step, shapes).exceeds(AFFORDABLE))
+    return size is None or (size < prod(shapes[0]) and not exact_cost(step, shapes).exceeds(AFFORDABLE))
 
 
 @torch.no_grad()
@@ -280,7 +244,7 @@ def _squares(step: LinearStep, shape: Shape) -> float | None:
         return float(step.kept().double().square().sum()) * prod(shape[1:])
     if isinstance(step, FullStep) and isinstance(step.module, FullLinear):
         return float(step.module.weight.double().square().sum()) * prod(shape[:-1])
-    geometry = _conv_geometry(step, shape)
+    geometry = conv_geometry(step, shape)
     if geometry is None:
         return None
     counts = []

@@ -6,7 +6,8 @@
 =========== ============================================================== ==================================
 name        formula (sum over dimensions, mean over the batch)             a training step costs
 =========== ============================================================== ==================================
-ML          E[E(x)] + log Z                                                determinants: O(D³)
+ML          E[E(x)] + log Z                                                determinants: O(D³); with
+                                                                           log_det="stochastic" products
 RelativeML  the gradient of ML, times WᵀW                                  one energy, O(D²)
 SML         E_data[E(x)] - E_model[E(x)]                                   solves: O(D³), one energy of 2B
 SM          E[½‖∇E‖² - tr ∇²E]                                             D Hessian products
@@ -25,8 +26,7 @@ from typing import Any, TypeVar
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives.base import FunctionObjective, Objective, WeightedSum
-from ebflow_plugin.objectives.likelihood import ML, SML
-from ebflow_plugin.objectives.relative import RelativeML
+from ebflow_plugin.objectives.likelihood import ML, SML, RelativeML
 from ebflow_plugin.objectives.score_matching import DSM, FDSSM, SM, SSM
 from ebflow_plugin.plan.registry import NameRegistry
 

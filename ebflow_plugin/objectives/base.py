@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from numbers import Real
 from typing import Any, ClassVar, TypedDict
@@ -132,6 +132,17 @@ class Objective(nn.Module, ABC):
             values = values - log_det.detach()
         return values.mean() if self.reduction == "mean" else values
 
+    def metrics(self) -> dict[str, Any]:
+        """What a training run shows beside the loss, as plain numbers, texts and dictionaries."""
+        return {}
+
+    def state(self) -> dict[str, Any]:
+        """What the objective learnt from the batches so far, for a checkpoint; the weights are no part of it."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what :meth:`state` gave."""
+
     def extra_repr(self) -> str:
         """Describes the options."""
         weight = f", energy_weight={self.energy_weight:g}" if self.energy_weight else ""
@@ -228,6 +239,20 @@ class WeightedSum(Objective):
             weight * term(x, context) for weight, term in zip(self.weights, self.terms, strict=True)
         ]
         return torch.stack(values).sum(0)
+
+    def metrics(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for term in self.terms:
+            for name, value in term.metrics().items():  # type: ignore[operator]
+                found[name] = found[name] + value if isinstance(found.get(name), int) else value
+        return found
+
+    def state(self) -> dict[str, Any]:
+        return {str(place): term.state() for place, term in enumerate(self.terms)}  # type: ignore[operator]
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        for place, term in enumerate(self.terms):
+            term.load_state(state.get(str(place), {}))  # type: ignore[operator]
 
     def extra_repr(self) -> str:
         """Describes the weights."""

@@ -1,13 +1,26 @@
-r"""Maximum likelihood, by the determinant (ML) and by samples (SML)."""
+r"""Maximum likelihood: by determinants or without them (ML, RelativeML), and by samples (SML)."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
-from ebflow_plugin.objectives.base import Objective
+from ebflow_plugin.errors import InputError
+from ebflow_plugin.objectives.base import Common, Objective
+from ebflow_plugin.objectives.relative import relative_plan
+from ebflow_plugin.objectives.stochastic import LogDetEstimator
+from ebflow_plugin.plan.costs import LOG_DETS, ways
+from ebflow_plugin.plan.inputs import one_of, positive, whole
+from ebflow_plugin.plan.plan import LinearStep, Plan, Shape, Shapes
+from ebflow_plugin.model import EBFlow
 
-__all__ = ["ML", "SML"]
+__all__ = ["ML", "SML", "RelativeML"]
+
+TOLERANCE = 0.01
+ITERATIONS = 50
 
 
 class ML(Objective):
@@ -15,13 +28,46 @@ class ML(Objective):
 
     .. math:: L = \mathbb{E}[-\log p(x)] = \mathbb{E}[E(x)] + \log Z
 
-    Cost: one energy, and the determinant of every linear layer with its gradient, :math:`O(D^3)` for a dense one.
-    Use it where that is affordable, to finish what score matching began, or as the baseline. Its value is the one to
-    compare models by: the log-det of a preprocessing is part of it.
+    ``log_det`` says how the gradient of :math:`\log Z`, of the determinants of the linear layers, is taken:
+
+    - ``"exact"``: as it is. The *value* is the one to compare models by: the log-det of a preprocessing is part of it.
+      Cost: one energy, and the determinant of every linear layer with its gradient, :math:`O(D^3)` for a dense one.
+      Use it where that is affordable, to finish what score matching began, or as the baseline.
+    - ``"stochastic"``: estimated for every layer whose determinant costs more than a product: full and wide 1 × 1
+      matrices and convolutions, in either direction. With random signs v,
+
+      .. math:: \partial \log|\det W| = \operatorname{tr}(W^{-1} \partial W) = \mathbb{E}_v[v^\top \partial W s],
+                \qquad W s = v
+
+      where s comes from GMRES, to a relative residual of ``tolerance``, preconditioned by the circular twin of a
+      convolution, or by the transpose of a matrix. Without bias, up to that tolerance. Cost: one energy, and some ten
+      products with each layer for each probe. See :mod:`ebflow_plugin.objectives.stochastic`.
+    - ``"relative"``: as :class:`RelativeML`.
+    - ``"auto"``: relative for every ``FullLinear`` in its forward direction, stochastic for convolutions whose
+      determinant costs more than 150 products, exact for the rest: ``model.report`` shows it.
+
+    All but the first leave out what they do not compute: the *value* is that of exact ML without the log-determinants
+    of the layers that are estimated or relative, so that it is no likelihood, and falls without bound as those layers
+    grow. Follow ``model.log_prob``, as ``fit`` does with its validation data.
+
+    Where a solve does not converge, the layer takes its exact log-determinant in that step, with one warning;
+    :meth:`metrics` counts it, and ``fit`` shows the count. A dense layer keeps the inverse of that step to
+    precondition the next ones.
 
     Arguments:
         model: What :func:`~ebflow_plugin.wrap` returns.
-        options: ``generator``, ``energy_weight`` and ``reduction`` of :class:`Objective`.
+        log_det: ``"exact"``, ``"stochastic"``, ``"relative"`` or ``"auto"``.
+        probes: How many vectors v for each estimated layer. By default as many as keep the variance of the estimate
+            below half of that of the batch, chosen for each layer by itself from the first three batches, and again
+            behind 15, 30, 60, 120 and every 200, as long as the solves take no more than half of the products that the
+            batch takes.
+        tolerance: The relative residual of the solves.
+        iterations: At most how many products for each solve.
+        common: ``generator``, ``energy_weight`` and ``reduction`` of :class:`Objective`.
+
+    Raises:
+        InputError: If ``log_det="relative"`` is not defined for the model.
+        SingularError: If a layer is singular; it says which.
 
     Example:
         >>> import ebflow_plugin as ebf
@@ -30,14 +76,147 @@ class ML(Objective):
         >>> x = torch.randn(5, 2)
         >>> torch.allclose(ML(model)(x), -model.log_prob(x).mean())
         True
+        >>> from ebflow_nflows import FullConv2d
+        >>> model = ebf.wrap(flows.Flow(FullConv2d(3, kernel_size=3), distributions.StandardNormal([3, 8, 8])))
+        >>> ML(model, log_det="stochastic", probes=4)(torch.randn(5, 3, 8, 8)).backward()
     """
 
     in_data_space = True
 
+    def __init__(
+        self,
+        model: EBFlow,
+        *,
+        log_det: str = "exact",
+        probes: int | None = None,
+        tolerance: float = TOLERANCE,
+        iterations: int = ITERATIONS,
+        **common: Unpack[Common],
+    ) -> None:
+        super().__init__(model, **common)
+        self.log_det = one_of("log_det", log_det, LOG_DETS)
+        self.probes = None if probes is None else whole("probes", probes)
+        self.tolerance = positive("tolerance", tolerance)
+        self.iterations = whole("iterations", iterations)
+        if self.tolerance >= 1:
+            raise InputError(f"tolerance is a relative residual, below 1, got {tolerance!r}")
+        given = (self.probes, self.tolerance, self.iterations) != (None, TOLERANCE, ITERATIONS)
+        if given and self.log_det in ("exact", "relative"):
+            raise InputError(
+                f"probes, tolerance and iterations have no meaning for log_det={log_det!r}; use log_det='stochastic' "
+                "or 'auto', or leave them out"
+            )
+        self._estimator = LogDetEstimator(self.probes, self.tolerance, self.iterations)
+        self._made: tuple[Plan, Shape, Plan, list[tuple[LinearStep, Shapes]]] | None = None
+        if self.log_det == "relative":
+            relative_plan(model.core.plan)
+
     def per_sample(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        core = self.model.core
-        energy = core.energy(x, context)
-        return energy + core.log_z(tuple(x.shape[1:])), energy
+        core, shape = self.model.core, tuple(x.shape[1:])
+        if self.log_det == "exact":
+            energy = core.energy(x, context)
+            return energy + core.log_z(shape), energy
+        plan, estimated = self._plan(shape)
+        if plan is core.plan:
+            energy = core.energy(x, context)
+        else:
+            plan.refuse()
+            energy = plan.energy(x, context)
+        values = energy + plan.log_z(shape, energy, without=[step for step, _ in estimated])
+
+        def energies(rows: slice) -> Tensor:
+            return plan.energy(x[rows], None if context is None else context[rows])
+
+        return values - self._estimator(estimated, x, energies, self.generator), energy
+
+    def ways(self, event_shape: Shape) -> dict[str, str]:
+        """How the gradient of each linear step's log-det is taken, by its path: exact, stochastic or relative.
+
+        Arguments:
+            event_shape: The shape of one point of the matched variable.
+        """
+        return {step.path: way for step, way in ways(self.model.core.plan, event_shape, self.log_det).items()}
+
+    def metrics(self) -> dict[str, Any]:
+        return self._estimator.metrics() if self._estimator.accounts else {}
+
+    def state(self) -> dict[str, Any]:
+        return self._estimator.state()
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._estimator.load_state(state)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves out what belongs to this model's plan: a copy makes its own."""
+        return {**self.__dict__, "_made": None}
+
+    def extra_repr(self) -> str:
+        """Describes the options."""
+        if self.log_det in ("exact", "relative"):
+            return super().extra_repr()
+        probes = "chosen" if self.probes is None else self.probes
+        solve = f"probes={probes}, tolerance={self.tolerance:g}, iterations={self.iterations}"
+        return f"log_det={self.log_det!r}, {solve}, {super().extra_repr()}"
+
+    def _plan(self, shape: Shape) -> tuple[Plan, list[tuple[LinearStep, Shapes]]]:
+        """The plan with the relative gradients that are wanted, and the steps to estimate; made once for a flow."""
+        plan = self.model.core.plan
+        if self._made is None or self._made[0] is not plan or self._made[1] != shape:
+            chosen = ways(plan, shape, self.log_det)
+            reached = dict(plan.shapes(shape))
+            estimated = [(step, reached[step]) for step, way in chosen.items() if way == "stochastic"]
+            if self.log_det == "relative" or "relative" in chosen.values():
+                self._made = plan, shape, relative_plan(plan, strict=self.log_det == "relative"), estimated
+            else:
+                self._made = plan, shape, plan, estimated
+        return self._made[2], self._made[3]
+
+
+class RelativeML(ML):
+    r"""Maximum likelihood with the relative gradient of every dense layer (Gresele et al. 2020; the paper's Table 4).
+
+    The gradient in the weight W of each ``FullLinear`` is multiplied by :math:`W^T W` on the right. That leaves a
+    direction of descent, and makes the determinant's part trivial:
+
+    .. math:: \frac{\partial}{\partial W}\left(\mathbb{E}[E(x)] - \log|\det W|\right) W^T W
+              = \mathbb{E}\left[\delta\, (W^T W x)^T\right] - W,
+              \qquad \delta = \frac{\partial E}{\partial (W x)}
+
+    ``backward()`` leaves it in ``weight.grad``, at :math:`O(B D^2)`. All other parameters get the gradient of maximum
+    likelihood. The *value* is that of :class:`ML` without the log-determinants of the dense layers, which are never
+    computed: it falls without bound as they grow, and is no likelihood. Follow ``model.log_prob`` instead.
+
+    Cost: one energy, and two more products for each dense layer in the backward pass. Use it to compare with score
+    matching. It is the short name of ``ML(model, log_det="relative")``. Adaptive optimisers rescale the gradient once
+    more; the original work used plain ones too.
+
+    Arguments:
+        model: What :func:`~ebflow_plugin.wrap` returns. Its linear steps are ``FullLinear`` layers in their forward
+            direction, or have a cheap log-det, which is included as it is.
+        common: ``generator``, ``energy_weight`` and ``reduction`` of :class:`Objective`.
+
+    Raises:
+        InputError: If a linear step has an expensive log-det and no relative gradient; it lists all of them.
+
+    References:
+        Relative gradient optimization of the Jacobian term in unsupervised deep learning (Gresele et al., 2020),
+        https://arxiv.org/abs/2006.15090
+
+    Example:
+        >>> import ebflow_plugin as ebf
+        >>> import torch
+        >>> from ebflow_nflows import FullLinear
+        >>> from nflows import distributions, flows
+        >>> model = ebf.wrap(flows.Flow(FullLinear(2), distributions.StandardNormal([2])))
+        >>> RelativeML(model)(torch.randn(5, 2)).backward()
+        >>> model.flow._transform.weight.grad.shape
+        torch.Size([2, 2])
+    """
+
+    def __init__(self, model: EBFlow, **common: Unpack[Common]) -> None:
+        if "log_det" in common:
+            raise InputError("RelativeML is ML with log_det='relative'; leave log_det out, or use ML")
+        super().__init__(model, log_det="relative", **common)
 
 
 class SML(Objective):

@@ -1,78 +1,21 @@
-r"""Maximum likelihood by the relative gradient, for dense layers without constraints."""
+r"""The relative gradient of dense layers without constraints: a step whose backward pass leaves it."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from math import prod
-from typing import Any, TypeGuard, Unpack
+from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from ebflow_plugin.errors import InputError
-from ebflow_plugin.model import EBFlow
-from ebflow_plugin.objectives.base import Common, Objective
+from ebflow_plugin.plan.costs import is_dense
 from ebflow_plugin.plan.matrices import FullStep
-from ebflow_plugin.plan.plan import LinearStep, Plan, Shape, Step
+from ebflow_plugin.plan.plan import LinearStep, Plan, Shape
 
-__all__ = ["RelativeML"]
-
-
-class RelativeML(Objective):
-    r"""Maximum likelihood with the relative gradient of every dense layer (Gresele et al. 2020; the paper's Table 4).
-
-    The gradient in the weight W of each ``FullLinear`` is multiplied by :math:`W^T W` on the right. That leaves a
-    direction of descent, and makes the determinant's part trivial:
-
-    .. math:: \frac{\partial}{\partial W}\left(\mathbb{E}[E(x)] - \log|\det W|\right) W^T W
-              = \mathbb{E}\left[\delta\, (W^T W x)^T\right] - W,
-              \qquad \delta = \frac{\partial E}{\partial (W x)}
-
-    ``backward()`` leaves it in ``weight.grad``, at :math:`O(B D^2)`. All other parameters get the gradient of maximum
-    likelihood. The *value* is that of :class:`ML` without the log-determinants of the dense layers, which are never
-    computed: it falls without bound as they grow, and is no likelihood. Follow ``model.log_prob`` instead.
-
-    Cost: one energy, and two more products for each dense layer in the backward pass. Use it to compare with score
-    matching. Adaptive optimisers rescale the gradient once more; the original work used plain ones too.
-
-    Arguments:
-        model: What :func:`~ebflow_plugin.wrap` returns. Its linear steps are ``FullLinear`` layers in their forward
-            direction, or have a cheap log-det, which is included as it is.
-        common: ``generator``, ``energy_weight`` and ``reduction`` of :class:`Objective`.
-
-    Raises:
-        InputError: If a linear step has an expensive log-det and no relative gradient; it lists all of them.
-
-    References:
-        Relative gradient optimization of the Jacobian term in unsupervised deep learning (Gresele et al., 2020),
-        https://arxiv.org/abs/2006.15090
-
-    Example:
-        >>> import ebflow_plugin as ebf
-        >>> import torch
-        >>> from ebflow_nflows import FullLinear
-        >>> from nflows import distributions, flows
-        >>> model = ebf.wrap(flows.Flow(FullLinear(2), distributions.StandardNormal([2])))
-        >>> RelativeML(model)(torch.randn(5, 2)).backward()
-        >>> model.flow._transform.weight.grad.shape
-        torch.Size([2, 2])
-    """
-
-    in_data_space = True
-
-    def __init__(self, model: EBFlow, **common: Unpack[Common]) -> None:
-        super().__init__(model, **common)
-        relative_plan(model.core.plan)
-
-    def per_sample(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        plan = relative_plan(self.model.core.plan)
-        plan.refuse()
-        energy = plan.energy(x, context)
-        values = energy
-        for _, log_det in plan.log_dets(tuple(x.shape[1:]), x):
-            values = values - log_det
-        return values, energy
+__all__ = ["RelativeStep", "relative_plan"]
 
 
 class RelativeStep(LinearStep):
@@ -128,31 +71,31 @@ class _RelativeLogDet(Function):
         return scale * weight
 
 
-def relative_plan(plan: Plan) -> Plan:
+def relative_plan(plan: Plan, strict: bool = True) -> Plan:
     """The same plan, with the relative gradient in each dense layer.
 
+    Arguments:
+        plan: The plan.
+        strict: Whether it must serve all layers.
+
     Raises:
-        InputError: If there is none, or another linear step with an expensive log-det.
+        InputError: If it must, and there is no dense layer, or another linear step with an expensive log-det.
     """
-    steps = tuple(RelativeStep(step) if _is_dense(step) else step for step in plan.steps)
+    steps = tuple(RelativeStep(step) if is_dense(step) else step for step in plan.steps)
     refused = [
         f"{step.where}: {'runs backwards' if step.inverted else 'no FullLinear'}"
         for step in steps
         if isinstance(step, LinearStep) and not isinstance(step, RelativeStep) and _is_expensive(step)
     ]
-    if refused:
+    if strict and refused:
         raise InputError(
             f"RelativeML has no relative gradient for {len(refused)} of {len(steps)} steps\n  "
             + "\n  ".join(refused)
             + "\nUse ML, or FullLinear layers in the density direction (ebflow_plugin.unconstrain(flow))."
         )
-    if not any(isinstance(step, RelativeStep) for step in steps):
+    if strict and not any(isinstance(step, RelativeStep) for step in steps):
         raise InputError("RelativeML is for flows with FullLinear layers, and this one has none; use ML")
     return replace(plan, steps=steps)
-
-
-def _is_dense(step: Step) -> TypeGuard[FullStep]:
-    return isinstance(step, FullStep) and step.determinant(None) is not None and not step.inverted
 
 
 def _is_expensive(step: LinearStep) -> bool:

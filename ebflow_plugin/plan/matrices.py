@@ -19,6 +19,7 @@ from ebflow_plugin.errors import InputError
 from ebflow_plugin.layers import FullLinear
 from ebflow_plugin.linalg.convolution import structure
 from ebflow_plugin.linalg.dense import Dense, KeptLU
+from ebflow_plugin.linalg.operators import Operator, dense_operator, single_at_least
 from ebflow_plugin.plan.derivatives import Expansion
 from ebflow_plugin.plan.plan import Blocks, LinearStep, Shape, Shapes
 
@@ -127,6 +128,10 @@ class MatrixStep(MixingStep):
 
     def log_abs_det(self, shape: Shape) -> Tensor:
         return self._lu.log_abs_det(self.kept()) * self.copies(shape)
+
+    def operator(self, shape: Shape) -> Operator:
+        kept = single_at_least(self.kept())
+        return dense_operator(kept.mT if self.transposed else kept, times=self.copies(shape))
 
     @property
     def closed(self) -> bool:
@@ -292,6 +297,10 @@ class FullStep(LinearStep):
     def log_abs_det(self, shape: Shape) -> Tensor:
         result: Tensor = self.module.log_det(shape)
         return result
+
+    def operator(self, shape: Shape) -> Operator:
+        operator: Operator = self.module.operator(shape)
+        return operator
 
     def forward_shapes(self, shapes: Shapes) -> Shapes:
         return (self.module.output_shape(shapes[0]),)

@@ -16,7 +16,7 @@ one module of that model and acts through the module's own parameters. Nothing i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple
@@ -34,7 +34,9 @@ from ebflow_plugin.errors import (
     refuse_precision,
 )
 from ebflow_plugin.linalg.dense import is_readable
+from ebflow_plugin.linalg.operators import Operator
 from ebflow_plugin.plan.smoothness import Smoothness, first_reason, smoothness_of, unsteady_parts
+from ebflow_plugin.plan.values import Value, per_sample, pop
 
 __all__ = [
     "Base",
@@ -54,7 +56,6 @@ __all__ = [
 
 Shape = tuple[int, ...]
 Shapes = tuple[Shape, ...]
-Value = Tensor | tuple[Tensor, ...]
 
 
 class Linearity(str, Enum):
@@ -245,6 +246,17 @@ class LinearStep(Step):
     def log_abs_det(self, shape: Shape) -> Tensor | float:
         """log|det| of :meth:`apply` for inputs with this event shape; differentiable in the parameters."""
 
+    def operator(self, shape: Shape) -> Operator | None:
+        """The linear part of :meth:`apply` for inputs with this event shape, as something that multiplies.
+
+        None if the log-det is cheap, or nobody knows.
+        """
+        return None
+
+    def own_shape(self, shapes: Shapes) -> Shape:
+        """The event shape that :meth:`apply` takes, from the event shapes before the step."""
+        return self.inverse_shapes(shapes)[0] if self.inverted else shapes[0]
+
     def encode(self, x: Any, context: Tensor | None) -> tuple[Any, Tensor | None]:
         return (self.invert(x) if self.inverted else self.apply(x)), None
 
@@ -258,9 +270,8 @@ class LinearStep(Step):
             shapes: The event shapes before the step.
             like: Has the device and dtype of the data, for steps that must be run to tell.
         """
-        if self.inverted:
-            return -self.log_abs_det(self.encoded_shapes(shapes)[0])
-        return self.log_abs_det(shapes[0])
+        own = self.log_abs_det(self.own_shape(shapes))
+        return -own if self.inverted else own
 
 
 class NonlinearStep(Step):
@@ -444,24 +455,26 @@ class Plan:
             yield step, shapes
             stack.extend(step.encoded_shapes(shapes))
 
-    def log_dets(self, event_shape: Shape, like: Tensor) -> Iterator[tuple[LinearStep, Tensor | float]]:
+    def log_dets(
+        self, event_shape: Shape, like: Tensor, without: Collection[LinearStep] = ()
+    ) -> Iterator[tuple[LinearStep, Tensor | float]]:
         """log|det| of each linear step, for data of this event shape. The O(D^3) work is here, and only here."""
         for step, shapes in self.shapes(event_shape):
-            if isinstance(step, LinearStep):
+            if isinstance(step, LinearStep) and step not in without:
                 try:
                     yield step, step.log_det(shapes, like)
                 except SingularError:  # the layer saw it first; log_z says which layers these are
                     yield step, float("-inf")
 
-    def log_z(self, event_shape: Shape, like: Tensor) -> Tensor:
-        """Computes log Z (Eq. 9), a scalar on the device and in the dtype of ``like``.
+    def log_z(self, event_shape: Shape, like: Tensor, without: Collection[LinearStep] = ()) -> Tensor:
+        """Computes log Z (Eq. 9), a scalar on the device and in the dtype of ``like``; of all linear steps but some.
 
         Raises:
             SingularError: If a linear step has no finite log-determinant; it names every such step.
         """
         terms = [
             (step, torch.as_tensor(value, dtype=like.dtype, device=like.device).reshape(()))
-            for step, value in self.log_dets(event_shape, like)
+            for step, value in self.log_dets(event_shape, like, without)
         ]
         if not terms:
             return like.new_zeros(())
@@ -505,26 +518,6 @@ class Plan:
             )
 
 
-def per_sample(log_det: Any, x: Tensor) -> Tensor:
-    """Gives a log-det the shape ``(B,)``, the device and the dtype of x, whatever form a library returns it in.
-
-    Example:
-        >>> per_sample(0, torch.zeros(3, 2))
-        tensor([0., 0., 0.])
-    """
-    if not isinstance(log_det, Tensor):
-        return x.new_full((x.shape[0],), float(log_det))
-    log_det = log_det.to(device=x.device, dtype=x.dtype)
-    if log_det.shape == x.shape[:1]:
-        return log_det
-    if log_det.numel() == 1:
-        return log_det.reshape(()).expand(x.shape[0])
-    raise UnsupportedStepError(
-        f"a log-det of shape {tuple(log_det.shape)} came back for a batch of {x.shape[0]}: one value for each sample "
-        f"was expected. Register the class with a log-det of shape (B,)."
-    )
-
-
 def own_tensors(module: Any) -> Iterator[Tensor]:
     """All tensors that a module holds: parameters, buffers, and plain attributes.
 
@@ -539,12 +532,3 @@ def own_tensors(module: Any) -> Iterator[Tensor]:
         yield from module.buffers()
         for part in module.modules():
             yield from (value for value in vars(part).values() if isinstance(value, Tensor))
-
-
-def pop(stack: list[Tensor], count: int) -> Value:
-    """Takes one tensor, or a tuple of several, from the top of a stack."""
-    if count == 1:
-        return stack.pop()
-    taken = tuple(stack[-count:])
-    del stack[-count:]
-    return taken

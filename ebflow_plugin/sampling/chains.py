@@ -10,8 +10,8 @@ from torch import Generator, Tensor
 
 from ebflow_plugin.errors import EBFlowError, InputError
 from ebflow_plugin.linalg.random import at_least, gaussian_like, rows_in_chunks, shown, uniform_like
-from ebflow_plugin.plan.inputs import positive, refuse_non_finite
 from ebflow_plugin.plan.energy_model import EnergyModel
+from ebflow_plugin.plan.inputs import positive, refuse_non_finite
 
 __all__ = ["Chains", "Moves", "run_chains"]
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.linalg.random import over_rows
 from ebflow_plugin.log_z.estimate import Estimate, mean_of
-from ebflow_plugin.plan.inputs import is_number
 from ebflow_plugin.plan.energy_model import EnergyModel, refuse_other_models
+from ebflow_plugin.plan.inputs import is_number
 
 __all__ = ["fisher_divergence", "kl_divergence"]
 

@@ -7,8 +7,8 @@ from torch import Generator, Tensor
 
 from ebflow_plugin.errors import InputError, suggest
 from ebflow_plugin.linalg.random import at_least, over_rows
-from ebflow_plugin.plan.inputs import check_tensor, positive, refuse_non_finite
 from ebflow_plugin.plan.energy_model import EnergyModel, refuse_other_models
+from ebflow_plugin.plan.inputs import check_tensor, positive, refuse_non_finite
 from ebflow_plugin.plan.preprocessing import DequantizeStep
 from ebflow_plugin.sampling.chains import Chains, Moves, run_chains
 

@@ -68,13 +68,14 @@ def bf16_conditioners(model: EBFlow) -> Iterator[int]:
 def compiled_energy(objective: Objective) -> Iterator[bool]:
     """Compiles the energy of an objective's model with ``torch.compile``, for the duration of a ``with`` block.
 
-    For FDSSM, ML and SML the energy itself, for SSM and DSM its derivatives in x: in closed form where the model has
-    one, else by ``torch.func`` inside of the compiled function, since ``torch.compile`` cannot take a double backward.
-    Sums of these too. SM, and objectives of the user's own, run as they are, with one warning. So does a model that
+    For FDSSM, ML (exact and stochastic) and SML the energy itself, for SSM and DSM its derivatives in x: in closed form
+    where the model has one, else by ``torch.func`` inside of the compiled function, since ``torch.compile`` cannot take
+    a double backward. Sums of these too. SM, relative gradients, and objectives of the user's own, run as they are,
+    with one warning. So does a model that
     cannot be compiled. Gives whether it is compiled.
     """
     terms = list(objective.terms) if isinstance(objective, WeightedSum) else [objective]
-    others = sorted({type(term).__name__ for term in terms if type(term) not in (*ONE_BACKWARD, *DIFFERENTIATED)})
+    others = sorted({type(term).__name__ for term in terms if not _is_compiled(term)})
     if others:
         valid = ", ".join(sorted(cls.__name__ for cls in (*ONE_BACKWARD, *DIFFERENTIATED)))
         warnings.warn(f"compile=True has no effect on {', '.join(others)}. It is for {valid}.", stacklevel=4)
@@ -99,6 +100,12 @@ def compiled_energy(objective: Objective) -> Iterator[bool]:
     finally:
         for owner, name in places:
             del owner.__dict__[name]
+
+
+def _is_compiled(term: nn.Module) -> bool:
+    """Whether there is a compiled form. Relative gradients need a backward pass of their own."""
+    relative = isinstance(term, ML) and term.log_det in ("relative", "auto")
+    return type(term) in (*ONE_BACKWARD, *DIFFERENTIATED) and not relative
 
 
 def _or_as_it_is(compiled: Callable[..., Any], plain: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -273,6 +273,7 @@ class Run:
             }
         if progress.skipped:
             record["skipped"] = progress.skipped
+        record.update(self._objective_metrics())
         passed = now - mark[0]
         progress.seconds += passed
         record["seconds"] = progress.seconds
@@ -286,6 +287,12 @@ class Run:
             if callback(Event(progress.step, record, self.model, self.ema)) is True:
                 progress.stopped = "callback"
         return time.monotonic(), progress.step
+
+    def _objective_metrics(self) -> Record:
+        """What the objective shows: that of the first process, with the counts of all."""
+        found = self.processes.gather(self.objective.metrics())
+        counts = {name for name, value in found[0].items() if isinstance(value, int)}
+        return {**found[0], **{name: sum(each.get(name, 0) for each in found) for name in counts}}
 
     def _look_at_the_start(self) -> None:
         """Evaluates before the first step: a good start can be the best there is."""
@@ -368,11 +375,12 @@ class Run:
 
     def _has_unused(self, loss: PenalisedLoss) -> bool:
         """Whether the loss of the first batch leaves out parameters. Nothing that follows changes by asking."""
-        kept = random_state(self.device, self._generators)
+        kept, known = random_state(self.device, self._generators), self.objective.state()
         x, context = self._to_device(*self.data.first())
         value, _ = loss(x, context)
         found = torch.autograd.grad(value, self._parameters, allow_unused=True)
         set_random_state(kept, self.device, self._generators)
+        self.objective.load_state(known)
         flag = torch.tensor(int(any(gradient is None for gradient in found)), device=self.device)
         return bool(self.processes.maximum(flag))
 
@@ -380,7 +388,7 @@ class Run:
         """Everything that the run is. All processes must ask for it together."""
         progress = self.progress
         mine = {"random": random_state(self.device, self._generators), "data": self.data.state()}
-        ranks = self.processes.gather({**mine, "loss": float(self._sum)})
+        ranks = self.processes.gather({**mine, "loss": float(self._sum), "objective": self.objective.state()})
         seconds = progress.seconds + (time.monotonic() - since if since else 0.0)
         return {
             **{name: value for name, value in vars(progress).items() if name not in ("seconds", "stopped")},
@@ -427,6 +435,7 @@ class Run:
             self.data.load(mine["data"], self.device)
             set_random_state(mine["random"], self.device, self._generators)
             self._sum.fill_(mine["loss"])
+            self.objective.load_state(mine.get("objective", {}))  # earlier versions had none
         else:  # another batch size or number of processes: from the start of the epoch, with new noise
             self.data.load({"epoch": ranks[0]["data"]["epoch"], "position": 0}, self.device)
             for place, generator in enumerate(self._generators):

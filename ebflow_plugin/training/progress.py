@@ -260,6 +260,8 @@ def describe(record: Mapping[str, Any], conditions: bool = True) -> list[str]:
         parts.append(f"condition ≥ {worst:.1e}")
     if record.get("skipped"):
         parts.append(f"{record['skipped']} batches skipped")
+    if record.get("exact_log_dets"):
+        parts.append(f"{record['exact_log_dets']} log-dets exact (no convergence)")
     return parts
 
 

@@ -23,12 +23,13 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "activation": ("silu", "tanh", "softplus", "relu"),
     "linear": ("full", "lu", "lower", "upper", "qr", "svd"),
     "loss": ("ssm", "dsm", "fdssm", "sm", "ml", "sml", "relative_ml"),
+    "log_det": ("exact", "stochastic", "relative", "auto"),
     "optimizer": ("adam", "adamw", "rmsprop", "sgd"),
     "schedule": ("constant", "cosine", "multistep"),
     "calibrate": ("full", "diagonal", "none"),
 }
 
-LOSS_OPTIONS = {"sigma": "dsm", "eps": "fdssm", "projections": "ssm"}  # and the one loss that has each
+LOSS_OPTIONS = {"sigma": "dsm", "eps": "fdssm", "projections": "ssm", "log_det": "ml"}  # and the one loss that has each
 
 
 def _option(default: Any, panel: str, text: str, auto: str = "") -> Any:
@@ -70,6 +71,7 @@ class TrainConfig:
     )
     eps: float | None = _option(None, LOSS, "FDSSM: length of the finite difference.", "1 for images, 0.1 otherwise")
     projections: int | None = _option(None, LOSS, "SSM: directions for each sample.", "1")
+    log_det: str | None = _option(None, LOSS, "ML: how gradients of log-determinants are taken.", "exact")
     energy_weight: float = _option(0.0, LOSS, "Weight of the mean energy as a regulariser.")
     map: bool = _option(True, LOSS, "Match the variable after preprocessing (MaP), not the pixels.")
 

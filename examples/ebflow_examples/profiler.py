@@ -24,7 +24,7 @@ from ebflow_plugin.plan.inputs import positive
 
 __all__ = ["OBJECTIVES", "Cost", "Profile", "batch_for", "measure", "profile"]
 
-OBJECTIVES = ("dsm", "ssm", "fdssm", "ml", "sml", "relative_ml", "sm")
+OBJECTIVES = ("dsm", "ssm", "fdssm", "ml", "ml stochastic", "sml", "relative_ml", "sm")
 LARGEST_SM = 128  # dimensions up to which the exact trace is worth a try
 
 
@@ -95,6 +95,10 @@ class Profile:
         relative = cost.get("relative_ml")
         if relative is not None and (relative.milliseconds or 0.0) < (cost[best].milliseconds or 0.0):
             words += " relative_ml is cheaper still, but takes other steps than ml: compare them by NLL."
+        stochastic = cost.get("ml stochastic")
+        if stochastic is not None and (stochastic.milliseconds or 0.0) < ratio * (cost[best].milliseconds or 0.0) / 2:
+            times = (stochastic.milliseconds or 0.0) / (cost[best].milliseconds or 1.0)
+            words += f" ml with --log-det stochastic sees the likelihood at {times:.1f} times the cost of {best}."
         return words
 
     def __str__(self) -> str:
@@ -218,7 +222,9 @@ def _megabytes(name: str, model: ebf.EBFlow, batch: Tensor, context: Tensor | No
 
 
 def _make_step(name: str, model: ebf.EBFlow, batch: Tensor, context: Tensor | None) -> Callable[[], None]:
-    objective = ebf.objective(name, model, generator=stream(0, "noise", device=batch.device))
+    name, _, log_det = name.partition(" ")
+    options = {"log_det": log_det} if log_det else {}
+    objective = ebf.objective(name, model, generator=stream(0, "noise", device=batch.device), **options)
     optimiser = torch.optim.Adam([p for p in objective.parameters() if p.requires_grad], lr=0.0)
 
     def step() -> None:

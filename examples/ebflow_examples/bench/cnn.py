@@ -9,6 +9,7 @@ import torch
 import ebflow_plugin as ebf
 from ebflow_examples.bench import plain
 from ebflow_examples.bench.contenders import ALPHA, BATCH, objective, plain_loss, training_step
+from ebflow_examples.bench.likelihood import likelihood
 from ebflow_examples.bench.results import Settings, Table, compare
 from ebflow_examples.models import MODELS, build
 
@@ -19,7 +20,7 @@ LAYOUTS = {"": torch.contiguous_format, " channels_last": torch.channels_last}
 
 
 def cnn(settings: Settings) -> Iterator[Table]:
-    """A training step of the paper's cnn, ours against plain torch, contiguous and channels_last."""
+    """A training step of the paper's cnn against plain torch, in two memory formats; ML without determinants."""
     for shape in settings.choose([(1, 28, 28)], [(1, 28, 28), (3, 32, 32)]):
         title = " x ".join(map(str, shape))
         x, rows = settings.data(BATCH, *shape), []
@@ -46,3 +47,4 @@ def cnn(settings: Settings) -> Iterator[Table]:
             rows,
             f"Six {KERNEL} x {KERNEL} convolutions. ML is left out: by hand it is a determinant of D x D for each.",
         )
+    yield from likelihood(settings)

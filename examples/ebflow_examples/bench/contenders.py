@@ -17,12 +17,16 @@ __all__ = ["ALPHA", "BATCH", "DIM", "naive_fc", "objective", "plain_loss", "quie
 
 DIM, BATCH, ALPHA = 784, 100, 0.3  # the paper's models for MNIST
 SIGMA = EPS = 1.0
-OPTIONS: dict[str, dict[str, float]] = {"DSM": {"sigma": SIGMA}, "FDSSM": {"eps": EPS}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "DSM": {"sigma": SIGMA},
+    "FDSSM": {"eps": EPS},
+    "ML stochastic": {"log_det": "stochastic"},
+}
 
 
 def objective(name: str, model: ebf.EBFlow) -> Any:
     """Our objective, with the options of the paper's MNIST runs."""
-    return getattr(ebf.objectives, name)(model, **OPTIONS.get(name, {}))
+    return getattr(ebf.objectives, name.split()[0])(model, **OPTIONS.get(name, {}))
 
 
 def plain_loss(name: str, model: Any) -> Callable[[Tensor], Tensor]:

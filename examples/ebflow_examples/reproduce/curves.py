@@ -15,6 +15,7 @@ __all__ = ["COLOURS", "joined", "objective_name", "seed_curves"]
 COLOURS = {  # told apart by all eyes
     "ml": "#D55E00",
     "sml": "#E69F00",
+    "ml_stochastic": "#000000",
     "relative_ml": "#CC79A7",
     "ssm": "#0072B2",
     "dsm": "#009E73",
@@ -34,7 +35,7 @@ def objective_name(loss: str) -> str:
         >>> objective_name("relative_ml"), objective_name("ssm")
         ('RelativeML', 'SSM')
     """
-    return {"relative_ml": "RelativeML"}.get(loss, loss.upper())
+    return {"relative_ml": "RelativeML", "ml_stochastic": "ML, probes"}.get(loss, loss.upper())
 
 
 def joined(curves: Sequence[Points]) -> tuple[list[float], list[list[float]]]:

@@ -26,6 +26,7 @@ MINUTES = 90.0
 LOSSES = ("ml", "sml", "ssm", "dsm", "fdssm")
 MODELS = ("fc", "cnn")
 GAUSSIAN = "gaussian"
+STOCHASTIC = "ml_stochastic"  # ML(log_det="stochastic")
 WAYS = {"paper": "the paper's way", "ours": "ours"}
 EVALUATIONS = {"paper": 12, "ours": 5}  # ours calibrates at each, which takes seconds
 
@@ -45,8 +46,10 @@ def cells(options: Options) -> list[Cell]:
 
 
 def losses(way: str, model: str) -> tuple[str, ...]:
-    """The objectives: the paper's five, and for ours the relative gradient, which needs dense layers."""
-    return (*LOSSES, "relative_ml") if (way, model) == ("ours", "fc") else LOSSES
+    """The objectives: the paper's five; for ours also the relative gradient of dense layers, and ML by probes."""
+    if way != "ours":
+        return LOSSES
+    return (*LOSSES, "relative_ml") if model == "fc" else (*LOSSES, STOCHASTIC)
 
 
 def cell_of(options: Options, what: str, way: str, model: str, loss: str, seed: int) -> Cell:
@@ -93,11 +96,13 @@ def gaussian_note(found: Sequence[Found]) -> list[str]:
 def recipe(cell: Cell, data_root: str | None) -> TrainConfig:
     """The paper's way: its start, RMSProp, no calibration. Ours: what ``ebflow train`` does by default."""
     settings = cell.settings
+    stochastic = settings["loss"] == STOCHASTIC
     config = TrainConfig(
         data=settings["data"],
         data_root=data_root,
         model=settings["model"],
-        loss=settings["loss"],
+        loss="ml" if stochastic else settings["loss"],
+        log_det="stochastic" if stochastic else None,
         seed=settings["seed"],
         device="cpu",
     )

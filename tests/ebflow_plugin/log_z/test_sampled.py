@@ -388,7 +388,7 @@ def test_auto_says_what_it_picked(monkeypatch):
 def test_what_auto_affords(layer, shape, picked):
     model = ebf.wrap(flows.Flow(layer(), distributions.StandardNormal(shape)))
     ((step, shapes),) = normalizer._linear_steps(model.plan, shape)
-    assert normalizer._exact_cost(step, shapes).exceeds(normalizer.AFFORDABLE) == (picked == "lanczos")
+    assert normalizer.exact_cost(step, shapes).exceeds(normalizer.AFFORDABLE) == (picked == "lanczos")
 
 
 def test_a_singular_layer_is_named():

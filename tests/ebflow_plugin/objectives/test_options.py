@@ -84,7 +84,7 @@ def test_an_unknown_name_gets_a_suggestion(model):
             "sigm",
             r"DSM has no option 'sigm'. Did you mean 'sigma'\? Valid names: energy_weight, generator",
         ),
-        ("ml", "sigma", "ML has no option 'sigma'. Valid names: energy_weight, generator, reduction."),
+        ("ml", "sigma", "ML has no option 'sigma'. Valid names: energy_weight, generator, iterations, log_det,"),
     ],
 )
 def test_an_unknown_option_is_named_with_those_there_are(model, name, option, message):

@@ -23,6 +23,9 @@ OBJECTIVES = {
     "dsm": lambda model: ebf.objectives.DSM(model, sigma=0.5),
     "fdssm": lambda model: ebf.objectives.FDSSM(model, eps=0.5),
     "ml": ebf.objectives.ML,
+    "stochastic": lambda model, world=1: ebf.objectives.ML(
+        model, log_det="stochastic", probes=4 // world, tolerance=1e-12
+    ),
     "sum": lambda model: 0.5 * ebf.objectives.SSM(model) + 0.5 * ebf.objectives.ML(model),
 }
 
@@ -40,11 +43,13 @@ def shared_noise(rank, world):
 
     gaussian, projections = score_matching.gaussian, dict(score_matching.PROJECTIONS)
     score_matching.gaussian = slicing(gaussian)  # sphere() calls it too
+    score_matching.rademacher = slicing(projections["rademacher"])  # the probes of likelihood
     score_matching.PROJECTIONS["rademacher"] = slicing(projections["rademacher"])
     try:
         yield
     finally:
         score_matching.gaussian = gaussian
+        score_matching.rademacher = projections["rademacher"]
         score_matching.PROJECTIONS.update(projections)
 
 
@@ -54,7 +59,7 @@ def gradients(rank=0, world=1, wrap=lambda objective: objective):
     for name, make in OBJECTIVES.items():
         model = make_model(dtype=torch.float64)
         model.initialize(make_data(50, dtype=torch.float64))
-        objective = make(model)
+        objective = make(model, world) if name == "stochastic" else make(model)
         for term in objective.modules():
             if isinstance(term, ebf.objectives.Objective) and hasattr(term, "generator"):
                 term.generator = torch.Generator().manual_seed(7)

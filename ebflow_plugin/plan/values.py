@@ -1,0 +1,43 @@
+"""What passes between the steps of a plan: a stack of tensors, and log-dets with one value for each sample."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ebflow_plugin.errors import UnsupportedStepError
+
+__all__ = ["Value", "per_sample", "pop"]
+
+Value = Tensor | tuple[Tensor, ...]
+
+
+def per_sample(log_det: Any, x: Tensor) -> Tensor:
+    """Gives a log-det the shape ``(B,)``, the device and the dtype of x, whatever form a library returns it in.
+
+    Example:
+        >>> import torch
+        >>> per_sample(0, torch.zeros(3, 2))
+        tensor([0., 0., 0.])
+    """
+    if not isinstance(log_det, Tensor):
+        return x.new_full((x.shape[0],), float(log_det))
+    log_det = log_det.to(device=x.device, dtype=x.dtype)
+    if log_det.shape == x.shape[:1]:
+        return log_det
+    if log_det.numel() == 1:
+        return log_det.reshape(()).expand(x.shape[0])
+    raise UnsupportedStepError(
+        f"a log-det of shape {tuple(log_det.shape)} came back for a batch of {x.shape[0]}: one value for each sample "
+        f"was expected. Register the class with a log-det of shape (B,)."
+    )
+
+
+def pop(stack: list[Tensor], count: int) -> Value:
+    """Takes one tensor, or a tuple of several, from the top of a stack."""
+    if count == 1:
+        return stack.pop()
+    taken = tuple(stack[-count:])
+    del stack[-count:]
+    return taken
