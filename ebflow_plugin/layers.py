@@ -33,7 +33,7 @@ class FullLinear(nn.Module):
     The log-determinant is :math:`\log |\det W|` (Table A.2 of the paper, fully-connected).
 
     Cost: :math:`O(D^2)` for each vector transformed. ``log_det`` and the first ``invert`` are :math:`O(D^3)`; what they
-    compute is kept until the weight changes, unless the weight wants a gradient: :class:`~ebflow_plugin.linalg.dense.KeptLU`.
+    compute is kept until the weight changes, unless the weight wants a gradient.
 
     Arguments:
         features: The number :math:`D` of features.
@@ -146,9 +146,9 @@ class FullConv2d(nn.Module):
     .. math:: z = w \star y + b
 
     The log-determinant is :math:`\log |\det \hat W|` of the :math:`D \times D` matrix that the convolution is (Table
-    A.2 of the paper, convolutional). The matrix is never built where it has structure: :mod:`ebflow_plugin.linalg.convolution` says
-    how, and for what cost. ``log_det`` and the factors for ``invert`` are kept until the kernel or the size of the
-    image changes, unless the kernel wants a gradient (:class:`~ebflow_plugin.linalg.dense.KeptLU`).
+    A.2 of the paper, convolutional). The matrix is never built where it has structure
+    (:mod:`ebflow_plugin.linalg.convolution`). ``log_det`` and the factors for ``invert`` are kept until the kernel or
+    the size of the image changes, unless the kernel wants a gradient (:class:`~ebflow_plugin.linalg.dense.KeptLU`).
 
     Arguments:
         in_channels: The number of input channels.

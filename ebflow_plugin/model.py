@@ -18,8 +18,9 @@ from ebflow_plugin.log_z.estimate import Estimate
 from ebflow_plugin.log_z.normalizer import Normalizer, estimate_log_z
 from ebflow_plugin.plan.energy_model import EnergyModel
 from ebflow_plugin.plan.inputs import check_input, check_shape, is_number, one_of, refuse_non_finite
-from ebflow_plugin.plan.plan import Plan, Shape
+from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.preprocessing import DequantizeStep, refuse_trainable
+from ebflow_plugin.plan.step import Shape
 from ebflow_plugin.report import FlowReport
 from ebflow_plugin.sampling.inverse import draw
 
@@ -278,8 +279,8 @@ class EBFlow(EnergyModel):
             whiten: Whether to whiten. A flow must have a FullLinear or FullConv2d, behind nothing but ActNorms,
                 permutations and fixed steps.
             gaussianize: Whether to whiten, by a FullLinear, and then scale and shift each feature so that the
-                elementwise nonlinearity behind the layer makes it as Gaussian as it can: :mod:`ebflow_plugin.closed_form.starts`.
-                O(N·D), no gradient; it takes the paper's MNIST model from 1045 to 1009 nats before any training.
+                elementwise nonlinearity after the layer makes it as Gaussian as it can. O(N·D), no gradient; it takes
+                the paper's MNIST model from 1045 to 1009 nats before any training.
 
         Raises:
             InputError: If no layer can whiten, or no elementwise nonlinearity is behind it.

@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from ebflow_plugin.adapting.teaching import TaughtLinearStep
 from ebflow_plugin.plan.costs import ways as log_det_ways
 from ebflow_plugin.plan.derivatives import closed_steps
-from ebflow_plugin.plan.plan import Blocks, Linearity, LinearStep, Plan, Step
+from ebflow_plugin.plan.plan import Plan
+from ebflow_plugin.plan.step import Blocks, Linearity, LinearStep, Step
 
 __all__ = ["FlowReport", "Row"]
 

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ebflow_plugin.model import EBFlow
-from ebflow_plugin.plan.plan import LinearStep
+from ebflow_plugin.plan.step import LinearStep
 from ebflow_plugin.verification import verify
 from ebflow_plugin.wrapper import wrap
 

@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from ebflow_plugin.errors import InputError, VerificationError
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.plan.inputs import refuse_non_finite
-from ebflow_plugin.plan.plan import LinearStep, Plan, Step, Value
+from ebflow_plugin.plan.plan import Plan
+from ebflow_plugin.plan.step import LinearStep, Step
+from ebflow_plugin.plan.values import Value
 from ebflow_plugin.wrapper import wrap
 
 __all__ = ["Check", "VerificationReport", "verify"]

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from ebflow_plugin.adapting.densities import density_smoothness
 from ebflow_plugin.adapting.discovery import takes_context
-from ebflow_plugin.plan.derivatives import End, gaussian_end
-from ebflow_plugin.plan.plan import Base, Shapes, per_sample
+from ebflow_plugin.plan.derivatives import gaussian_expansion
 from ebflow_plugin.plan.registry import changes_the_map
 from ebflow_plugin.plan.smoothness import Smoothness
+from ebflow_plugin.plan.step import Base, BaseExpansion, Shapes
+from ebflow_plugin.plan.values import per_sample
 
 
 class NflowsBase(Base):
@@ -69,8 +70,8 @@ class NormalBase(NflowsBase):
     def closed(self) -> bool:
         return changes_the_map(self.module, type(self.module)) is None  # somebody may have patched the object
 
-    def expand(self, latents: tuple[Tensor, ...], context: Tensor | None) -> End:
-        return gaussian_end(latents[0], *self.mean_std(context), lambda: -self.log_prob(latents, context))
+    def expand(self, latents: tuple[Tensor, ...], context: Tensor | None) -> BaseExpansion:
+        return gaussian_expansion(latents[0], *self.mean_std(context), lambda: -self.log_prob(latents, context))
 
     def sample(self, n: int, context: Tensor | None, like: Tensor) -> tuple[Tensor, ...]:
         mean, std = self.mean_std(context)

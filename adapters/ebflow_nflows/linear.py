@@ -9,10 +9,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ebflow_plugin.errors import InputError
-from ebflow_plugin.plan.derivatives import Expansion
 from ebflow_plugin.plan.linear import ElementwiseAffineStep, InitialisedAffineStep, OrthogonalStep, SqueezeStep
 from ebflow_plugin.plan.matrices import MatrixStep, MixingStep, PackedLUStep
-from ebflow_plugin.plan.plan import Shape, Shapes
+from ebflow_plugin.plan.step import Expansion, Shape, Shapes
 
 
 class PointwiseAffineStep(ElementwiseAffineStep):

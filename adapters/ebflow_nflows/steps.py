@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from ebflow_plugin.adapting.teaching import OpaqueStep
 from ebflow_plugin.plan.elementwise import Curve, ElementwiseStep, logit_slopes, sigmoid_curve
-from ebflow_plugin.plan.plan import NonlinearStep
 from ebflow_plugin.plan.smoothness import Smoothness, smoothness_of
+from ebflow_plugin.plan.step import NonlinearStep
 
 
 class NflowsStep(NonlinearStep):

@@ -23,9 +23,10 @@ from ebflow_plugin.errors import InputError, NotAFlowError, UnsupportedStepError
 from ebflow_plugin.plan.elementwise import ActivationStep
 from ebflow_plugin.plan.linear import IdentityStep, IndexedPermutationStep, SqueezeStep
 from ebflow_plugin.plan.matrices import FullStep, PackedLUStep
-from ebflow_plugin.plan.plan import Plan, Step
+from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.registry import resolve
 from ebflow_plugin.plan.smooth_modules import see_into
+from ebflow_plugin.plan.step import Step
 
 # Networks, and steps that are as smooth as the networks that they hold: all keep activations as modules or attributes.
 see_into(

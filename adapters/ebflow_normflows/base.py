@@ -12,10 +12,11 @@ from torch import Tensor
 from ebflow_plugin.adapting.densities import density_smoothness
 from ebflow_plugin.adapting.discovery import comes_from
 from ebflow_plugin.errors import InputError
-from ebflow_plugin.plan.derivatives import End, gaussian_end
-from ebflow_plugin.plan.plan import Base, Shapes, per_sample
+from ebflow_plugin.plan.derivatives import gaussian_expansion
 from ebflow_plugin.plan.registry import resolve
 from ebflow_plugin.plan.smooth_modules import Smoothness, worst_of
+from ebflow_plugin.plan.step import Base, BaseExpansion, Shapes
+from ebflow_plugin.plan.values import per_sample
 
 # The networks of these see the context, or a constant, and not x.
 BASES: dict[str, Smoothness] = {
@@ -66,10 +67,10 @@ class NormflowsBase(Base):
         kind, _ = resolve(self.module, lambda cls: cls.__name__ if _ours(cls) and cls.__name__ in BASES else None)
         return kind == "DiagGaussian"  # asked each time: somebody may have patched the object
 
-    def expand(self, latents: tuple[Tensor, ...], context: Tensor | None) -> End:
+    def expand(self, latents: tuple[Tensor, ...], context: Tensor | None) -> BaseExpansion:
         temperature = 1.0 if self.module.temperature is None else self.module.temperature
         std = torch.exp(self.module.log_scale) * temperature
-        return gaussian_end(latents[0], self.module.loc, std, lambda: -self.log_prob(latents, context))
+        return gaussian_expansion(latents[0], self.module.loc, std, lambda: -self.log_prob(latents, context))
 
     def sample(self, n: int, context: Tensor | None, like: Tensor) -> tuple[Tensor, ...]:
         if context is None and self.needs_context and self.classes is None:
@@ -121,7 +122,7 @@ class LevelsBase(Base):
     def closed(self) -> bool:
         return all(part.closed for part in self.parts)
 
-    def expand(self, latents: tuple[Tensor, ...], context: Tensor | None) -> End:
+    def expand(self, latents: tuple[Tensor, ...], context: Tensor | None) -> BaseExpansion:
         ends = [part.expand((z,), context) for part, z in zip(self.parts, latents, strict=True)]
 
         def curvatures(tangents: Sequence[Sequence[Tensor]]) -> list[Tensor]:
@@ -130,7 +131,7 @@ class LevelsBase(Base):
                 for tangent in tangents
             ]
 
-        return End(lambda: -self.log_prob(latents, context), [end.slopes[0] for end in ends], curvatures)
+        return BaseExpansion(lambda: -self.log_prob(latents, context), [end.slopes[0] for end in ends], curvatures)
 
     def sample(self, n: int, context: Tensor | None, like: Tensor) -> tuple[Tensor, ...]:
         classes = next((part.classes for part in self.parts if part.classes is not None), None)

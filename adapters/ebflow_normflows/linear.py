@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.linalg.memo import Memo
-from ebflow_plugin.plan.derivatives import Expansion
 from ebflow_plugin.plan.linear import (
     ElementwiseAffineStep,
     InitialisedAffineStep,
@@ -24,7 +23,7 @@ from ebflow_plugin.plan.linear import (
     PermutationStep,
 )
 from ebflow_plugin.plan.matrices import MatrixStep, TriangularStep
-from ebflow_plugin.plan.plan import Shape, Shapes
+from ebflow_plugin.plan.step import Expansion, Shape, Shapes
 
 
 class AffineConstStep(ElementwiseAffineStep):

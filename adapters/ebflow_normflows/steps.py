@@ -19,8 +19,9 @@ from ebflow_plugin.adapting.teaching import OpaqueStep
 from ebflow_plugin.errors import InputError, UnsupportedStepError
 from ebflow_plugin.plan.elementwise import Curve, ElementwiseStep, logit_curve, sigmoid_curve
 from ebflow_plugin.plan.linear import RefusedStep
-from ebflow_plugin.plan.plan import NonlinearStep, Value
 from ebflow_plugin.plan.smoothness import Smoothness, smoothness_of
+from ebflow_plugin.plan.step import NonlinearStep
+from ebflow_plugin.plan.values import Value
 
 PACKAGES = ("normflows", "ebflow_normflows")
 ONE_WAY = (

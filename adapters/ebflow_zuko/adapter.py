@@ -18,8 +18,9 @@ from ebflow_plugin.adapting.teaching import TAUGHT, Child, Container, Rule
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.plan.elementwise import ActivationStep
 from ebflow_plugin.plan.matrices import FullStep
-from ebflow_plugin.plan.plan import Base, Plan, Step
+from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.smooth_modules import see_into
+from ebflow_plugin.plan.step import Base, Step
 from ebflow_zuko import linear, steps
 from ebflow_zuko.base import base_of
 from ebflow_zuko.linear import made_name, maker_of

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ebflow_plugin.adapting.teaching import TAUGHT, Taught
-from ebflow_plugin.plan.derivatives import End, gaussian_end, summed
-from ebflow_plugin.plan.plan import Base, Shapes
+from ebflow_plugin.plan.derivatives import gaussian_expansion, summed
 from ebflow_plugin.plan.smoothness import Smoothness
+from ebflow_plugin.plan.step import Base, BaseExpansion, Shapes
 from ebflow_zuko.linear import Made, made_name, taken_context
 from ebflow_zuko.transforms import ours
 
@@ -70,10 +70,10 @@ class NormalBase(ZukoBase):
     def closed(self) -> bool:
         return True
 
-    def expand(self, latents: tuple[Tensor, ...], context: Tensor | None) -> End:
+    def expand(self, latents: tuple[Tensor, ...], context: Tensor | None) -> BaseExpansion:
         distribution = self.made(context)
         mean, std = distribution.mean, distribution.stddev
-        return gaussian_end(latents[0], mean, std, lambda: -_log_prob(distribution, latents[0]))
+        return gaussian_expansion(latents[0], mean, std, lambda: -_log_prob(distribution, latents[0]))
 
     def mean_std(self, context: Tensor | None) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation, to be broadcast against a batch of latents."""

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ebflow_plugin.plan.derivatives import Expansion
 from ebflow_plugin.plan.linear import ElementwiseAffineStep, IdentityStep, IsometryStep, OrthogonalStep, PermutationStep
 from ebflow_plugin.plan.matrices import TriangularStep
-from ebflow_plugin.plan.plan import Shape
+from ebflow_plugin.plan.step import Expansion, Shape
 from ebflow_zuko.transforms import bare, known_name, unwrapped
 
 __all__ = [

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from ebflow_plugin.adapting.teaching import TAUGHT, OpaqueStep, Taught
 from ebflow_plugin.plan.elementwise import Curve, ElementwiseStep, logit_slopes, sigmoid_curve
 from ebflow_plugin.plan.linear import RefusedStep
-from ebflow_plugin.plan.plan import NonlinearStep
 from ebflow_plugin.plan.smoothness import Smoothness, smoothness_of
+from ebflow_plugin.plan.step import NonlinearStep
 from ebflow_zuko.linear import Made, made_name, taken_context
 from ebflow_zuko.transforms import VOLUME_PRESERVING, forward, inverse, known_name, unwrapped
 

@@ -29,8 +29,9 @@ from ebflow_plugin.errors import (
     suggest,
 )
 from ebflow_plugin.plan.energy_model import EnergyModel
-from ebflow_plugin.plan.plan import LinearStep, Plan, Step
+from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.registry import altered_part, resolve
+from ebflow_plugin.plan.step import LinearStep, Step
 
 __all__ = ["Adapter", "EnergyModel", "Found", "adapters", "comes_from", "find_flow", "takes_context"]
 

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from ebflow_plugin.adapting.discovery import Adapter, Found, find_flow
 from ebflow_plugin.errors import InputError, UnknownNameError, suggest
 from ebflow_plugin.plan.linear import PermutationStep
-from ebflow_plugin.plan.plan import LinearStep, Step
 from ebflow_plugin.plan.smoothness import kinked_parts
+from ebflow_plugin.plan.step import LinearStep, Step
 
 __all__ = ["Replaced", "Result", "smooth", "unconstrain"]
 

@@ -20,7 +20,8 @@ from ebflow_plugin.closed_form.moments import Moments
 from ebflow_plugin.errors import InputError, SingularError
 from ebflow_plugin.layers import FullLinear
 from ebflow_plugin.plan.matrices import FullStep
-from ebflow_plugin.plan.plan import Base, LinearStep, Plan, Shape, own_tensors
+from ebflow_plugin.plan.plan import Plan
+from ebflow_plugin.plan.step import Base, LinearStep, Shape, own_tensors
 
 __all__ = [
     "Calibration",

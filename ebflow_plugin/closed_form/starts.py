@@ -29,7 +29,8 @@ from ebflow_plugin.layers import FullLinear
 from ebflow_plugin.plan.elementwise import ElementwiseStep
 from ebflow_plugin.plan.linear import InitialisedAffineStep, IsometryStep
 from ebflow_plugin.plan.matrices import FullStep
-from ebflow_plugin.plan.plan import Plan, Step
+from ebflow_plugin.plan.plan import Plan
+from ebflow_plugin.plan.step import Step
 
 __all__ = ["best_scales", "gaussianize", "whiten"]
 

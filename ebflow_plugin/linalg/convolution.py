@@ -195,8 +195,8 @@ class _Pixels:
                 f"a {geometry.rows.kernel}x{geometry.columns.kernel} convolution of images of shape {geometry.shape} "
                 f"with {geometry.rows.mode} padding has no structure that its determinant or inverse could use, and "
                 f"its dense {size} x {size} matrix and factors need {need / 2**30:.1f} GB. The limit is "
-                f"{DENSE_LIMIT / 2**30:.1f} GB, ebflow_plugin.linalg.convolution.DENSE_LIMIT. Use a smaller kernel, or circular "
-                "padding with a stride that divides the image."
+                f"{DENSE_LIMIT / 2**30:.1f} GB, ebflow_plugin.linalg.convolution.DENSE_LIMIT. Use a smaller "
+                "kernel, or circular padding with a stride that divides the image."
             )
         step = 1024  # rows at a time, so that the indices stay small beside the matrix
         return torch.cat([self._entries(row, min(row + step, size), 0, size) for row in range(0, size, step)])

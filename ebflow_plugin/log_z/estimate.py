@@ -97,9 +97,9 @@ def log_mean_exp(log_weights: Tensor, method: str, doubt: str | None = None) -> 
 
     The standard error is that of the mean, relative to it (the delta method), and what the weights' tail may hold
     beyond the largest one drawn. The effective sample size is :math:`(\sum w)^2 / \sum w^2`. Where that is below 10, or
-    1 % of the sample, or where the tail is too heavy for a mean (:mod:`ebflow_plugin.log_z.pareto`), a few weights stand for
-    all and the sample cannot tell what it missed: the value is nearly always too low, and its standard error is inf,
-    with a warning.
+    1 % of the sample, or where the tail is too heavy for a mean (:mod:`ebflow_plugin.log_z.pareto`), a few weights
+    stand for all and the sample cannot tell what it missed: the value is nearly always too low, and its standard error
+    is inf, with a warning.
 
     Arguments:
         log_weights: With shape ``(M,)``, at least two.

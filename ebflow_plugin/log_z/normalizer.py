@@ -24,7 +24,8 @@ from ebflow_plugin.log_z.sampled import annealed, importance
 from ebflow_plugin.plan.costs import Cost, conv_geometry, exact_cost
 from ebflow_plugin.plan.energy_model import EnergyModel
 from ebflow_plugin.plan.matrices import FullStep, MatrixStep
-from ebflow_plugin.plan.plan import LinearStep, Plan, Shape, own_tensors
+from ebflow_plugin.plan.plan import Plan
+from ebflow_plugin.plan.step import LinearStep, Shape, own_tensors
 
 __all__ = ["AFFORDABLE", "Normalizer", "estimate_log_z"]
 

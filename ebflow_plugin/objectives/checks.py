@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from ebflow_plugin.errors import EBFlowError, UnsupportedStepError
 from ebflow_plugin.model import EBFlow
-from ebflow_plugin.plan.plan import Base, Step
 from ebflow_plugin.plan.smoothness import Smoothness
+from ebflow_plugin.plan.step import Base, Step
 
 if TYPE_CHECKING:
     from ebflow_plugin.objectives.base import Objective

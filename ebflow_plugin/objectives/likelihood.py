@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from ebflow_plugin.errors import InputError
+from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives.base import Common, Objective
 from ebflow_plugin.objectives.relative import relative_plan
 from ebflow_plugin.objectives.stochastic import LogDetEstimator
 from ebflow_plugin.plan.costs import LOG_DETS, ways
 from ebflow_plugin.plan.inputs import one_of, positive, whole
-from ebflow_plugin.plan.plan import LinearStep, Plan, Shape, Shapes
-from ebflow_plugin.model import EBFlow
+from ebflow_plugin.plan.plan import Plan
+from ebflow_plugin.plan.step import LinearStep, Shape, Shapes
 
 __all__ = ["ML", "SML", "RelativeML"]
 

@@ -13,7 +13,8 @@ from torch.autograd.function import once_differentiable
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.plan.costs import is_dense
 from ebflow_plugin.plan.matrices import FullStep
-from ebflow_plugin.plan.plan import LinearStep, Plan, Shape
+from ebflow_plugin.plan.plan import Plan
+from ebflow_plugin.plan.step import LinearStep, Shape
 
 __all__ = ["RelativeStep", "relative_plan"]
 

@@ -104,10 +104,10 @@ class SSM(ScoreObjective):
               \qquad \mathbb{E}[v v^T] = I
 
     Cost: one energy, its gradient, and for each projection one tangent through all steps, as long as these are linear
-    or elementwise (three products for a full layer: see :mod:`ebflow_plugin.plan.derivatives`), and a Hessian-vector product
-    through the rest; ``model.report`` says where that begins. Use it where the data have a density of their own (no
-    noise is added), and the flow is smooth. It integrates by parts, so it needs a continuous
-    score: it warns where a step does not give one.
+    or elementwise (three products for a full layer: :mod:`ebflow_plugin.plan.derivatives`), and a Hessian-vector
+    product through the rest; ``model.report`` says where that begins. Use it where the data have a density of their own
+    (no noise is added), and the flow is smooth. It integrates by parts, so it needs a continuous score: it warns where
+    a step does not give one.
 
     Arguments:
         model: What :func:`~ebflow_plugin.wrap` returns.

@@ -25,7 +25,7 @@ from ebflow_plugin.linalg.dense import without_autocast
 from ebflow_plugin.linalg.krylov import gmres
 from ebflow_plugin.linalg.operators import Operator, dense_inverse
 from ebflow_plugin.objectives import score_matching
-from ebflow_plugin.plan.plan import LinearStep, Shapes
+from ebflow_plugin.plan.step import LinearStep, Shapes
 
 __all__ = ["LogDetEstimator"]
 

@@ -10,7 +10,8 @@ from ebflow_plugin.layers import FullConv2d
 from ebflow_plugin.linalg.convolution import bandwidths, structure
 from ebflow_plugin.linalg.geometry import Geometry
 from ebflow_plugin.plan.matrices import FullStep
-from ebflow_plugin.plan.plan import LinearStep, Plan, Shape, Shapes, Step
+from ebflow_plugin.plan.plan import Plan
+from ebflow_plugin.plan.step import LinearStep, Shape, Shapes, Step
 
 __all__ = ["LOG_DETS", "Cost", "conv_geometry", "exact_cost", "is_dense", "ways"]
 

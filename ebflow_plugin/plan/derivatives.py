@@ -24,58 +24,25 @@ dimensions).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ebflow_plugin.errors import blame
-from ebflow_plugin.plan.plan import Plan, Step, Value, pop
+from ebflow_plugin.plan.plan import Plan
+from ebflow_plugin.plan.step import BaseExpansion, Expansion, Step
+from ebflow_plugin.plan.values import Value, pop
 
 __all__ = [
     "Derivatives",
-    "End",
-    "Expansion",
     "closed_steps",
     "derivatives",
     "dot",
-    "gaussian_end",
+    "gaussian_expansion",
     "summed",
     "transformed",
 ]
-
-
-class Expansion(NamedTuple):
-    """A step at a point.
-
-    Attributes:
-        value: f(x).
-        push: Takes the tangent of x to that of the value.
-        pull: Takes the derivative of E in the value to that in x, the step's log-det included.
-        bend: Takes the derivative of E in the value, and the tangent of x, to what the step adds to the second
-            derivative of E along it, with shape ``(B,)``. None for linear steps, which add nothing.
-        log_det: Computes the log-det, with shape ``(B,)``. None for linear steps.
-    """
-
-    value: Value
-    push: Callable[[Any], Any]
-    pull: Callable[[Any], Any]
-    bend: Callable[[Any, Any], Tensor] | None = None
-    log_det: Callable[[], Tensor] | None = None
-
-
-class End(NamedTuple):
-    """The end of an energy: a base density, with all steps before it that have no closed form.
-
-    Attributes:
-        energy: Computes what it adds to E, with shape ``(B,)``.
-        slopes: The derivative of that in each tensor which reaches it.
-        curvatures: The second derivative of that along each tangent.
-    """
-
-    energy: Callable[[], Tensor]
-    slopes: Sequence[Tensor]
-    curvatures: Callable[[Sequence[Sequence[Tensor]]], list[Tensor]]
 
 
 class Derivatives(NamedTuple):
@@ -137,7 +104,7 @@ def derivatives(
             made: Expansion = step.expand(value, context)
         except Exception as error:
             blame(error, step, value, context)
-        if made.bend is not None and bent is None:
+        if made.curvature is not None and bent is None:
             bent = place, [list(tangent) for tangent in tangents]
         moved = [pop(tangent, step.takes) for tangent in tangents]
         head.append((step, made, moved))
@@ -146,7 +113,7 @@ def derivatives(
             tangent.extend(_listed(made.push(before)))
     if closed and count == len(plan.steps) and plan.base.closed:
         try:
-            end: End = plan.base.expand(tuple(stack), context)
+            end: BaseExpansion = plan.base.expand(tuple(stack), context)
         except Exception as error:
             blame(error, plan.base, tuple(stack), context)
     else:
@@ -156,8 +123,8 @@ def derivatives(
     last, reached = (0, [[direction] for direction in directions]) if gradient else bent or (count, tangents)
     for step, made, moved in reversed(head[last:]):
         adjoint = pop(adjoints, step.gives)
-        if made.bend is not None:
-            curvatures = [total + made.bend(adjoint, one) for total, one in zip(curvatures, moved, strict=True)]
+        if made.curvature is not None:
+            curvatures = [total + made.curvature(adjoint, one) for total, one in zip(curvatures, moved, strict=True)]
         adjoints.extend(_listed(made.pull(adjoint)))
     total = end.energy() if energy else None
     if total is not None:
@@ -176,11 +143,13 @@ def closed_steps(plan: Plan) -> int:
     return next((place for place, step in enumerate(plan.steps) if not step.closed), len(plan.steps))
 
 
-def gaussian_end(z: Tensor, mean: Tensor | float, std: Tensor | float, energy: Callable[[], Tensor]) -> End:
+def gaussian_expansion(
+    z: Tensor, mean: Tensor | float, std: Tensor | float, energy: Callable[[], Tensor]
+) -> BaseExpansion:
     """A diagonal Gaussian over one tensor of latents, with mean and standard deviation broadcast against it.
 
     Example:
-        >>> end = gaussian_end(torch.ones(1, 2), 0.0, 0.5, energy=lambda: torch.zeros(1))
+        >>> end = gaussian_expansion(torch.ones(1, 2), 0.0, 0.5, energy=lambda: torch.zeros(1))
         >>> end.slopes, end.curvatures([[torch.ones(1, 2)]])
         ([tensor([[4., 4.]])], [tensor([8.])])
     """
@@ -191,7 +160,7 @@ def gaussian_end(z: Tensor, mean: Tensor | float, std: Tensor | float, energy: C
         scaled = (tangent if plain else tangent / std for (tangent,) in tangents)
         return [dot(one, one) for one in scaled]
 
-    return End(energy, [centred if plain else centred / std**2], curvatures)
+    return BaseExpansion(energy, [centred if plain else centred / std**2], curvatures)
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
@@ -224,7 +193,9 @@ def transformed() -> bool:
     return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def _differentiated_twice(plan: Plan, start: int, stack: Sequence[Tensor], context: Tensor | None, curved: bool) -> End:
+def _differentiated_twice(
+    plan: Plan, start: int, stack: Sequence[Tensor], context: Tensor | None, curved: bool
+) -> BaseExpansion:
     """The steps from ``start`` on, and the base, by autograd."""
     if transformed():
         return _transformed(plan, start, tuple(stack), context)
@@ -239,10 +210,10 @@ def _differentiated_twice(plan: Plan, start: int, stack: Sequence[Tensor], conte
         with torch.enable_grad():
             return _dots(_gradients(_dots(slopes, tangent), points, graph), tangent)
 
-    return End(lambda: energy, slopes, lambda tangents: [curvature(tangent) for tangent in tangents])
+    return BaseExpansion(lambda: energy, slopes, lambda tangents: [curvature(tangent) for tangent in tangents])
 
 
-def _transformed(plan: Plan, start: int, points: tuple[Tensor, ...], context: Tensor | None) -> End:
+def _transformed(plan: Plan, start: int, points: tuple[Tensor, ...], context: Tensor | None) -> BaseExpansion:
     """The same by ``torch.func``, in ``torch.compile`` and its own transforms: neither takes a double backward."""
 
     def total(*points: Tensor) -> tuple[Tensor, Tensor]:
@@ -255,7 +226,7 @@ def _transformed(plan: Plan, start: int, points: tuple[Tensor, ...], context: Te
     def curvature(tangent: Sequence[Tensor]) -> Tensor:
         return _dots(torch.func.jvp(lambda *at: gradients(*at)[0], points, tuple(tangent))[1], tangent)
 
-    return End(lambda: energy, slopes, lambda tangents: [curvature(tangent) for tangent in tangents])
+    return BaseExpansion(lambda: energy, slopes, lambda tangents: [curvature(tangent) for tangent in tangents])
 
 
 def _gradients(values: Tensor, points: Sequence[Tensor], create_graph: bool) -> Sequence[Tensor]:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ebflow_plugin.plan.derivatives import Expansion, dot, summed
-from ebflow_plugin.plan.plan import NonlinearStep
+from ebflow_plugin.plan.derivatives import dot, summed
 from ebflow_plugin.plan.smoothness import Smoothness
+from ebflow_plugin.plan.step import Expansion, NonlinearStep
 
 __all__ = ["ActivationStep", "Curve", "ElementwiseStep", "logit_curve", "logit_slopes", "sigmoid_curve"]
 
@@ -60,14 +60,14 @@ class Curve(NamedTuple):
         slope, first, second = self.slopes()
         straight = isinstance(first, float) and first == 0.0 and isinstance(second, float) and second == 0.0
 
-        def bend(adjoint: Tensor, tangent: Tensor) -> Tensor:
+        def curvature(adjoint: Tensor, tangent: Tensor) -> Tensor:
             return dot(adjoint * slope * first - second, tangent.square())
 
         return Expansion(
             value=self.value,
             push=lambda tangent: tangent * slope,
             pull=lambda adjoint: adjoint * slope - first,
-            bend=None if straight else bend,
+            curvature=None if straight else curvature,
             log_det=self._log_det,
         )
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ebflow_plugin.errors import InputError, suggest
 from ebflow_plugin.linalg.random import as_whole, at_least
-from ebflow_plugin.plan.plan import Shape
+from ebflow_plugin.plan.step import Shape
 
 __all__ = [
     "check_context",

@@ -16,9 +16,8 @@ from torch.nn import functional as F
 
 from ebflow_plugin.errors import InputError, UnsupportedStepError
 from ebflow_plugin.linalg.memo import Memo
-from ebflow_plugin.plan.derivatives import Expansion
-from ebflow_plugin.plan.plan import Linearity, LinearStep, Shape, Shapes, Step
 from ebflow_plugin.plan.smoothness import Smoothness
+from ebflow_plugin.plan.step import Expansion, Linearity, LinearStep, Shape, Shapes, Step
 
 __all__ = [
     "ElementwiseAffineStep",

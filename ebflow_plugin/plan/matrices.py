@@ -20,8 +20,7 @@ from ebflow_plugin.layers import FullLinear
 from ebflow_plugin.linalg.convolution import structure
 from ebflow_plugin.linalg.dense import Dense, KeptLU
 from ebflow_plugin.linalg.operators import Operator, dense_operator, single_at_least
-from ebflow_plugin.plan.derivatives import Expansion
-from ebflow_plugin.plan.plan import Blocks, LinearStep, Shape, Shapes
+from ebflow_plugin.plan.step import Blocks, Expansion, LinearStep, Shape, Shapes
 
 __all__ = ["FullStep", "MatrixStep", "MixingStep", "PackedLUStep", "TriangularStep"]
 

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from ebflow_plugin.errors import InputError, UnknownNameError, suggest
 from ebflow_plugin.linalg.random import at_least
-from ebflow_plugin.plan.derivatives import Expansion, transformed
+from ebflow_plugin.plan.derivatives import transformed
 from ebflow_plugin.plan.elementwise import Curve, ElementwiseStep, logit_curve, sigmoid_curve
 from ebflow_plugin.plan.inputs import is_number
-from ebflow_plugin.plan.plan import LinearStep, Plan, Shape, Step
+from ebflow_plugin.plan.plan import Plan
+from ebflow_plugin.plan.step import Expansion, LinearStep, Shape, Step
 
 __all__ = [
     "Dequantize",

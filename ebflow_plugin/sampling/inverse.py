@@ -12,7 +12,8 @@ from ebflow_plugin.errors import InputError, NoInverseError, blame, refuse_preci
 from ebflow_plugin.linalg.random import at_least, check_generator, rows_in_chunks
 from ebflow_plugin.linalg.streams import seeded_by
 from ebflow_plugin.plan.inputs import check_context, positive
-from ebflow_plugin.plan.plan import Base, Plan
+from ebflow_plugin.plan.plan import Plan
+from ebflow_plugin.plan.step import Base
 
 __all__ = ["draw"]
 

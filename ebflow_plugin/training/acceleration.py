@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives import DSM, FDSSM, ML, SML, SSM, Objective, WeightedSum
-from ebflow_plugin.plan.plan import NonlinearStep
+from ebflow_plugin.plan.step import NonlinearStep
 
 __all__ = ["bf16_conditioners", "compiled_energy"]
 

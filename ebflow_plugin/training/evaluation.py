@@ -12,7 +12,7 @@ from torch import Generator, Tensor
 from ebflow_plugin.closed_form.calibration import CalibrationStep
 from ebflow_plugin.log_z.normalizer import Normalizer
 from ebflow_plugin.model import EBFlow
-from ebflow_plugin.plan.plan import per_sample
+from ebflow_plugin.plan.values import per_sample
 from ebflow_plugin.training.batches import Batches, LoaderBatches
 from ebflow_plugin.training.distributed import Processes
 from ebflow_plugin.training.randomness import mix

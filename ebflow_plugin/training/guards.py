@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from ebflow_plugin.errors import InputError, TrainingError
 from ebflow_plugin.model import EBFlow
-from ebflow_plugin.plan.plan import Step, Value
 from ebflow_plugin.plan.preprocessing import Dequantize
+from ebflow_plugin.plan.step import Step
+from ebflow_plugin.plan.values import Value
 from ebflow_plugin.training.distributed import Processes
 from ebflow_plugin.training.spectrum import FullLayer, Spectrum, estimate_spectrum
 

@@ -16,7 +16,8 @@ from torch import Generator, Tensor, nn
 
 from ebflow_plugin.objectives import Objective
 from ebflow_plugin.plan.matrices import FullStep, MatrixStep
-from ebflow_plugin.plan.plan import Plan, Shape, Step
+from ebflow_plugin.plan.plan import Plan
+from ebflow_plugin.plan.step import Shape, Step
 
 __all__ = ["FullLayer", "PenalisedLoss", "Spectrum", "conditioning_penalty", "estimate_spectrum", "full_layers"]
 

@@ -1,0 +1,360 @@
+"""A step: one transform of a flow in the density direction, and the kinds that there are; and the base density.
+
+A step refers to one module of the user's model, and acts through the module's own parameters.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
+from typing import Any, ClassVar, NamedTuple
+
+from torch import Tensor, nn
+
+from ebflow_plugin.linalg.operators import Operator
+from ebflow_plugin.plan.smoothness import Smoothness, first_reason, smoothness_of, unsteady_parts
+from ebflow_plugin.plan.values import Value, per_sample
+
+__all__ = [
+    "Base",
+    "BaseExpansion",
+    "Blocks",
+    "Expansion",
+    "LinearStep",
+    "Linearity",
+    "NonlinearStep",
+    "Part",
+    "Shape",
+    "Shapes",
+    "Step",
+    "own_tensors",
+]
+
+Shape = tuple[int, ...]
+Shapes = tuple[Shape, ...]
+
+
+class Linearity(str, Enum):
+    """What a step is to the energy."""
+
+    LINEAR = "linear"  # affine in x: its log-det is a constant and belongs to log Z
+    NONLINEAR = "nonlinear"  # its log-det depends on x (or on the context) and belongs to the energy
+    REFUSED = "refused"  # has no place in an energy
+
+    __str__ = str.__str__
+
+
+class Expansion(NamedTuple):
+    """A step at a point.
+
+    Attributes:
+        value: f(x).
+        push: Takes the tangent of x to that of the value.
+        pull: Takes the derivative of E in the value to that in x, the step's log-det included.
+        curvature: Takes the derivative of E in the value, and the tangent of x, to what the step adds to the second
+            derivative of E along it, with shape ``(B,)``. None for linear steps, which add nothing.
+        log_det: Computes the log-det, with shape ``(B,)``. None for linear steps.
+    """
+
+    value: Value
+    push: Callable[[Any], Any]
+    pull: Callable[[Any], Any]
+    curvature: Callable[[Any, Any], Tensor] | None = None
+    log_det: Callable[[], Tensor] | None = None
+
+
+class BaseExpansion(NamedTuple):
+    """The end of an energy: a base density, with all steps before it that have no closed form.
+
+    Attributes:
+        energy: Computes what it adds to E, with shape ``(B,)``.
+        slopes: The derivative of that in each tensor which reaches it.
+        curvatures: The second derivative of that along each tangent.
+    """
+
+    energy: Callable[[], Tensor]
+    slopes: Sequence[Tensor]
+    curvatures: Callable[[Sequence[Sequence[Tensor]]], list[Tensor]]
+
+
+class Part:
+    """A piece of the user's flow: a step, or the base density.
+
+    Attributes:
+        module: The user's own object.
+        path: Where it stands in the user's model.
+    """
+
+    def __init__(self, module: Any, path: str) -> None:
+        self.module = module
+        self.path = path
+
+    @property
+    def class_name(self) -> str:
+        """The class of the module, as people call it."""
+        return type(self.module).__name__
+
+    @property
+    def where(self) -> str:
+        """Path, class and origin, as error messages show them."""
+        return f"{self.path}  {self.class_name} ({type(self.module).__module__})"
+
+    @property
+    def smoothness(self) -> Smoothness:
+        """What the part does to the score."""
+        return Smoothness.SMOOTH
+
+    @property
+    def closed(self) -> bool:
+        """Whether its first and second derivatives are known in closed form, by :meth:`expand`."""
+        return False
+
+    def expand(self, x: Any, context: Tensor | None) -> Any:
+        """How derivatives pass the part: an :class:`Expansion` or, of a base, a :class:`BaseExpansion`."""
+        raise NotImplementedError(f"{self.where} has no closed form")
+
+    def refusal(self) -> str | None:
+        """Says why the part cannot be in an energy in its present mode, or gives None.
+
+        Asked at each call, since ``train()`` and ``eval()`` decide for batch norm and dropout: look at flags only.
+        """
+        return None
+
+
+class Step(Part, ABC):
+    """One transform of a flow, in the density direction.
+
+    A class of steps says how one class of modules acts in *its own* forward direction; ``inverted`` says that data
+    passes through the module's inverse on its way to noise. Steps work on a stack of tensors: nearly all take the
+    top tensor and leave one, a split leaves two, a merge takes two (``takes`` and ``gives``).
+
+    Attributes:
+        inverted: Whether the density direction is the module's inverse.
+        reason: Why the step is linear, nonlinear or refused, for people.
+        cost: What its log-det costs, for people.
+        known: Whether its class is registered. An unknown class keeps its own log-det: exact, only slower.
+    """
+
+    linearity: ClassVar[Linearity]
+    takes: int = 1
+    gives: int = 1
+    reason: str = ""
+    cost: str = "-"
+    known: bool = True
+
+    def __init__(self, module: Any, path: str, inverted: bool = False) -> None:
+        super().__init__(module, path)
+        self.inverted = inverted
+        if inverted:
+            self.takes, self.gives = self.gives, self.takes
+
+    @property
+    def sensitive(self) -> bool:
+        """Whether the derivative explodes at an edge of the domain (logit, log), which MaP looks for."""
+        return False
+
+    def initialize(self, x: Value) -> None:
+        """Runs the module's data-dependent initialisation on a clean batch, if it has one and it is still due."""
+
+    def library_flaw(self, shape: Shape) -> str | None:
+        """What is wrong with the library's own log-det for events of this shape, as the end of a sentence; or None."""
+        return None
+
+    def forward_shapes(self, shapes: Shapes) -> Shapes:
+        """The event shapes that the module's own forward makes of these."""
+        return shapes
+
+    def inverse_shapes(self, shapes: Shapes) -> Shapes:
+        """The event shapes that the module's own inverse makes of these."""
+        return shapes
+
+    def encoded_shapes(self, shapes: Shapes) -> Shapes:
+        """The event shapes that :meth:`encode` makes of these."""
+        return self.inverse_shapes(shapes) if self.inverted else self.forward_shapes(shapes)
+
+    def decoded_shapes(self, shapes: Shapes) -> Shapes:
+        """The event shapes that :meth:`decode` makes of these."""
+        return self.forward_shapes(shapes) if self.inverted else self.inverse_shapes(shapes)
+
+    @abstractmethod
+    def encode(self, x: Any, context: Tensor | None) -> tuple[Any, Tensor | None]:
+        """Moves towards noise. Gives the value and, for nonlinear steps, the log-det with shape ``(B,)``."""
+
+    @abstractmethod
+    def decode(self, z: Any, context: Tensor | None) -> Any:
+        """Moves towards data: the inverse of :meth:`encode`."""
+
+
+class Blocks(NamedTuple):
+    """The blocks of a matrix that its determinant is computed from.
+
+    Attributes:
+        size: Rows of a block; None where no shape is known.
+        number: How many blocks there are.
+        banded: Whether they are bands, which cost less than dense ones.
+
+    Example:
+        >>> str(Blocks(4)), str(Blocks(4, 25)), str(Blocks(784, 1, True)), str(Blocks(None))
+        ('4 × 4 determinant', '25 determinants of 4 × 4', 'banded 784 × 784 determinant', 'D × D determinant')
+    """
+
+    size: int | None
+    number: int = 1
+    banded: bool = False
+
+    def __str__(self) -> str:
+        side = "D" if self.size is None else str(self.size)
+        band = "banded " if self.banded else ""
+        if self.number == 1:
+            return f"{band}{side} × {side} determinant"
+        return self.counted()
+
+    def counted(self, steps: int = 1) -> str:
+        """As part of a sentence, for a number of steps with such blocks."""
+        side, number = "D" if self.size is None else str(self.size), self.number * steps
+        band = "banded " if self.banded else ""
+        return f"{number} {band}determinant{'s' * (number > 1)} of {side} × {side}"
+
+
+class LinearStep(Step):
+    """A step that is affine in x: its log-det is a constant, and :meth:`encode` never computes it.
+
+    Subclasses give the module's own forward direction: :meth:`apply`, :meth:`invert`, :meth:`log_abs_det`.
+    """
+
+    linearity = Linearity.LINEAR
+    reason = "affine in x"
+    cost = "O(D)"
+
+    def determinant(self, shapes: Shapes | None) -> int | None:
+        """The size of the dense determinant that ``energy()`` skips; None if the log-det is cheap, or not known.
+
+        Arguments:
+            shapes: The event shapes before the step, if known.
+        """
+        return None
+
+    def blocks(self, shapes: Shapes | None) -> Blocks | None:
+        """The factorisations that its log-det takes, and ``energy()`` skips; None if it takes none.
+
+        Arguments:
+            shapes: The event shapes before the step, if known.
+        """
+        size = self.determinant(shapes)
+        return None if size is None else Blocks(size)
+
+    @abstractmethod
+    def apply(self, x: Any) -> Any:
+        """The module's own forward map, in the cheapest exact way, without a log-det."""
+
+    @abstractmethod
+    def invert(self, y: Any) -> Any:
+        """The inverse of :meth:`apply`."""
+
+    @abstractmethod
+    def log_abs_det(self, shape: Shape) -> Tensor | float:
+        """log|det| of :meth:`apply` for inputs with this event shape; differentiable in the parameters."""
+
+    def operator(self, shape: Shape) -> Operator | None:
+        """The linear part of :meth:`apply` for inputs with this event shape, as something that multiplies.
+
+        None if the log-det is cheap, or nobody knows.
+        """
+        return None
+
+    def own_shape(self, shapes: Shapes) -> Shape:
+        """The event shape that :meth:`apply` takes, from the event shapes before the step."""
+        return self.inverse_shapes(shapes)[0] if self.inverted else shapes[0]
+
+    def encode(self, x: Any, context: Tensor | None) -> tuple[Any, Tensor | None]:
+        return (self.invert(x) if self.inverted else self.apply(x)), None
+
+    def decode(self, z: Any, context: Tensor | None) -> Any:
+        return self.apply(z) if self.inverted else self.invert(z)
+
+    def log_det(self, shapes: Shapes, like: Tensor | None = None) -> Tensor | float:
+        """log|det| of :meth:`encode` for inputs with these event shapes.
+
+        Arguments:
+            shapes: The event shapes before the step.
+            like: Has the device and dtype of the data, for steps that must be run to tell.
+        """
+        own = self.log_abs_det(self.own_shape(shapes))
+        return -own if self.inverted else own
+
+
+class NonlinearStep(Step):
+    """A step whose log-det depends on x (or on the context), as its module computes it.
+
+    Subclasses say how their library calls a module: :meth:`call_forward` and :meth:`call_inverse`.
+    """
+
+    linearity = Linearity.NONLINEAR
+    reason = "log-det depends on x"
+
+    def __init__(self, module: Any, path: str, inverted: bool = False) -> None:
+        super().__init__(module, path, inverted)
+        self._unsteady = unsteady_parts(module)
+
+    def refusal(self) -> str | None:
+        return first_reason(self._unsteady)
+
+    @abstractmethod
+    def call_forward(self, x: Any, context: Tensor | None) -> tuple[Any, Any]:
+        """The module's forward: value, and log-det in whatever form the library has it."""
+
+    @abstractmethod
+    def call_inverse(self, y: Any, context: Tensor | None) -> tuple[Any, Any]:
+        """The module's inverse: value, and log-det in whatever form the library has it."""
+
+    def encode(self, x: Any, context: Tensor | None) -> tuple[Any, Tensor | None]:
+        value, log_det = (self.call_inverse if self.inverted else self.call_forward)(x, context)
+        return value, per_sample(log_det, x if isinstance(x, Tensor) else x[0])
+
+    def decode(self, z: Any, context: Tensor | None) -> Any:
+        return (self.call_forward if self.inverted else self.call_inverse)(z, context)[0]
+
+
+class Base(Part, ABC):
+    """The base density of a flow, over the latents that its last step leaves.
+
+    Attributes:
+        shapes: The event shapes of the latents, if the distribution tells them.
+    """
+
+    def __init__(self, module: Any, path: str, shapes: Shapes | None = None) -> None:
+        super().__init__(module, path)
+        self.shapes = shapes
+        self._unsteady = unsteady_parts(module)
+
+    @property
+    def smoothness(self) -> Smoothness:
+        return smoothness_of(self.module)
+
+    def refusal(self) -> str | None:
+        return first_reason(self._unsteady)
+
+    @abstractmethod
+    def log_prob(self, latents: tuple[Tensor, ...], context: Tensor | None) -> Tensor:
+        """Log p_u, one value for each sample."""
+
+    @abstractmethod
+    def sample(self, n: int, context: Tensor | None, like: Tensor) -> tuple[Tensor, ...]:
+        """Draws ``n`` latents, one for each row of a context, on the device and in the dtype of ``like``."""
+
+
+def own_tensors(module: Any) -> Iterator[Tensor]:
+    """All tensors that a module holds: parameters, buffers, and plain attributes.
+
+    Example:
+        >>> layer = torch.nn.Linear(2, 2, bias=False)
+        >>> layer.scale = torch.ones(3)
+        >>> [tuple(tensor.shape) for tensor in own_tensors(layer)]
+        [(2, 2), (3,)]
+    """
+    if isinstance(module, nn.Module):
+        yield from module.parameters()
+        yield from module.buffers()
+        for part in module.modules():
+            yield from (value for value in vars(part).values() if isinstance(value, Tensor))
