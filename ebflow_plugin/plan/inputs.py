@@ -81,7 +81,7 @@ def check_context(context: Tensor, anchor: Tensor | None, rows: int | None, devi
     Example:
         >>> check_context([1.0], None, None, torch.device("cpu"))
         Traceback (most recent call last):
-        ebflow_plugin.errors.InputError: context must be a tensor, got list
+        ebflow_plugin.errors.InputError: context must be a tensor, got list; torch.as_tensor makes one
     """
     check_tensor("context", context)
     if context.dim() == 0 or rows not in (None, context.shape[0]):

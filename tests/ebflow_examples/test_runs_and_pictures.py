@@ -95,7 +95,7 @@ def test_what_is_left_open_is_chosen_by_the_data():
     assert (white.T.cov() - torch.eye(64)).abs().mean() < 0.05  # the noise of the dequantisation is another one
     assert settle(build(TrainConfig(linear="lu", limit=100))).config.whiten is False
     assert settle(build(TrainConfig(whiten=False, gaussianize=True, limit=300))).config.whiten is True
-    with pytest.raises(InputError, match="whiten=True needs a FullLinear"):
+    with pytest.raises(InputError, match="whitening start needs a FullLinear"):
         settle(build(TrainConfig(whiten=True, linear="lu", limit=100)))
 
 

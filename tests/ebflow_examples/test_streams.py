@@ -28,14 +28,14 @@ SMALL = TrainConfig(
 def drawn(monkeypatch):
     """The noise of all dequantisations, in the order in which it is drawn, with the rows that it was added to."""
     calls = []
-    real = DequantizeStep.apply
+    real = DequantizeStep.dequantize
 
-    def apply(self, x):
-        y = real(self, x)
+    def dequantize(self, x, generator=None):
+        y = real(self, x, generator)
         calls.append((x.detach().clone(), (y * self.module.levels - x).detach().double()))
         return y
 
-    monkeypatch.setattr(DequantizeStep, "apply", apply)
+    monkeypatch.setattr(DequantizeStep, "dequantize", dequantize)
     return calls
 
 

@@ -25,7 +25,7 @@ EXPECTED = {
     "own_objective": [r"paired_dsm loss", rf"KL to the density of the data {NUMBER} -> {NUMBER}"],
     "sbi_posterior": [r"posterior mean.* known" if find_spec("sbi") else r"^skipped: .*pip install sbi\n$"],
     "unconstrain": [r"_transform\._transforms\.0: LULinear -> FullLinear", rf"full, .* NLL +{NUMBER}"],
-    "wrap_nflows": [r"LULinear +linear", "65 checks of this model hold", rf"exact test NLL {NUMBER} -> {NUMBER}"],
+    "wrap_nflows": [r"LULinear +linear", r"\d+ checks of this model hold", rf"exact test NLL {NUMBER} -> {NUMBER}"],
     "wrap_zuko": [
         r"FullLinear +linear +3 × 3",
         r"checks of this model hold",
@@ -128,6 +128,6 @@ def test_the_notebook_runs(notebook, tmp_path, monkeypatch):
     fresh = copy.deepcopy(notebook)
     NotebookClient(fresh, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
     text = "".join(output.get("text", "") for output in outputs(fresh))
-    assert "65 checks, 0 failures" in text
+    assert "101 checks, 0 failures" in text
     assert re.search(rf"step +4  NLL {NUMBER}, calibrated {NUMBER}", text)
     assert any("image/png" in output.get("data", {}) for output in outputs(fresh))
