@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from ebflow_plugin.adapting.discovery import Adapter, Found, find_flow
 from ebflow_plugin.adapting.walk import Options, Walked, walk
-from ebflow_plugin.closed_form import calibration, starts
+from ebflow_plugin.closed_form import calibration, initialization
 from ebflow_plugin.closed_form.calibration import Calibration, CalibrationReport, CalibrationStep
 from ebflow_plugin.closed_form.moments import batches, meet
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.log_z.estimate import Estimate
-from ebflow_plugin.log_z.normalizer import Normalizer, estimate_log_z
+from ebflow_plugin.log_z.exact import Normalizer
+from ebflow_plugin.log_z.methods import estimate_log_z
 from ebflow_plugin.plan.energy_model import EnergyModel
 from ebflow_plugin.plan.inputs import check_input, check_shape, is_number, one_of, refuse_non_finite
 from ebflow_plugin.plan.plan import Plan
@@ -36,7 +37,7 @@ class EBFlow(EnergyModel):
     Attributes:
         flow: The user's own flow, the same object.
         preprocessing: The modules that :func:`wrap` put in front of it.
-        calibration: The affine map behind it, which :meth:`calibrate` fits.
+        calibration: The affine map after it, which :meth:`calibrate` fits.
     """
 
     def __init__(
@@ -95,9 +96,9 @@ class EBFlow(EnergyModel):
         if start == 0:
             return self
         if not self._cores:
-            behind = Options(None, self._options.preprocess[start:], check_finite=self._options.check_finite)
+            after = Options(None, self._options.preprocess[start:], check_finite=self._options.check_finite)
             found = Found(self.flow, self.adapter, self._inside)
-            self._cores.append(EBFlow(found, behind, self.calibration, whole=self))
+            self._cores.append(EBFlow(found, after, self.calibration, whole=self))
         return self._cores[0]
 
     @property
@@ -151,7 +152,7 @@ class EBFlow(EnergyModel):
         if x.shape[0] == 0:
             return x.flatten(1).sum(1)
         x, start = _dequantized(plan, x, generator)
-        return plan.energy_behind(start, (x,), plan.embed(context))
+        return plan.energy_from(start, (x,), plan.embed(context))
 
     def score(self, x: Tensor, context: Tensor | None = None, *, generator: torch.Generator | None = None) -> Tensor:
         """Computes the score, d log p(x) / dx = -dE(x)/dx, with the shape of x.
@@ -276,14 +277,14 @@ class EBFlow(EnergyModel):
         Arguments:
             x: A batch; with ``whiten=True`` all training data, as a tensor, a pair ``(x, context)`` or a loader.
             context: The context of a batch.
-            whiten: Whether to whiten. A flow must have a FullLinear or FullConv2d, behind nothing but ActNorms,
+            whiten: Whether to whiten. A flow must have a FullLinear or FullConv2d, after nothing but ActNorms,
                 permutations and fixed steps.
             gaussianize: Whether to whiten, by a FullLinear, and then scale and shift each feature so that the
                 elementwise nonlinearity after the layer makes it as Gaussian as it can. O(N·D), no gradient; it takes
                 the paper's MNIST model from 1045 to 1009 nats before any training.
 
         Raises:
-            InputError: If no layer can whiten, or no elementwise nonlinearity is behind it.
+            InputError: If no layer can whiten, or no elementwise nonlinearity is after it.
             SingularError: If the data have no variance in some direction.
         """
         walked = self._walked()
@@ -291,14 +292,14 @@ class EBFlow(EnergyModel):
         if whiten or gaussianize:
             meet("model.initialize(whiten=True)")
             data = batches(x if context is None else (x, context), self.check)
-            starts.whiten(walked.bare, data, gaussianize)
+            initialization.whiten(walked.bare, data, gaussianize)
         else:
             walked.plan.initialize(self.check(x, context), context)
 
     def calibrate(
         self, data: Any, kind: str = "full", *, shrinkage: float | None = None, fold: bool = False
     ) -> CalibrationReport:
-        """Fits the base to data in closed form: the affine map behind the flow that makes the latents' moments right.
+        """Fits the base to data in closed form: the affine map after the flow that makes the latents' moments right.
 
         It is the maximum-likelihood choice among all affine maps, and is held as one more linear step of this model:
         the flow stays as it is. O(N·D² + D³) for a full covariance, O(N·D) for a diagonal one, in one pass.
@@ -420,7 +421,7 @@ def _takes_integers(plan: Plan) -> bool:
 
 
 def _dequantized(plan: Plan, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, int]:
-    """Takes the one random step, if there is one, with the noise of a generator. Gives the next step's index too."""
+    """Takes the one random step, if there is one, with the noise of a generator. Returns the next step's index too."""
     first = plan.steps[0] if plan.steps else None
     return (first.dequantize(x, generator), 1) if isinstance(first, DequantizeStep) else (x, 0)
 

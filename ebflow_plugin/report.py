@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
-from ebflow_plugin.adapting.teaching import TaughtLinearStep
+from ebflow_plugin.adapting.teaching import RegisteredLinearStep
 from ebflow_plugin.plan.costs import ways as log_det_ways
 from ebflow_plugin.plan.derivatives import closed_steps
 from ebflow_plugin.plan.plan import Plan
@@ -83,7 +83,7 @@ class FlowReport:
         shapes = plan.base.shapes
         base = plan.base.class_name + (f" {' + '.join(map(str, shapes))}" if shapes else "")
         largest = sorted(counts.items(), key=lambda item: item[0].size or 0, reverse=True)
-        taught = sum(isinstance(step, TaughtLinearStep) for step in plan.steps)
+        taught = sum(isinstance(step, RegisteredLinearStep) for step in plan.steps)
         return cls(rows, base, plan.adapter, inside, tuple(largest), preprocessing, taught)
 
     def __iter__(self) -> Iterator[Row]:
@@ -113,7 +113,7 @@ class FlowReport:
             skipped.append(f"{self.costs_of_its_own} log-det{'s' * (self.costs_of_its_own > 1)} of a cost of its own")
         parts.append(f"energy() skips {' and '.join(skipped) or 'no dense determinant'}")
         if self.preprocessing:
-            parts.append(f"score matching begins behind {self.rows[self.preprocessing - 1].path} (MaP)")
+            parts.append(f"score matching begins after {self.rows[self.preprocessing - 1].path} (MaP)")
         parts.append(self._second_derivatives())
         return "; ".join(parts)
 

@@ -122,7 +122,7 @@ def verify(flow: Any, x: Tensor, context: Tensor | None = None) -> VerificationR
 
 
 def _bare(model: EBFlow, x: Tensor) -> tuple[EBFlow, Tensor]:
-    """The flow without what the wrapper put before and behind it, and the data that reach it."""
+    """The flow without what the wrapper put before and after it, and the data that reach it."""
     added = [step for step in model.plan.steps if step.path.startswith("preprocess.")]
     with torch.no_grad():
         for step in added:
@@ -332,16 +332,16 @@ def _derivatives(model: EBFlow, x: Tensor, context: Tensor | None) -> Iterator[C
     step_size = 1e-5
     with _frozen(model):
         direction = torch.randn_like(x)
-        ahead, behind = x + step_size * direction, x - step_size * direction
+        ahead, after = x + step_size * direction, x - step_size * direction
         with torch.no_grad():
-            slope = (model.energy(behind, context) - model.energy(ahead, context)) / (2 * step_size)
+            slope = (model.energy(after, context) - model.energy(ahead, context)) / (2 * step_size)
         point = x.clone().requires_grad_()
         score = model.score(point, context)
         along = (score * direction).flatten(1).sum(1)
         yield _blamed(model, _compare("score agrees with finite differences", along.detach(), slope, 1e-3))
         (product,) = torch.autograd.grad(along.sum(), point, allow_unused=True) if along.requires_grad else (None,)
         product = torch.zeros_like(x) if product is None else product
-        difference = (model.score(ahead, context) - model.score(behind, context)).detach() / (2 * step_size)
+        difference = (model.score(ahead, context) - model.score(after, context)).detach() / (2 * step_size)
         yield _blamed(model, _compare("second backward agrees with finite differences", product, difference, 1e-3))
 
 

@@ -34,8 +34,8 @@ def wrap(
     Arguments:
         flow: A flow of a library that an adapter knows (nflows and its forks, normflows), or an object that holds
             exactly one (sbi's density estimators, nessai's ``FlowModel``).
-        match_after: Where the variable begins that score matching sees (MaP): behind the step with this path or
-            index; behind the leading fixed steps that end in a logit or similar, or in a
+        match_after: Where the variable begins that score matching sees (MaP): after the step with this path or
+            index; after the leading fixed steps that end in a logit or similar, or in a
             :class:`~ebflow_plugin.Standardize` (``"auto"``); or at the data (None).
             ``log_prob``, ``energy`` and ``score`` are those of the data in any case.
         preprocess: Steps to put in front of a flow that has none: :class:`~ebflow_plugin.Dequantize`,

@@ -30,10 +30,10 @@ class PairedDSM(ebf.objectives.Objective):
         self.sigma = sigma
 
     def per_sample(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, None]:
-        """The loss of each sample of x, the variable behind the preprocessing, whose density the core is."""
+        """The loss of each sample of x, the variable after the preprocessing, whose density the core is."""
         v = torch.randn(x.shape, generator=self.generator, dtype=x.dtype).to(x.device)
-        ahead, behind = (self.model.core.score(x + move, context) for move in (self.sigma * v, -self.sigma * v))
-        squares, slopes = ahead.square() + behind.square(), (ahead - behind) * v
+        ahead, after = (self.model.core.score(x + move, context) for move in (self.sigma * v, -self.sigma * v))
+        squares, slopes = ahead.square() + after.square(), (ahead - after) * v
         return (squares / 4 + slopes / (2 * self.sigma)).flatten(1).sum(1), None
 
 

@@ -3,7 +3,7 @@
     python examples/wrap_normflows.py     # about 40 seconds on one core; scikit-learn's digits; a picture in runs/
 
 The images are integers 0 to 16. The steps in front make them continuous and unbounded, score matching sees what comes
-behind them (MaP), and bits/dim are those of the integers. Glow's networks have ReLUs, which DSM does not mind.
+after them (MaP), and bits/dim are those of the integers. Glow's networks have ReLUs, which DSM does not mind.
 """
 
 import os

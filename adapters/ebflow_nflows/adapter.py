@@ -42,7 +42,7 @@ def inverse(module: Any) -> Iterator[Child]:
 
 
 def multiscale(module: Any) -> Iterator[Child]:
-    """The levels of a MultiscaleCompositeTransform, a split behind each but the last, and the joined latents."""
+    """The levels of a MultiscaleCompositeTransform, a split after each but the last, and the joined latents."""
     last = len(module._transforms) - 1
     for index, member in enumerate(module._transforms):
         yield Child(f"_transforms.{index}", member)

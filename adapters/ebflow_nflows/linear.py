@@ -84,7 +84,7 @@ class NflowsSqueezeStep(SqueezeStep):
 class NaiveLinearStep(MatrixStep):
     """NaiveLinear, whose own inverse raises on current torch."""
 
-    def kept(self) -> Tensor:
+    def weight(self) -> Tensor:
         weight: Tensor = self.module._weight
         return weight
 

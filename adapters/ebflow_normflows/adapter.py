@@ -236,7 +236,7 @@ class NormflowsAdapter(Adapter):
             yield from self.walk(flows[index], f"{path}.{index}", self.inverted, overrides)
 
     def _levels(self, flow: Any, overrides: Mapping[str, str]) -> Iterator[Step]:
-        """The steps of a MultiscaleFlow, with a split behind each level but the first."""
+        """The steps of a MultiscaleFlow, with a split after each level but the first."""
         if flow.transform is not None:
             yield from self.walk(flow.transform, "transform", self.inverted, overrides)
         for level in reversed(range(len(flow.q0))):

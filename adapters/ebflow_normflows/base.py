@@ -82,7 +82,7 @@ class NormflowsBase(Base):
         return (drawn.to(like),)
 
     def _given(self, name: str | None, context: Tensor | None, like: Tensor) -> dict[str, Tensor]:
-        """The context as normflows takes it: labels as whole numbers, or one-hot in the dtype of the model."""
+        """The context as normflows takes it: labels as integers, or one-hot in the dtype of the model."""
         if context is None or name is None or not self.takes_context:
             return {}
         if self.classes is not None:

@@ -111,7 +111,7 @@ class ShuffleStep(PermutationStep):
 
 
 class SwapStep(OrthogonalStep):
-    """Permute with mode ``swap``: the lower half of the channels goes behind the upper one."""
+    """Permute with mode ``swap``: the lower half of the channels goes after the upper one."""
 
     reason = "permutation"
 
@@ -133,7 +133,7 @@ class ConvolutionStep(MatrixStep):
     reason = "1 × 1 convolution, full matrix"
     images = True
 
-    def kept(self) -> Tensor:
+    def weight(self) -> Tensor:
         kept: Tensor = self.module.W
         return kept
 
@@ -166,7 +166,7 @@ class VectorStep(MatrixStep):
 
     transposed = True
 
-    def kept(self) -> Tensor:
+    def weight(self) -> Tensor:
         kept: Tensor = self.module.W
         return kept
 

@@ -132,7 +132,7 @@ class CouplingStep(ConditionedStep):
 
 @cache
 def whole_coupling(mode: str) -> type[CouplingStep]:
-    """The step of an AffineCoupling together with the split before and the merge behind it, of the same mode.
+    """The step of an AffineCoupling together with the split before and the merge after it, of the same mode.
 
     One step, and one row of the report, since these two only move features.
     """
@@ -235,7 +235,7 @@ class ResidualStep(NormflowsStep):
         super().__init__(module, path, inverted)
         self._planar = _acts_on_plane(module.iresblock.nnet)
         if self._planar is not True and module.iresblock.exact_trace:
-            self.reason = "residual block, log-det a series of exact traces (random behind its 20th term in eval mode)"
+            self.reason = "residual block, log-det a series of exact traces (random after its 20th term in eval mode)"
 
     @property
     def smoothness(self) -> Smoothness:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ebflow_plugin.adapting.discovery import Adapter, comes_from
-from ebflow_plugin.adapting.teaching import TAUGHT, Child, Container, Rule
+from ebflow_plugin.adapting.teaching import REGISTERED, Child, Container, Rule
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.plan.elementwise import ActivationStep
 from ebflow_plugin.plan.matrices import FullStep
@@ -109,7 +109,7 @@ COMPOSITIONS = ("ComposedTransform", "ComposeTransform", "DependentTransform", "
 def unconditional(module: Any) -> Rule | None:
     """An UnconditionalTransform, by what it makes: a class of zuko, of torch, or one that a user registered."""
     maker, name = maker_of(module), made_name(module)
-    if isinstance(maker, type) and (taught := TAUGHT.get(maker)) is not None:
+    if isinstance(maker, type) and (taught := REGISTERED.get(maker)) is not None:
         return taught
     if name in COMPOSITIONS or _holds_a_transform(module):  # of transforms that are held as they are
         return Container(lambda module: [Child("", module())])

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ebflow_plugin.adapting.teaching import TAUGHT, Taught
+from ebflow_plugin.adapting.teaching import REGISTERED, Registered
 from ebflow_plugin.plan.derivatives import gaussian_expansion, summed
 from ebflow_plugin.plan.smoothness import Smoothness
 from ebflow_plugin.plan.step import Base, BaseExpansion, Shapes
@@ -46,8 +46,8 @@ class ZukoBase(Made, Base):
 
     @property
     def smoothness(self) -> Smoothness:
-        taught = TAUGHT.get(type(self.module))
-        if isinstance(taught, Taught):
+        taught = REGISTERED.get(type(self.module))
+        if isinstance(taught, Registered):
             return taught.smoothness
         return SMOOTHNESS.get(self.class_name, Smoothness.UNKNOWN) if ours(type(self.module)) else Smoothness.UNKNOWN
 

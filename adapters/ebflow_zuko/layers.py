@@ -91,7 +91,7 @@ class ActivationMap(Transform):
         return self.layer.invert(y)
 
     def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
-        """Gives the log of the slope, for each element."""
+        """Returns the log of the slope, for each element."""
         return self.layer.slope(x).log()
 
 

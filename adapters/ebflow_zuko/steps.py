@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ebflow_plugin.adapting.teaching import TAUGHT, OpaqueStep, Taught
+from ebflow_plugin.adapting.teaching import REGISTERED, OpaqueStep, Registered
 from ebflow_plugin.plan.elementwise import Curve, ElementwiseStep, logit_slopes, sigmoid_curve
 from ebflow_plugin.plan.linear import RefusedStep
 from ebflow_plugin.plan.smoothness import Smoothness, smoothness_of
@@ -55,7 +55,7 @@ SMOOTHNESS = {
     "MonotonicRQSTransform": Smoothness.KINKED,
     "SoftclipTransform": Smoothness.KINKED,
     "MNN": Smoothness.KINKED,
-    # A circle has no end, but the networks behind it see where it was cut; a power has a pole or a zero at 0.
+    # A circle has no end, but the networks after it see where it was cut; a power has a pole or a zero at 0.
     "CircularShiftTransform": Smoothness.JUMPS,
     "CircularRQSTransform": Smoothness.JUMPS,
     "SignedPowerTransform": Smoothness.JUMPS,
@@ -68,8 +68,8 @@ BOUNDED = ("CosTransform", "CumulativeDistributionTransform", "SinTransform", "S
 def smoothness_of_maker(maker: Any) -> Smoothness:
     """What the transforms of single features do to the score that a class, function or module makes."""
     name, cls = known_name(maker), unwrapped(maker)
-    taught = TAUGHT.get(cls) if isinstance(cls, type) else None
-    if isinstance(taught, Taught):
+    taught = REGISTERED.get(cls) if isinstance(cls, type) else None
+    if isinstance(taught, Registered):
         return taught.smoothness
     if name == "UMNN":
         return smoothness_of(maker.integrand)

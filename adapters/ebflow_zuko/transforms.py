@@ -5,7 +5,7 @@ by their own ``call_and_ladj``. Some do not: those that only arrange others; tho
 none; and monotonic functions, for what zuko does not get right about their derivatives. It takes the derivative of an
 integral in x as a constant, so that second derivatives of SOSPF and UNAF, and of all inverses by bisection, are wrong
 without an error; and it frees the graph of a function whose parameters and input ask for no gradient, so that nothing
-behind it can be trained.
+after it can be trained.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import distributions, nn
 
-from ebflow_plugin.adapting.teaching import TAUGHT, Taught
+from ebflow_plugin.adapting.teaching import REGISTERED, Registered
 from ebflow_plugin.plan.smooth_modules import Smoothness
 from ebflow_plugin.plan.smoothness import kinked_parts
 
@@ -35,8 +35,8 @@ def density_smoothness(density: Any) -> Smoothness:
         >>> str(density_smoothness(box)), str(density_smoothness(distributions.Normal(0.0, 1.0)))
         ('density jumps', 'smooth')
     """
-    taught = TAUGHT.get(type(density))
-    if isinstance(taught, Taught):
+    taught = REGISTERED.get(type(density))
+    if isinstance(taught, Registered):
         return taught.smoothness
     parent = _density_of(density)
     if parent is distributions.Independent:

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ebflow_plugin.adapting.teaching import TAUGHT, Container, OpaqueStep, Rule, Taught, TaughtLinearStep
+from ebflow_plugin.adapting.teaching import REGISTERED, Container, OpaqueStep, Registered, RegisteredLinearStep, Rule
 from ebflow_plugin.errors import (
     AdapterError,
     InputError,
@@ -125,7 +125,7 @@ class Adapter(ABC):
         return path, inverted
 
     def walk(self, module: Any, path: str, inverted: bool, overrides: Mapping[str, str]) -> Iterator[Step]:
-        """Gives the steps of a module in density order, walking into containers.
+        """Returns the steps of a module in density order, walking into containers.
 
         Arguments:
             module: A transform of the library.
@@ -134,11 +134,11 @@ class Adapter(ABC):
             overrides: ``"linear"`` or ``"nonlinear"`` by path, where the user knows better.
         """
         if path in overrides:
-            rule: Rule | None = Taught(linear=overrides[path] == "linear")
+            rule: Rule | None = Registered(linear=overrides[path] == "linear")
             why = "override"
         else:
-            rule, why = resolve(module, lambda cls: TAUGHT.get(cls) or self.rule(cls))
-        while rule is not None and not isinstance(rule, (type, Container, Taught)):
+            rule, why = resolve(module, lambda cls: REGISTERED.get(cls) or self.rule(cls))
+        while rule is not None and not isinstance(rule, (type, Container, Registered)):
             rule = rule(module)
         if isinstance(rule, type) and issubclass(rule, LinearStep) and (part := altered_part(module)) is not None:
             rule, why = None, f"unknown: {part} inside of it was hooked or patched"  # which linear steps never call
@@ -151,8 +151,8 @@ class Adapter(ABC):
                     yield child.step(child.module, below, turned)
                 else:
                     yield from self.walk(child.module, below, turned, overrides)
-        elif isinstance(rule, Taught):
-            yield self._taught(rule, module, path, inverted, why)
+        elif isinstance(rule, Registered):
+            yield self._registered(rule, module, path, inverted, why)
         elif rule is not None:
             yield rule(module, path, inverted)
         else:
@@ -169,7 +169,7 @@ class Adapter(ABC):
 
     def _own_step(self, module: nn.Module, path: str) -> Iterator[Step]:
         rule = self.rule(type(module))
-        while rule is not None and not isinstance(rule, (type, Container, Taught)):
+        while rule is not None and not isinstance(rule, (type, Container, Registered)):
             rule = rule(module)
         if isinstance(rule, type):
             yield rule(module, path)
@@ -183,12 +183,12 @@ class Adapter(ABC):
             if word not in ("linear", "nonlinear"):
                 raise UnknownNameError(f"overrides[{path!r}] is {word!r}. Valid names: linear, nonlinear.")
 
-    def _taught(self, rule: Taught, module: Any, path: str, inverted: bool, why: str) -> Step:
+    def _registered(self, rule: Registered, module: Any, path: str, inverted: bool, why: str) -> Step:
         if rule.linear:
-            return TaughtLinearStep(self._opaque(module, path), rule, path, inverted)
+            return RegisteredLinearStep(self._opaque(module, path), rule, path, inverted)
         step = self._opaque(module, path, inverted)
         step.reason = why or "registered by the user"
-        step.taught_smoothness = rule.smoothness
+        step.registered_smoothness = rule.smoothness
         return step
 
 

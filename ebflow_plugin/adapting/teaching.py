@@ -11,18 +11,18 @@ from torch import Tensor
 
 from ebflow_plugin.errors import InputError, UnknownNameError, suggest
 from ebflow_plugin.plan.registry import TypeRegistry
-from ebflow_plugin.plan.smoothness import TAUGHT_NETWORKS, Smoothness
+from ebflow_plugin.plan.smoothness import REGISTERED_NETWORKS, Smoothness
 from ebflow_plugin.plan.step import LinearStep, NonlinearStep, Shape, Shapes, Step, own_tensors
 from ebflow_plugin.plan.values import Value
 
 __all__ = [
-    "TAUGHT",
+    "REGISTERED",
     "Child",
     "Container",
     "OpaqueStep",
+    "Registered",
+    "RegisteredLinearStep",
     "Rule",
-    "Taught",
-    "TaughtLinearStep",
     "register_container",
     "register_linear",
     "register_nonlinear",
@@ -54,7 +54,7 @@ class Container:
 
 
 @dataclass(frozen=True)
-class Taught:
+class Registered:
     """The rule of a class that a user registered: functions for what the module's own methods shall not do."""
 
     linear: bool
@@ -66,14 +66,14 @@ class Taught:
 
 
 # A function looks at a module and gives its rule, or None where nobody knows how this one acts.
-Rule = type[Step] | Container | Taught | Callable[[Any], "Rule | None"]
-TAUGHT: TypeRegistry[Container | Taught] = TypeRegistry("rule")
+Rule = type[Step] | Container | Registered | Callable[[Any], "Rule | None"]
+REGISTERED: TypeRegistry[Container | Registered] = TypeRegistry("rule")
 
 
 class SeenShapesStep(Step):
     """A step whose class does not tell what it does to shapes: it keeps those that passed it.
 
-    A reshape of the user's own is one. What stands behind it needs its shapes for its log-det.
+    A reshape of the user's own is one. What stands after it needs its shapes for its log-det.
     """
 
     def __init__(self, module: Any, path: str, inverted: bool = False) -> None:
@@ -101,7 +101,7 @@ def _event_shapes(value: Value) -> Shapes:
 class OpaqueStep(SeenShapesStep, NonlinearStep):
     """A module whose inside nobody knows, with its own log-det."""
 
-    taught_smoothness: Smoothness = Smoothness.UNKNOWN
+    registered_smoothness: Smoothness = Smoothness.UNKNOWN
     inside: tuple[Step, ...] = ()  # the steps of the library that the module holds, which may be refused
 
     def refusal(self) -> str | None:
@@ -113,15 +113,15 @@ class OpaqueStep(SeenShapesStep, NonlinearStep):
 
     @property
     def smoothness(self) -> Smoothness:
-        return self.taught_smoothness
+        return self.registered_smoothness
 
 
-class TaughtLinearStep(SeenShapesStep, LinearStep):
+class RegisteredLinearStep(SeenShapesStep, LinearStep):
     """A module that a user says is affine in x. What the user gives no function for, the module itself does."""
 
     reason = "registered by the user"
 
-    def __init__(self, module: NonlinearStep, rule: Taught, path: str, inverted: bool) -> None:
+    def __init__(self, module: NonlinearStep, rule: Registered, path: str, inverted: bool) -> None:
         super().__init__(module.module, path, inverted)
         self._caller, self._rule = module, rule
         self.cost = rule.cost
@@ -194,8 +194,8 @@ def register_linear(
         >>> register_linear(Shift, log_det=lambda module, shape: 0.0) is Shift
         True
     """
-    TAUGHT.add(cls, Taught(True, apply, invert, log_det, cost), force)
-    TAUGHT_NETWORKS.remove(cls)
+    REGISTERED.add(cls, Registered(True, apply, invert, log_det, cost), force)
+    REGISTERED_NETWORKS.remove(cls)
     return cls
 
 
@@ -222,8 +222,8 @@ def register_nonlinear(cls: type, *, smoothness: str = "unknown", force: bool = 
         kind = Smoothness(smoothness)
     except ValueError:
         raise UnknownNameError(f"unknown smoothness {smoothness!r}. {suggest(smoothness, list(Smoothness))}") from None
-    TAUGHT.add(cls, Taught(False, smoothness=kind), force)
-    TAUGHT_NETWORKS.add(cls, kind, force=True)
+    REGISTERED.add(cls, Registered(False, smoothness=kind), force)
+    REGISTERED_NETWORKS.add(cls, kind, force=True)
     return cls
 
 
@@ -247,6 +247,6 @@ def register_container(cls: type, children: Callable[[Any], Iterable[tuple[str, 
     def listed(module: Any) -> Iterator[Child]:
         return (child if isinstance(child, Child) else Child(*child) for child in children(module))
 
-    TAUGHT.add(cls, Container(listed), force)
-    TAUGHT_NETWORKS.remove(cls)
+    REGISTERED.add(cls, Container(listed), force)
+    REGISTERED_NETWORKS.remove(cls)
     return cls

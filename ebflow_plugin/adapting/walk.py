@@ -61,8 +61,8 @@ class Walked:
         self._watch = watch
         self.core: Walked = self
         if start:
-            behind, whole = (replace(one, steps=one.steps[start:]) for one in (bare, plan))
-            self.core = Walked(found, behind, whole, 0, watch)
+            after, whole = (replace(one, steps=one.steps[start:]) for one in (bare, plan))
+            self.core = Walked(found, after, whole, 0, watch)
 
     def is_current(self) -> bool:
         """Whether the flow is still what was walked. Compares identities and sizes alone."""

@@ -1,7 +1,7 @@
 r"""Finishing well: the closed-form fit of the base.
 
 Score matching gets the features of a flow right before the scale of its latents. With :math:`z = g(x)`
-on training data, of mean :math:`m` and covariance :math:`C = L L^\top`, the map :math:`L^{-1}(z - m)` behind the flow
+on training data, of mean :math:`m` and covariance :math:`C = L L^\top`, the map :math:`L^{-1}(z - m)` after the flow
 is the maximum-likelihood choice among all affine ones. The model holds it as one more linear step; the flow stays as
 it is.
 """
@@ -74,7 +74,7 @@ class Calibration(nn.Module):
 
 
 class CalibrationStep(LinearStep):
-    """A :class:`Calibration` behind a flow, over all of its latents."""
+    """A :class:`Calibration` after a flow, over all of its latents."""
 
     reason = "closed-form fit of the base"
 

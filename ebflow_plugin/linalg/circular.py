@@ -119,7 +119,7 @@ def _waves(axis: Axis, like: Tensor, frequencies: int) -> Tensor:
     place = torch.arange(axis.kernel, device=like.device) * axis.dilation - axis.before
     cell = torch.div(place, axis.stride, rounding_mode="floor")
     frequency = torch.arange(frequencies, device=like.device)
-    turns = (frequency[:, None] * cell) % axis.out  # whole numbers, so that no digit of the angle is lost
+    turns = (frequency[:, None] * cell) % axis.out  # integers, so that no digit of the angle is lost
     angle = turns.to(like.dtype) * (2 * math.pi / axis.out)
     pixels = torch.arange(axis.stride, device=like.device)
     own = (place - cell * axis.stride)[:, None] == pixels

@@ -343,7 +343,7 @@ def _automatic_padding(kernel_size: Pair, stride: Pair, dilation: Pair) -> Sides
 
 
 def positive_integer(name: str, value: object) -> int:
-    """Returns a size as an int, whatever type of whole number it is, or raises an error that names it.
+    """Returns a size as an int, whatever type of integer it is, or raises an error that names it.
 
     Example:
         >>> positive_integer("groups", 0)

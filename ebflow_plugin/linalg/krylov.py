@@ -166,7 +166,7 @@ class _LeastSquares:
 
 
 def _show(problems: Sequence[_LeastSquares], columns: Sequence[Tensor]) -> None:
-    """Gives new columns to the least-squares problems, with one wait for the device."""
+    """Returns new columns to the least-squares problems, with one wait for the device."""
     sizes = [column.shape[1] for column in columns]
     for problem, entries in zip(problems, torch.cat(list(columns), 1).tolist(), strict=True):
         start = 0

@@ -27,21 +27,21 @@ T = TypeVar("T")
 
 
 def at_least(low: int, name: str, value: object) -> int:
-    """Returns a whole number that is large enough, or raises an error that names the option.
+    """Returns an integer that is large enough, or raises an error that names the option.
 
     Example:
         >>> at_least(2, "chains", 1)
         Traceback (most recent call last):
-        ebflow_plugin.errors.InputError: chains must be a whole number, at least 2, got 1
+        ebflow_plugin.errors.InputError: chains must be an integer, at least 2, got 1
     """
     number = as_whole(value)
     if number is None or number < low:
-        raise InputError(f"{name} must be a whole number, at least {low}, got {value!r}")
+        raise InputError(f"{name} must be an integer, at least {low}, got {value!r}")
     return number
 
 
 def as_whole(value: object) -> int | None:
-    """Gives a whole number of any type as an int: those of numpy, and all else that can be an index; None for others.
+    """Returns an integer of any type as an int: those of numpy, and all else that can be an index; None for others.
 
     Example:
         >>> as_whole(3), as_whole(3.0), as_whole(True), as_whole(torch.tensor([3]))

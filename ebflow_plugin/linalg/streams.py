@@ -38,7 +38,7 @@ def seeded_by(generator: Generator | None) -> AbstractContextManager[object]:
 
 
 class _Streams(TorchDispatchMode):
-    """Gives every operation that draws a generator of its device. Modes belong to a thread; global ones do not."""
+    """Returns every operation that draws a generator of its device. Modes belong to a thread; global ones do not."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()

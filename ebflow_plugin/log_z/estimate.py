@@ -54,7 +54,7 @@ class Estimate(Tensor):
         effective_sample_size: float | None = None,
         pareto_k: float | None = None,
     ) -> Estimate:
-        """Gives a scalar its error. The graph of the value, if it has one, stays."""
+        """Returns a scalar its error. The graph of the value, if it has one, stays."""
         estimate = value.reshape(()).as_subclass(cls)
         estimate.std_error = std_error
         estimate.method = method

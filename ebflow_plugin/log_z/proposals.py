@@ -67,7 +67,7 @@ class Gaussian:
         return cls(mean.reshape(data.shape[1:]), lower * spread[:, None])
 
     def place(self, noise: Tensor) -> Tensor:
-        """Gives m + L z for each row z, ``(N, D)``, in the event shape."""
+        """Returns m + L z for each row z, ``(N, D)``, in the event shape."""
         flat = noise * self.scale if self.scale.dim() == 1 else noise @ self.scale.mT
         return flat.reshape(len(noise), *self.mean.shape) + self.mean
 

@@ -38,7 +38,7 @@ class Objective(nn.Module, ABC):
     ``context``, so that an encoder in front of it is trained as by ``log_prob``; never the ``x`` that was given.
     Objectives can be scaled and added: ``0.9 * SSM(model) + 0.1 * ML(model)``.
 
-    What is matched is the variable behind the model's preprocessing (MaP), ``model.core``. A data-dependent
+    What is matched is the variable after the model's preprocessing (MaP), ``model.core``. A data-dependent
     initialisation that is still due in training mode (ActNorm) happens first, on the clean batch.
 
     A subclass gives :meth:`per_sample`.
@@ -116,7 +116,7 @@ class Objective(nn.Module, ABC):
             with torch.inference_mode(False), torch.no_grad():
                 return self.forward(x, context)
         u, log_det = self.model.preprocess(x, self.generator)
-        core = self.model.core  # behind preprocess(), which walks a flow again that was rebuilt
+        core = self.model.core  # after preprocess(), which walks a flow again that was rebuilt
         core.check(u, context)
         u, context = _usable(u).detach(), None if context is None else _usable(context)
         if u.shape[0] == 0:
@@ -268,7 +268,7 @@ class FunctionObjective(Objective):
     Arguments:
         model: An EBFlow.
         function: The function.
-        options: What the function takes behind its first three arguments.
+        options: What the function takes after its first three arguments.
 
     Example:
         >>> import ebflow_plugin as ebf

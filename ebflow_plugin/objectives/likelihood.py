@@ -60,7 +60,7 @@ class ML(Objective):
         log_det: ``"exact"``, ``"stochastic"``, ``"relative"`` or ``"auto"``.
         probes: How many vectors v for each estimated layer. By default as many as keep the variance of the estimate
             below half of that of the batch, chosen for each layer by itself from the first three batches, and again
-            behind 15, 30, 60, 120 and every 200, as long as the solves take no more than half of the products that the
+            after 15, 30, 60, 120 and every 200, as long as the solves take no more than half of the products that the
             batch takes.
         tolerance: The relative residual of the solves.
         iterations: At most how many products for each solve.

@@ -57,7 +57,7 @@ class ScoreObjective(Objective):
         except Exception as error:
             error.add_note(
                 f"{type(self).__name__} moved the data by noise ({how}). If it left the domain of the flow, put that "
-                "domain behind a preprocessing (wrap(flow, preprocess=[Logit()])), take less noise, or use SSM or ML."
+                "domain after a preprocessing (wrap(flow, preprocess=[Logit()])), take less noise, or use SSM or ML."
             )
             raise
 
@@ -201,8 +201,8 @@ class FDSSM(ScoreObjective):
         step = sphere(x, self.generator) * (self.eps / sqrt(size))
         rows = None if context is None else torch.cat([context] * 3)
         with self.leaving_the_data(f"eps={self.eps:g}"):
-            energy, ahead, behind = self.model.core.energy(torch.cat([x, x + step, x - step]), rows).chunk(3)
-        values = (energy - ahead) + (energy - behind) + 0.125 * (ahead - behind).square()
+            energy, ahead, after = self.model.core.energy(torch.cat([x, x + step, x - step]), rows).chunk(3)
+        values = (energy - ahead) + (energy - after) + 0.125 * (ahead - after).square()
         return values * (size / self.eps**2), energy
 
     def extra_repr(self) -> str:

@@ -89,7 +89,7 @@ class LogDetEstimator:
 
     Arguments:
         probes: How many for each layer. None to choose, for each layer by itself, from the first three batches, and
-            again behind 15, 30, 60, 120 and every 200: as many as make the variance of the estimate half of that of
+            again after 15, 30, 60, 120 and every 200: as many as make the variance of the estimate half of that of
             the batch (as two halves of the batch tell it), as long as the solves take at most half as many products
             as the batch does forwards and backwards.
         tolerance: The relative residual of the solves.

@@ -203,7 +203,7 @@ def _differentiated_twice(
     with torch.enable_grad():
         # Fresh tensors, so that the tangents, which may depend on those that came, do not depend on these.
         points = tuple(one.view_as(one) if one.requires_grad else one.detach().requires_grad_() for one in stack)
-        energy = plan.energy_behind(start, points, context)
+        energy = plan.energy_from(start, points, context)
         slopes = _gradients(energy, points, graph or curved)
 
     def curvature(tangent: Sequence[Tensor]) -> Tensor:
@@ -217,7 +217,7 @@ def _transformed(plan: Plan, start: int, points: tuple[Tensor, ...], context: Te
     """The same by ``torch.func``, in ``torch.compile`` and its own transforms: neither takes a double backward."""
 
     def total(*points: Tensor) -> tuple[Tensor, Tensor]:
-        energy = plan.energy_behind(start, points, context)
+        energy = plan.energy_from(start, points, context)
         return energy.sum(), energy
 
     gradients = torch.func.grad(total, argnums=tuple(range(len(points))), has_aux=True)

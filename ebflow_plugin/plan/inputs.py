@@ -33,7 +33,7 @@ __all__ = [
 def check_input(
     x: Tensor, context: Tensor | None, event_shape: Shape | None, anchor: Tensor | None, integers: bool = False
 ) -> Tensor:
-    """Looks at flags and shapes alone, so that nothing waits for the device. Gives x to go on with.
+    """Looks at flags and shapes alone, so that nothing waits for the device. Returns x to go on with.
 
     Arguments:
         x: Data.
@@ -129,16 +129,16 @@ def positive(name: str, value: object) -> float:
 
 
 def check_shape(name: str, value: object) -> Shape:
-    """Returns an event shape as a tuple of positive whole numbers, or raises an error that names the option.
+    """Returns an event shape as a tuple of positive integers, or raises an error that names the option.
 
     Example:
         >>> check_shape("event_shape", 3)
         Traceback (most recent call last):
-        ebflow_plugin.errors.InputError: event_shape must be a tuple of whole numbers, (3, 32, 32) for one, got 3
+        ebflow_plugin.errors.InputError: event_shape must be a tuple of integers, (3, 32, 32) for one, got 3
     """
     sizes = [as_whole(size) for size in value] if isinstance(value, (tuple, list)) else [None]
     if not all(size is not None and size > 0 for size in sizes):
-        raise InputError(f"{name} must be a tuple of whole numbers, (3, 32, 32) for one, got {value!r}")
+        raise InputError(f"{name} must be a tuple of integers, (3, 32, 32) for one, got {value!r}")
     return tuple(size for size in sizes if size is not None)
 
 
@@ -155,12 +155,12 @@ def check_tensor(name: str, value: object) -> None:
 
 
 def whole(name: str, value: object) -> int:
-    """Returns a whole number of at least 1, or raises an error that names the option.
+    """Returns an integer of at least 1, or raises an error that names the option.
 
     Example:
         >>> whole("projections", 0)
         Traceback (most recent call last):
-        ebflow_plugin.errors.InputError: projections must be a whole number, at least 1, got 0
+        ebflow_plugin.errors.InputError: projections must be an integer, at least 1, got 0
     """
     return at_least(1, name, value)
 

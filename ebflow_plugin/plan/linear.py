@@ -136,8 +136,8 @@ class ElementwiseAffineStep(LinearStep):
 
 def _stretches_over(small: Shape, large: Shape) -> bool:
     """Whether broadcasting the one against the other gives the shape of the other."""
-    behind = large[len(large) - len(small) :]
-    return len(small) <= len(large) and all(a in (1, b) for a, b in zip(small, behind, strict=True))
+    after = large[len(large) - len(small) :]
+    return len(small) <= len(large) and all(a in (1, b) for a, b in zip(small, after, strict=True))
 
 
 class InitialisedAffineStep(ElementwiseAffineStep):

@@ -40,7 +40,7 @@ class MixingStep(LinearStep):
         """The size of the matrix."""
 
     def checked(self, x: Tensor) -> Tensor:
-        """Gives x back.
+        """Returns x back.
 
         Raises:
             InputError: If the matrix does not fit x.
@@ -98,7 +98,7 @@ class MatrixStep(MixingStep):
         self._lu = KeptLU(lambda kept: Dense(kept.mT if self.transposed else kept))
 
     @abstractmethod
-    def kept(self) -> Tensor:
+    def weight(self) -> Tensor:
         """W, or its transpose, as the library keeps it, with shape ``(D, D)``."""
 
     def bias(self) -> Tensor | None:
@@ -107,29 +107,29 @@ class MatrixStep(MixingStep):
 
     @property
     def features(self) -> int:
-        return self.kept().shape[0]
+        return self.weight().shape[0]
 
     def determinant(self, shapes: Shapes | None) -> int | None:
         return self.features
 
     def apply(self, x: Tensor) -> Tensor:
-        return self.multiply(self.checked(x), self.kept().mT if self.transposed else self.kept(), self.bias())
+        return self.multiply(self.checked(x), self.weight().mT if self.transposed else self.weight(), self.bias())
 
     def invert(self, y: Tensor) -> Tensor:
         shifted = self.checked(y) - self.placed(self.bias())
-        return self.on_rows(lambda rows: self._lu.solve(self.kept(), rows), shifted)
+        return self.on_rows(lambda rows: self._lu.solve(self.weight(), rows), shifted)
 
     def encode(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, None]:
         if not self.inverted:
             return self.apply(x), None
-        weight = self.kept().mT if self.transposed else self.kept()
+        weight = self.weight().mT if self.transposed else self.weight()
         return self.on_rows(lambda rows: solved(weight, rows), self.checked(x) - self.placed(self.bias())), None
 
     def log_abs_det(self, shape: Shape) -> Tensor:
-        return self._lu.log_abs_det(self.kept()) * self.copies(shape)
+        return self._lu.log_abs_det(self.weight()) * self.copies(shape)
 
     def operator(self, shape: Shape) -> Operator:
-        kept = single_at_least(self.kept())
+        kept = single_at_least(self.weight())
         return dense_operator(kept.mT if self.transposed else kept, times=self.copies(shape))
 
     @property
@@ -137,7 +137,7 @@ class MatrixStep(MixingStep):
         return not self.inverted
 
     def expand(self, x: Tensor, context: Tensor | None) -> Expansion:
-        weight = self.kept().mT if self.transposed else self.kept()
+        weight = self.weight().mT if self.transposed else self.weight()
         return Expansion(
             value=self.apply(x),
             push=lambda tangent: self.multiply(tangent, weight),
@@ -330,7 +330,7 @@ def solved(weight: Tensor, rows: Tensor) -> Tensor:
 
 
 def _packed_places(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Where the packed entries of L and of U stand in a flat matrix, each with the diagonal behind them."""
+    """Where the packed entries of L and of U stand in a flat matrix, each with the diagonal after them."""
     rows, columns = torch.tril_indices(size, size, -1, device=device)
     up_rows, up_columns = torch.triu_indices(size, size, 1, device=device)
     diagonal = torch.arange(size, device=device) * (size + 1)

@@ -31,7 +31,7 @@ from ebflow_plugin.errors import (
     refuse_precision,
 )
 from ebflow_plugin.linalg.dense import is_readable
-from ebflow_plugin.plan.smoothness import unsteady_parts
+from ebflow_plugin.plan.smoothness import stochastic_parts
 from ebflow_plugin.plan.step import Base, LinearStep, Part, Shape, Shapes, Step
 from ebflow_plugin.plan.values import Value, per_sample, pop
 
@@ -58,7 +58,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "event_shape", self._event_shape())  # once, and not in a property: torch.compile
-        object.__setattr__(self, "_embedding", unsteady_parts(self.embedding))
+        object.__setattr__(self, "_embedding", stochastic_parts(self.embedding))
 
     def parts(self) -> tuple[Part, ...]:
         """The steps and the base."""
@@ -84,9 +84,9 @@ class Plan:
 
     def energy(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         """Computes E(x) (Eq. 9), with shape ``(B,)``. No log-det of a linear step is computed."""
-        return self.energy_behind(0, (x,), self.embed(context))
+        return self.energy_from(0, (x,), self.embed(context))
 
-    def energy_behind(self, start: int, stack: tuple[Tensor, ...], context: Tensor | None) -> Tensor:
+    def energy_from(self, start: int, stack: tuple[Tensor, ...], context: Tensor | None) -> Tensor:
         """What the base and the steps from ``start`` on add to E, given all that reaches them."""
         latents, log_det = self.encode(stack, context, start=start)
         log_prob = self.base_log_prob(latents, context)

@@ -1,7 +1,7 @@
 r"""Fixed preprocessing in front of a flow, and where the matched variable begins (MaP).
 
 Logit and similar steps have derivatives that explode at the edges of their domain. Score matching of the variable
-*behind* them, :math:`x_k = g_k \circ \dots \circ g_1(x)` with :math:`g_k` the last such step, trains well where score
+*after* them, :math:`x_k = g_k \circ \dots \circ g_1(x)` with :math:`g_k` the last such step, trains well where score
 matching of x does not (Section 4.2 and Table 3 of the paper). The density of x is the same either way: the log-dets
 of the steps in front are added back in ``log_prob``.
 """
@@ -67,23 +67,23 @@ class Dequantize(nn.Module):
         self.levels = at_least(2, "levels", levels)
 
     def odd(self, x: Tensor) -> Tensor:
-        """Where x is no whole number from 0 to ``levels - 1``; NaN, which stays what it is, does not count."""
+        """Where x is no integer from 0 to ``levels - 1``; NaN, which stays what it is, does not count."""
         return ((x < 0) | (x >= self.levels) | (x != x.floor())) & ~x.isnan()
 
     def refuse(self, x: Tensor) -> None:
-        """Raises if x holds anything but whole numbers from 0 to ``levels - 1``. Waits for the device.
+        """Raises if x holds anything but integers from 0 to ``levels - 1``. Waits for the device.
 
         Example:
             >>> Dequantize(32).refuse(torch.tensor([[3.0, 200.0]]))
             Traceback (most recent call last):
-            ebflow_plugin.errors.InputError: x holds 1 of 2 values that are no whole numbers from 0 to 31, ...
+            ebflow_plugin.errors.InputError: x holds 1 of 2 values that are no integers from 0 to 31, ...
         """
         odd = self.odd(x)
         count = int(odd.sum())
         if count:
             first = odd.nonzero()[0].tolist()
             raise InputError(
-                f"x holds {count} of {x.numel()} values that are no whole numbers from 0 to {self.levels - 1}, which "
+                f"x holds {count} of {x.numel()} values that are no integers from 0 to {self.levels - 1}, which "
                 f"Dequantize({self.levels}) takes; the first is {x[tuple(first)].item():g} at {first}. Give the levels "
                 "that the data have, or bring the data to these: (x * levels).floor() for x in [0, 1), "
                 "x * levels // 256 for 8 bits."
@@ -99,7 +99,7 @@ class Rescale(nn.Module):
     Arguments:
         low: Where the lower end of ``source`` goes.
         high: Where the upper end goes.
-        source: The interval of the data; [0, 1] behind a :class:`Dequantize`.
+        source: The interval of the data; [0, 1] after a :class:`Dequantize`.
 
     Example:
         >>> Rescale(-1.0, 1.0, source=(0.0, 255.0)).scale
@@ -124,7 +124,7 @@ class Rescale(nn.Module):
 class Standardize(nn.Module):
     """(x - mean) / std, feature by feature: data of any units become of order one, and the density stays that of x.
 
-    The matched variable begins behind it, so that the noise of DSM and the finite difference of FDSSM are in units of
+    The matched variable begins after it, so that the noise of DSM and the finite difference of FDSSM are in units of
     each feature's standard deviation. Mean and standard deviation are buffers: a state dict holds them.
 
     Arguments:
@@ -247,7 +247,7 @@ class StandardizeStep(LinearStep):
 
     @property
     def sensitive(self) -> bool:
-        return True  # its scales differ by any factor: one length of noise fits all features behind it alone
+        return True  # its scales differ by any factor: one length of noise fits all features after it alone
 
     def apply(self, x: Tensor) -> Tensor:
         return (x - self.module.mean.to(x)) / self.module.std.to(x)
@@ -311,7 +311,7 @@ def preprocessing_steps(modules: Sequence[Any]) -> tuple[Step, ...]:
 
 
 def boundary(plan: Plan, match_after: str | int | None) -> int:
-    """How many leading steps of a plan are preprocessing: the matched variable begins behind them.
+    """How many leading steps of a plan are preprocessing: the matched variable begins after them.
 
     Arguments:
         plan: The whole plan.
@@ -348,7 +348,7 @@ def boundary(plan: Plan, match_after: str | int | None) -> int:
             raise UnknownNameError(f"match_after names no step {match_after!r}. {suggest(str(match_after), paths)}")
         count = inside[-1] + 1
     if any(step.takes != 1 or step.gives != 1 for step in plan.steps[:count]):
-        raise InputError(f"match_after={match_after!r} stands behind a split: the matched variable must be one tensor")
+        raise InputError(f"match_after={match_after!r} stands after a split: the matched variable must be one tensor")
     return count
 
 

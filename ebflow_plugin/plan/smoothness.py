@@ -18,18 +18,18 @@ from ebflow_plugin.plan.registry import TypeRegistry, resolve
 from ebflow_plugin.plan.smooth_modules import FUNCTIONS, Smoothness, known_smoothness, worst_of
 
 __all__ = [
-    "TAUGHT_NETWORKS",
+    "REGISTERED_NETWORKS",
     "Smoothness",
     "first_reason",
     "kinked_parts",
     "opaque_parts",
     "smoothness_of",
-    "unsteady_parts",
+    "stochastic_parts",
 ]
 
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, functools.partial)
 # What users said about classes of networks of their own: rules.register_nonlinear puts it here.
-TAUGHT_NETWORKS: TypeRegistry[Smoothness] = TypeRegistry("smoothness")
+REGISTERED_NETWORKS: TypeRegistry[Smoothness] = TypeRegistry("smoothness")
 _BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
 _INSTANCE_NORMS = (nn.modules.instancenorm._InstanceNorm,)
 _DROPOUTS = (nn.modules.dropout._DropoutNd,)
@@ -53,7 +53,7 @@ def ingredients(module: nn.Module) -> Iterator[Ingredient]:
     for path, part in module.named_modules(remove_duplicate=False):
         if any(path == one or path.startswith(f"{one}.") for one in weights) or path.endswith("parametrizations"):
             continue
-        taught = _taught(part)
+        taught = _registered(part)
         known, _ = resolve(part, known_smoothness)
         if taught is not None:
             yield Ingredient(path, type(part).__name__, taught)
@@ -118,19 +118,19 @@ def smoothness_of(module: Any) -> Smoothness:
     return worst_of(part.smoothness for part in ingredients(module))
 
 
-def _taught(part: nn.Module) -> Smoothness | None:
+def _registered(part: nn.Module) -> Smoothness | None:
     """What was said about the class of a network, or about a parent that it does not change."""
-    return resolve(part, TAUGHT_NETWORKS.get)[0]
+    return resolve(part, REGISTERED_NETWORKS.get)[0]
 
 
-def unsteady_parts(module: Any) -> list[Callable[[], str | None]]:
+def stochastic_parts(module: Any) -> list[Callable[[], str | None]]:
     """Finds what is random, or couples samples, inside a module: one question each, which answers with the reason.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-        >>> [part() for part in unsteady_parts(net)]
+        >>> [part() for part in stochastic_parts(net)]
         ["couples the samples of a batch in training mode (BatchNorm1d at '1'); put the model in eval()"]
-        >>> [part() for part in unsteady_parts(net.eval())]
+        >>> [part() for part in stochastic_parts(net.eval())]
         [None]
     """
     if not isinstance(module, nn.Module):
@@ -144,7 +144,7 @@ def unsteady_parts(module: Any) -> list[Callable[[], str | None]]:
 
 
 def first_reason(questions: list[Callable[[], str | None]]) -> str | None:
-    """The first answer to the questions of :func:`unsteady_parts`.
+    """The first answer to the questions of :func:`stochastic_parts`.
 
     Example:
         >>> first_reason([lambda: None, lambda: "is random"])

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor, nn
 
 from ebflow_plugin.linalg.operators import Operator
-from ebflow_plugin.plan.smoothness import Smoothness, first_reason, smoothness_of, unsteady_parts
+from ebflow_plugin.plan.smoothness import Smoothness, first_reason, smoothness_of, stochastic_parts
 from ebflow_plugin.plan.values import Value, per_sample
 
 __all__ = [
@@ -179,7 +179,7 @@ class Step(Part, ABC):
 
     @abstractmethod
     def encode(self, x: Any, context: Tensor | None) -> tuple[Any, Tensor | None]:
-        """Moves towards noise. Gives the value and, for nonlinear steps, the log-det with shape ``(B,)``."""
+        """Moves towards noise. Returns the value and, for nonlinear steps, the log-det with shape ``(B,)``."""
 
     @abstractmethod
     def decode(self, z: Any, context: Tensor | None) -> Any:
@@ -295,10 +295,10 @@ class NonlinearStep(Step):
 
     def __init__(self, module: Any, path: str, inverted: bool = False) -> None:
         super().__init__(module, path, inverted)
-        self._unsteady = unsteady_parts(module)
+        self._stochastic = stochastic_parts(module)
 
     def refusal(self) -> str | None:
-        return first_reason(self._unsteady)
+        return first_reason(self._stochastic)
 
     @abstractmethod
     def call_forward(self, x: Any, context: Tensor | None) -> tuple[Any, Any]:
@@ -326,14 +326,14 @@ class Base(Part, ABC):
     def __init__(self, module: Any, path: str, shapes: Shapes | None = None) -> None:
         super().__init__(module, path)
         self.shapes = shapes
-        self._unsteady = unsteady_parts(module)
+        self._stochastic = stochastic_parts(module)
 
     @property
     def smoothness(self) -> Smoothness:
         return smoothness_of(self.module)
 
     def refusal(self) -> str | None:
-        return first_reason(self._unsteady)
+        return first_reason(self._stochastic)
 
     @abstractmethod
     def log_prob(self, latents: tuple[Tensor, ...], context: Tensor | None) -> Tensor:

@@ -14,7 +14,7 @@ Value = Tensor | tuple[Tensor, ...]
 
 
 def per_sample(log_det: Any, x: Tensor) -> Tensor:
-    """Gives a log-det the shape ``(B,)``, the device and the dtype of x, whatever form a library returns it in.
+    """Returns a log-det the shape ``(B,)``, the device and the dtype of x, whatever form a library returns it in.
 
     Example:
         >>> import torch

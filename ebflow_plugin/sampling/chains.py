@@ -25,10 +25,10 @@ class Chains:
     Attributes:
         samples: Where the chains ended, with shape ``(B, *)``.
         trajectory: The states that ``thin`` kept, with shape ``(S, B, *)``; None if it kept none.
-        energies: The energy at the start and behind each step, burn-in included, with shape
+        energies: The energy at the start and after each step, burn-in included, with shape
             ``(burn_in + steps + 1, B)``. It is that of the variable that the chains ran in.
-        acceptance: The share of accepted proposals behind the burn-in, with shape ``(B,)``; ones if not adjusted.
-        step_sizes: The step size of each chain behind the burn-in, with shape ``(B,)``.
+        acceptance: The share of accepted proposals after the burn-in, with shape ``(B,)``; ones if not adjusted.
+        step_sizes: The step size of each chain after the burn-in, with shape ``(B,)``.
     """
 
     samples: Tensor

@@ -44,17 +44,17 @@ def langevin(
     Arguments:
         model: What :func:`~ebflow_plugin.wrap` returns.
         x0: The starts, with shape ``(B, *)``, in data space.
-        steps: How many steps behind the burn-in.
+        steps: How many steps after the burn-in.
         step_size: :math:`\alpha`, at the beginning.
         context: What the model is conditioned on, with ``B`` rows.
         adjusted: Whether moves are accepted or refused.
         burn_in: How many steps before the others.
         adapt: Whether each chain tunes its own step size during the burn-in, to an acceptance of 0.574; adjusted chains
-            alone. The step size is fixed behind it, so that the limit is right.
-        space: ``"matched"``: the chains run in the variable behind the model's preprocessing and are mapped back,
+            alone. The step size is fixed after it, so that the limit is right.
+        space: ``"matched"``: the chains run in the variable after the model's preprocessing and are mapped back,
             which knows no edges; ``"data"``: in the data's own. They are the same for a model without preprocessing,
             and adjusted chains have the same limit in either.
-        thin: Keeps every such state behind the burn-in; None keeps the last alone.
+        thin: Keeps every such state after the burn-in; None keeps the last alone.
         batch_size: At most how many chains at a time.
         generator: Draws everything random.
         progress: Shows a bar.
@@ -117,7 +117,7 @@ def impute(
         model: What :func:`~ebflow_plugin.wrap` returns.
         x: Data, with shape ``(B, *)``.
         mask: True where an entry is missing, with the shape of x, or of one of its rows for the same entries in all.
-        steps: How many steps behind the burn-in.
+        steps: How many steps after the burn-in.
         step_size: :math:`\alpha`, at the beginning.
         chains: How many chains for each row of x.
         init: Where the missing entries start, with the shape of x; by default as they stand in x.
@@ -204,7 +204,7 @@ def denoise(
         x: Noisy data, with shape ``(B, *)``.
         sigma: The standard deviation of the noise: a number, or one for each row with shape ``(B,)``.
         context: What the model is conditioned on, with ``B`` rows.
-        space: Where the noise is: in the ``"data"``, or in the ``"matched"`` variable behind the model's preprocessing,
+        space: Where the noise is: in the ``"data"``, or in the ``"matched"`` variable after the model's preprocessing,
             which is where DSM adds it.
         batch_size: At most how many rows at a time.
 
@@ -239,6 +239,4 @@ def _check_space(model: EnergyModel, space: str) -> None:
     if space not in ("data", "matched"):
         raise InputError(f"unknown space {space!r}. {suggest(str(space), ('data', 'matched'))}")
     if space == "data" and any(isinstance(step, DequantizeStep) for step in model.plan.steps):
-        raise InputError(
-            'the data of this model are whole numbers (Dequantize), which have no score; use space="matched"'
-        )
+        raise InputError('the data of this model are integers (Dequantize), which have no score; use space="matched"')

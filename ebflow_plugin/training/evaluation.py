@@ -10,7 +10,7 @@ import torch
 from torch import Generator, Tensor
 
 from ebflow_plugin.closed_form.calibration import CalibrationStep
-from ebflow_plugin.log_z.normalizer import Normalizer
+from ebflow_plugin.log_z.exact import Normalizer
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.plan.values import per_sample
 from ebflow_plugin.training.batches import Batches, LoaderBatches

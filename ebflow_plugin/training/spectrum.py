@@ -83,7 +83,7 @@ def full_layers(plan: Plan, event_shape: Shape) -> list[FullLayer]:
     found = []
     for step, shapes in plan.shapes(event_shape):
         if isinstance(step, MatrixStep):
-            found.append(FullLayer(step, (step.kept().shape[0],), _matrix_product(step)))
+            found.append(FullLayer(step, (step.weight().shape[0],), _matrix_product(step)))
         elif isinstance(step, FullStep):
             shape = step.inverse_shapes(shapes)[0] if step.inverted else shapes[0]
             features: int | None = getattr(step.module, "features", None)
@@ -219,7 +219,7 @@ def _orthogonal(vector: Tensor, basis: list[Tensor]) -> Tensor:
 
 
 def _matrix_product(step: MatrixStep) -> Callable[[Tensor], Tensor]:
-    return lambda v: v @ (step.kept() if step.transposed else step.kept().mT)
+    return lambda v: v @ (step.weight() if step.transposed else step.weight().mT)
 
 
 def _full_product(step: FullStep) -> Callable[[Tensor], Tensor]:

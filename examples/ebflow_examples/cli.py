@@ -183,7 +183,7 @@ def train(
 
 
 def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command one flag for each field of the configuration, in the place of its ``**flags``."""
+    """Returns a command one flag for each field of the configuration, in the place of its ``**flags``."""
     signature = inspect.signature(command, eval_str=True)
     own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
     flags = []

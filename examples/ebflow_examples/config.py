@@ -98,7 +98,7 @@ class TrainConfig:
     gaussianize: bool | None = _option(
         None,
         EVALUATION,
-        "Whiten, and make each feature as Gaussian as the nonlinearity behind it can.",
+        "Whiten, and make each feature as Gaussian as the nonlinearity after it can.",
         "where --whiten is, if the model allows it",
     )
     calibrate: str | None = _option(
@@ -197,7 +197,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def to_toml(config: TrainConfig) -> str:
-    """A configuration as the text of a TOML file, with the meaning of each key behind it."""
+    """A configuration as the text of a TOML file, with the meaning of each key after it."""
     lines = ["# A run of ebflow. `ebflow train --config THIS_FILE` runs it again.\n"]
     panel = ""
     for name, value in config.to_dict().items():
@@ -227,7 +227,7 @@ def _check(name: str, value: Any, types: Mapping[str, tuple[type, Field[Any]]]) 
     wanted = types[name][0]
     fits = isinstance(value, (int, float) if wanted is float else wanted)
     if not fits or (isinstance(value, bool) and wanted is not bool):
-        words = {float: "a number", int: "a whole number", bool: "true or false", str: "a text in quotes"}
+        words = {float: "a number", int: "an integer", bool: "true or false", str: "a text in quotes"}
         raise _input_error(f"{name} must be {words[wanted]}, got {value!r}")
     if name in CHOICES and value not in CHOICES[name]:
         raise UnknownNameError(f"unknown {name} {value!r}. {suggest(str(value), CHOICES[name])}")

@@ -100,7 +100,7 @@ class ImageNetwork(nn.Module):
         self.register_buffer("is_scale", is_scale, persistent=False)
 
     def forward(self, inputs: Tensor, context: Tensor | None = None) -> Tensor:
-        """Gives u and the shifts, in the order of the library."""
+        """Returns u and the shifts, in the order of the library."""
         free = self.layers(inputs)
         return torch.where(self.is_scale, self.bound * torch.tanh(free / self.bound), free)
 
@@ -141,7 +141,7 @@ class Kit(Protocol):
 
 
 def kit_for(library: str) -> Kit:
-    """Gives the parts of a library, which is imported here."""
+    """Returns the parts of a library, which is imported here."""
     if library == "nflows":
         from ebflow_examples.nflows_kit import NflowsKit
 

@@ -140,7 +140,7 @@ def realnvp(
     depth: int = 2,
     activation: str = "silu",
 ) -> tuple[list[nn.Module], Shape]:
-    """RealNVP on vectors: affine couplings of alternating halves, each behind an ActNorm."""
+    """RealNVP on vectors: affine couplings of alternating halves, each after an ActNorm."""
     net = Conditioner(hidden, depth, activation)
     result: list[nn.Module] = []
     for block in range(blocks):
@@ -338,7 +338,7 @@ def _kernel(asked: int | None, usual: int, linear: str) -> int:
 
 
 def _squeezed(shape: Shape, name: str, fewer: str) -> Shape:
-    """The shape behind a squeeze."""
+    """The shape after a squeeze."""
     channels, height, width = shape
     if height % 2 or width % 2:
         raise InputError(

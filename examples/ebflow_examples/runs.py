@@ -1,4 +1,4 @@
-"""Run folders: what ``ebflow train`` leaves behind, and how the other commands read it.
+"""Run folders: what ``ebflow train`` leaves after, and how the other commands read it.
 
 A run folder holds ``config.toml`` (what was asked for, and what was chosen), ``metrics.jsonl``, the last two
 checkpoints, ``best.safetensors`` and ``summary.json``. Weights are read by safetensors and ``weights_only`` alone.
@@ -225,7 +225,7 @@ def check_data(path: Path, found: str) -> None:
 
 
 def _load(run: Run, path: Path, weights: str) -> tuple[str, int]:
-    """Gives a model its weights, and says which they are, and of which step."""
+    """Returns a model its weights, and says which they are, and of which step."""
     if weights == "best":
         step = int(ebf.load_best(run.model, path)["step"])
         return f"best weights, step {step}" + (": the start, nothing was learnt" if step == 0 else ""), step

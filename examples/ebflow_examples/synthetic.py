@@ -111,7 +111,7 @@ class SmoothedPoints:
         return (slice(start, start + size) for start in range(0, count, size))
 
     def _log_weights(self, rows: Tensor) -> Tensor:
-        """Gives -‖x - c‖²/2σ² without its ‖x‖², for some rows and all centres, as one product.
+        """Returns -‖x - c‖²/2σ² without its ‖x‖², for some rows and all centres, as one product.
 
         In double precision nothing is lost by expanding the square.
         """

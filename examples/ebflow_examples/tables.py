@@ -73,7 +73,7 @@ def _checked(array: Any, path: Path, part: str = "") -> Tensor:
         if images.shape[3] in (1, 3):
             return images.permute(0, 3, 1, 2).contiguous()
         raise InputError(
-            f"{where} has shape {array.shape}; images have 1 or 3 channels, behind the first number or last"
+            f"{where} has shape {array.shape}; images have 1 or 3 channels, after the first number or last"
         )
     if array.ndim != 2:
         raise InputError(

@@ -40,7 +40,7 @@ class Triangular(nn.Module):
         return x
 
     def log_det(self) -> Tensor:
-        """Gives log |det| of :meth:`transform`, a scalar."""
+        """Returns log |det| of :meth:`transform`, a scalar."""
         return self.weight.diagonal().abs().log().sum()
 
     def extra_repr(self) -> str:

@@ -45,7 +45,7 @@ class TriangularMap(Transform):
         return self.layer.invert(y)
 
     def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
-        """Gives log |det|, for each vector."""
+        """Returns log |det|, for each vector."""
         return self.layer.log_det().expand(x.shape[:-1])
 
 

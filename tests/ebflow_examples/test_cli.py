@@ -224,7 +224,7 @@ def test_a_run_that_diverges_fails_with_another_exit_code(tmp_path):
         (["--data", "digitz"], "Did you mean 'digits'"),
         (["--model", "glo"], "Did you mean 'glow'"),
         (["--lr", "-1"], "lr must be a positive number"),
-        (["--batch-size", "0"], "batch_size must be a whole number"),
+        (["--batch-size", "0"], "batch_size must be an integer"),
         (["--steps", "2", "--epochs", "2"], "choose one"),
         (["--device", "cuda:99"], "cannot be used"),
         (["--resume"], "--resume needs the folder"),

@@ -9,7 +9,7 @@ from nflows import distributions, flows, transforms
 import ebflow_plugin as ebf
 from ebflow_nflows import FullConv2d, FullLinear, SmoothLeakyReLU
 from ebflow_plugin import testing
-from ebflow_plugin.adapting.teaching import TAUGHT
+from ebflow_plugin.adapting.teaching import REGISTERED
 
 CLOSED = "second derivatives in closed form"
 
@@ -138,4 +138,4 @@ def test_the_report_never_denies_a_determinant_that_a_row_names():
         report = ebf.describe(flows.Flow(Unseen(), distributions.StandardNormal([256])))
         assert "no dense determinant" not in report.summary
     finally:
-        TAUGHT.remove(Unseen)
+        REGISTERED.remove(Unseen)

@@ -154,7 +154,7 @@ def constant_rows() -> list[NormflowsCase]:
             "Shift",
             "vec, caller passes x.clone()",
             lambda: [shift(), affine(D)],
-            note="behind another step, so that nobody else has the batch that it writes into",
+            note="after another step, so that nobody else has the batch that it writes into",
         ),
         *nonlinear("PeriodicWrap", "vec ind=[0,2] bound=1.0", wrap, **wrapped),
         *nonlinear("PeriodicWrap", "vec ind=[0,2] tensor bound", lambda: wrap(bounds.clone()), **wrapped),

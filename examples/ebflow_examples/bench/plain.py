@@ -88,8 +88,8 @@ def fdssm(energy: Energy, x: Tensor, direction: Tensor, eps: float) -> Tensor:
     """Sliced score matching by finite differences (Eq. 6), with directions of length √D, scaled by D/ε²."""
     size = prod(x.shape[1:])
     step = direction * (eps / sqrt(size))
-    here, ahead, behind = energy(torch.cat([x, x + step, x - step])).chunk(3)
-    return (2 * here - ahead - behind + 0.125 * (ahead - behind).square()).mean() * (size / eps**2)
+    here, ahead, after = energy(torch.cat([x, x + step, x - step])).chunk(3)
+    return (2 * here - ahead - after + 0.125 * (ahead - after).square()).mean() * (size / eps**2)
 
 
 def ml(model: FullyConnected, x: Tensor) -> Tensor:
@@ -110,6 +110,6 @@ def sphere(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def copy_parameters(source: nn.Module, target: nn.Module) -> None:
-    """Gives a model the parameters of another that holds the same ones in the same order."""
+    """Returns a model the parameters of another that holds the same ones in the same order."""
     for mine, theirs in zip(target.parameters(), source.parameters(), strict=True):
         mine.copy_(theirs)

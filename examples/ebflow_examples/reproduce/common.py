@@ -148,7 +148,7 @@ def run(options: Options, made: Experiment) -> list[Found]:
 
 
 def _shared(options: Options, cells: list[Cell]) -> list[Cell]:
-    """Gives each cell that trains the same share of the budget."""
+    """Returns each cell that trains the same share of the budget."""
     count = sum(cell.timed for cell in cells)
     share = QUICK_SECONDS if options.quick else TRAINING * options.budget * 60 * options.jobs / max(1, count)
     return [replace(cell, seconds=round(share, 2)) if cell.timed else cell for cell in cells]

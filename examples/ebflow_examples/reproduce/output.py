@@ -1,4 +1,4 @@
-"""What an experiment leaves behind: a table on the screen, NAME.json, NAME.png, NAME.md, and RESULTS.md from all."""
+"""What an experiment leaves after: a table on the screen, NAME.json, NAME.png, NAME.md, and RESULTS.md from all."""
 
 from __future__ import annotations
 

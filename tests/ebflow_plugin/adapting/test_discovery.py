@@ -72,7 +72,7 @@ def taught():
     """Forgets what a test taught."""
     yield
     for cls in (Shift, Warp, Pair):
-        rules.TAUGHT.remove(cls)
+        rules.REGISTERED.remove(cls)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import ebflow_plugin as ebf
 from ebflow_nflows import FullLinear
-from ebflow_plugin.adapting.teaching import TAUGHT
+from ebflow_plugin.adapting.teaching import REGISTERED
 
 D = 3
 
@@ -80,7 +80,7 @@ def taught():
         ebf.register_linear(cls)
     yield
     for cls in (Borrowed, Scaled, Whitening, Attribute):
-        TAUGHT.remove(cls)
+        REGISTERED.remove(cls)
 
 
 def flow_of(*layers):

@@ -23,10 +23,10 @@ from torch import nn
 
 import ebflow_plugin as ebf
 from ebflow_nflows import SmoothLeakyReLU
-from ebflow_plugin.adapting.teaching import TAUGHT
+from ebflow_plugin.adapting.teaching import REGISTERED
 from ebflow_plugin.objectives import DSM, FDSSM, ML, SM, SML, SSM
 from ebflow_plugin.objectives.checks import find_blind_spots
-from ebflow_plugin.plan.smoothness import TAUGHT_NETWORKS
+from ebflow_plugin.plan.smoothness import REGISTERED_NETWORKS
 
 
 def seeded(seed=0):
@@ -66,8 +66,8 @@ def taught():
 
     yield teach
     for cls in known:
-        TAUGHT.remove(cls)
-        TAUGHT_NETWORKS.remove(cls)
+        REGISTERED.remove(cls)
+        REGISTERED_NETWORKS.remove(cls)
 
 
 class Warp(Transform):

@@ -22,7 +22,7 @@ def seeded(seed=0):
 
 
 def nflows_autoregressive():
-    """Closed forms in front (a full layer, an elementwise step), a network behind them."""
+    """Closed forms in front (a full layer, an elementwise step), a network after them."""
     steps = [
         FullLinear(D, init="orthogonal", generator=seeded()),
         SmoothLeakyReLU(0.3),

@@ -97,9 +97,9 @@ def test_an_unknown_option_is_named_with_those_there_are(model, name, option, me
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("ssm", {"projections": 0}, "projections must be a whole number, at least 1, got 0"),
-        ("ssm", {"projections": 1.5}, "projections must be a whole number"),
-        ("ssm", {"projections": True}, "projections must be a whole number"),
+        ("ssm", {"projections": 0}, "projections must be an integer, at least 1, got 0"),
+        ("ssm", {"projections": 1.5}, "projections must be an integer"),
+        ("ssm", {"projections": True}, "projections must be an integer"),
         ("ssm", {"projection": "gausian"}, "unknown projection 'gausian'. Did you mean 'gaussian'"),
         ("ssm", {"projected": "no"}, "projected must be True or False, got 'no'"),
         ("ssm", {"projection": None}, "unknown projection None. Valid names: gaussian, rademacher, sphere"),

@@ -69,7 +69,7 @@ def test_ssm(shape, projection, projections, projected):
 @shapes
 @pytest.mark.parametrize("scale", [0.5, 2.0])
 def test_score_matching_of_another_scale(shape, scale):
-    """½‖∇E‖² has mean d·scale⁴/2, the trace is d·scale²: a wrong factor cannot hide behind scale 1."""
+    """½‖∇E‖² has mean d·scale⁴/2, the trace is d·scale²: a wrong factor cannot hide after scale 1."""
     model, d = quadratic(shape, scale), math.prod(shape)
     for objective in (SM(model), SSM(model, generator=seeded()), FDSSM(model, eps=0.1, generator=seeded())):
         assert_mean(objective, data(shape), d * (0.5 * scale**4 - scale**2))

@@ -18,7 +18,7 @@ MODELS = {
     "AffineCouplingTransform: vec net=tanh (eval)",
     "MaskedAffineAutoregressiveTransform: vec net=tanh (eval)",
     "CompositeTransform: vec Perm+LU+AdditiveCoupling tanh (eval)",
-    "Logit: vec (eval)",  # matched behind the logit
+    "Logit: vec (eval)",  # matched after the logit
     "MADEMoG base: vec, context=3 (eval)",
     "PiecewiseRationalQuadraticCouplingTransform: vec net=tanh tails=linear bound=2 (eval)",
     "MaskedAffineFlow: vec s,t net=tanh (eval)",
@@ -111,8 +111,8 @@ def test_fdssm(case):
     u, eps = model.preprocess(x)[0], 0.2
     step = score_matching.sphere(u, seeded())
     step = step * (eps / step.flatten(1).norm(dim=1).reshape(-1, *[1] * (u.dim() - 1)))
-    energy, ahead, behind = (model.core.energy(point, context) for point in (u, u + step, u - step))
-    reference = (2 * energy - ahead - behind + (ahead - behind).square() / 8) * u[0].numel() / eps**2
+    energy, ahead, after = (model.core.energy(point, context) for point in (u, u + step, u - step))
+    reference = (2 * energy - ahead - after + (ahead - after).square() / 8) * u[0].numel() / eps**2
     assert_same(FDSSM(model, eps=eps, generator=seeded())(x, context), reference.mean(), model)
 
 

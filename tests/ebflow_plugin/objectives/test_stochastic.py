@@ -410,9 +410,9 @@ def test_relative_is_one_implementation():
     ("options", "message"),
     [
         ({"log_det": "krylov"}, "unknown log_det 'krylov'. Valid names: auto, exact, relative, stochastic"),
-        ({"log_det": "stochastic", "probes": 0}, "probes must be a whole number, at least 1, got 0"),
+        ({"log_det": "stochastic", "probes": 0}, "probes must be an integer, at least 1, got 0"),
         ({"log_det": "stochastic", "tolerance": 1.5}, "tolerance is a relative residual, below 1, got 1.5"),
-        ({"log_det": "auto", "iterations": 2.5}, "iterations must be a whole number"),
+        ({"log_det": "auto", "iterations": 2.5}, "iterations must be an integer"),
         ({"probes": 3}, "probes, tolerance and iterations have no meaning for log_det='exact'"),
         ({"log_det": "relative"}, "this one has none; use ML"),
     ],

@@ -118,7 +118,7 @@ def fc():
     ids=lambda transform: repr(transform).replace("\n", "")[:40],
 )
 def test_elementwise_steps_between_linear_ones(transform):
-    """Behind a layer and before one: pulled, pushed and bent, with a tangent that is not an axis."""
+    """After a layer and before one: pulled, pushed and bent, with a tangent that is not an axis."""
     inside = [transforms.PointwiseAffineTransform(0.5, 0.05)]  # into (0, 1) and (-1, 1)
     model = make(FullLinear(D, init="orthogonal"), *inside, transform, FullLinear(D, init="normal"))
     assert closed_steps(model.plan) == len(model.plan.steps)

@@ -147,12 +147,12 @@ class Flat(transforms.Transform):
 @pytest.mark.filterwarnings("ignore:1 of")
 @pytest.mark.parametrize("turned", [False, True])
 def test_a_reshape_of_the_users_own_before_a_matrix(turned):
-    """Nobody knows its shapes, which the log-det behind it depends on, until data pass it."""
+    """Nobody knows its shapes, which the log-det after it depends on, until data pass it."""
     torch.manual_seed(0)
-    before, behind = ((3 * D,), (3, D)) if turned else ((3, D), (3 * D,))
+    before, after = ((3 * D,), (3, D)) if turned else ((3, D), (3 * D,))
     first = transforms.InverseTransform(Flat()) if turned else Flat()
-    matrix = transforms.NaiveLinear(behind[-1], orthogonal_initialization=False)
-    base = distributions.StandardNormal(behind)
+    matrix = transforms.NaiveLinear(after[-1], orthogonal_initialization=False)
+    base = distributions.StandardNormal(after)
     model = ebf.wrap(flows.Flow(transforms.CompositeTransform([first, matrix]), base).double())
     x = torch.randn(2, *before, dtype=torch.float64)
     jacobian = torch.autograd.functional.jacobian(lambda v: model.plan.encode(v[None])[0][0].flatten(), x[0])

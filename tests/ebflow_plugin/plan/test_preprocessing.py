@@ -1,4 +1,4 @@
-"""MaP: log_prob does not change, score matching begins behind the fixed steps, and bad prefixes are refused."""
+"""MaP: log_prob does not change, score matching begins after the fixed steps, and bad prefixes are refused."""
 
 import copy
 import math
@@ -112,8 +112,8 @@ def test_bad_choices():
     [
         (lambda: [ebf.Rescale(0.1, 0.9), ebf.Dequantize(4)], "Dequantize must come first"),
         (lambda: [transforms.Logit()], r"preprocess\[0\] is Logit; valid: Dequantize, Rescale, Logit"),
-        (lambda: [ebf.Dequantize(1)], "levels must be a whole number, at least 2, got 1"),
-        (lambda: [ebf.Dequantize(2.5)], "levels must be a whole number"),
+        (lambda: [ebf.Dequantize(1)], "levels must be an integer, at least 2, got 1"),
+        (lambda: [ebf.Dequantize(2.5)], "levels must be an integer"),
         (lambda: [ebf.Rescale(1.0, 0.0)], "low < high"),
         (lambda: [ebf.Rescale(0.0, 1.0, source=(1.0, 1.0))], "low < high"),
         (lambda: [ebf.Rescale("a", 1)], "finite numbers low < high.*'a'"),
@@ -186,9 +186,9 @@ def test_the_probabilities_of_integers_sum_to_at_most_one():
 
 ODD = {
     "too many levels": (torch.arange(6).reshape(2, 3) * 40, r"values .* 0 to 7.*first is 40 at \[0, 1\]"),
-    "one above": (torch.tensor([[0.0, 7.0, 8.0]]).double(), r"no whole numbers.*first is 8 at \[0, 2\]"),
+    "one above": (torch.tensor([[0.0, 7.0, 8.0]]).double(), r"no integers.*first is 8 at \[0, 2\]"),
     "negative": (torch.tensor([[-1, 0, 1]]), r"first is -1 at \[0, 0\]"),
-    "grey levels in [0, 1]": (unit_data(2), r"no whole numbers.*\(x \* levels\).floor\(\)"),
+    "grey levels in [0, 1]": (unit_data(2), r"no integers.*\(x \* levels\).floor\(\)"),
     "infinite": (torch.tensor([[0.0, math.inf, 1.0]]).double(), r"first is inf|1 NaN or inf"),
 }
 

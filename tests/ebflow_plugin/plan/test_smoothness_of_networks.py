@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import ebflow_plugin as ebf
-from ebflow_plugin.adapting.teaching import TAUGHT
-from ebflow_plugin.plan.smoothness import TAUGHT_NETWORKS, smoothness_of
+from ebflow_plugin.adapting.teaching import REGISTERED
+from ebflow_plugin.plan.smoothness import REGISTERED_NETWORKS, smoothness_of
 
 
 class Network(nn.Module):
@@ -34,8 +34,8 @@ class Other(Network):
 @pytest.fixture(autouse=True)
 def forgotten():
     yield
-    TAUGHT.remove(Network)
-    TAUGHT_NETWORKS.remove(Network)
+    REGISTERED.remove(Network)
+    REGISTERED_NETWORKS.remove(Network)
 
 
 def test_nobody_can_see_into_a_forward_of_ones_own():

@@ -102,7 +102,7 @@ def test_the_own_temperature_of_a_base_stays():
     assert flow.q0.temperature == 0.5
     flow.q0.temperature = None
     model = ebf.wrap(flow)
-    model.plan.base.sample = None  # a failure inside must not leave it behind
+    model.plan.base.sample = None  # a failure inside must not leave it after
     with pytest.raises(TypeError):
         model.sample(2, temperature=0.5)
     assert flow.q0.temperature is None
@@ -187,7 +187,7 @@ def test_single_precision_is_solved_in_double(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"n": -1}, "n must be a whole number, at least 0, got -1"),
+        ({"n": -1}, "n must be an integer, at least 0, got -1"),
         ({"n": 2.5}, "n must be"),
         ({"n": 2, "temperature": 0.0}, "temperature must be a positive number"),
         ({"n": 2, "temperature": float("nan")}, "temperature must be"),
@@ -309,7 +309,7 @@ def test_a_precision_that_torch_lacks_is_no_missing_inverse():
 def test_counts_of_numpy_and_generators_that_are_none():
     model = ebf.wrap(make_flow())
     assert model.sample(np.int64(3), batch_size=np.int32(2)).shape == (3, D)
-    with pytest.raises(ebf.InputError, match="n must be a whole number"):
+    with pytest.raises(ebf.InputError, match="n must be an integer"):
         model.sample(np.bool_(True))
     with pytest.raises(ebf.InputError, match=r"generator must be a torch.Generator or None, got 0"):
         model.sample(3, generator=0)

@@ -209,7 +209,7 @@ def test_chains_carry_no_graph_and_leave_the_start_alone():
 LANGEVIN_ERRORS = [
     ({"step_size": 0.0}, "step_size must be a positive number"),
     ({"step_size": float("inf")}, "step_size must be"),
-    ({"steps": -1}, "steps must be a whole number"),
+    ({"steps": -1}, "steps must be an integer"),
     ({"burn_in": 1.5}, "burn_in must be"),
     ({"thin": 0}, "thin must be"),
     ({"batch_size": 0}, "batch_size must be"),

@@ -44,7 +44,7 @@ def last_checkpoint(folder):
 
 
 def in_child(folder, wait):
-    """Runs the training in a process of its own, and kills it after a while. Gives whether it was killed."""
+    """Runs the training in a process of its own, and kills it after a while. Returns whether it was killed."""
     child = os.fork()
     if child == 0:
         try:

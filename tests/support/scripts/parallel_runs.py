@@ -54,7 +54,7 @@ def shared_noise(rank, world):
 
 
 def gradients(rank=0, world=1, wrap=lambda objective: objective):
-    """Loss and gradients of two steps in a row (the second finds what the first left behind)."""
+    """Loss and gradients of two steps in a row (the second finds what the first left after)."""
     found = {}
     for name, make in OBJECTIVES.items():
         model = make_model(dtype=torch.float64)

@@ -15,11 +15,12 @@ from torch import nn
 import ebflow_nflows
 import ebflow_normflows
 import ebflow_plugin as ebf
-from ebflow_plugin.log_z import lanczos, normalizer
+from ebflow_plugin.log_z import lanczos, methods
+from ebflow_plugin.log_z.annealing import annealed
 from ebflow_plugin.log_z.estimate import Estimate, log_mean_exp
+from ebflow_plugin.log_z.importance import importance
 from ebflow_plugin.log_z.pareto import pareto_k
 from ebflow_plugin.log_z.proposals import Gaussian
-from ebflow_plugin.log_z.sampled import annealed, importance
 
 DIMS = (2, 10, 50, 200)
 WIDE = torch.float64
@@ -200,14 +201,14 @@ def test_squares_of_a_convolution_are_those_of_its_matrix(options):
     model = ebf.wrap(flows.Flow(layer, distributions.StandardNormal(layer.output_shape(shape))))
     matrix = layer.transform(torch.eye(math.prod(shape), dtype=WIDE).reshape(-1, *shape)).flatten(1)
     (step,) = model.plan.steps
-    assert normalizer._squares(step, shape) == pytest.approx(float(matrix.square().sum()))
+    assert methods._squares(step, shape) == pytest.approx(float(matrix.square().sum()))
     assert_agrees(model.log_z(method="lanczos", generator=seed()), model.log_z().detach())
 
 
 def test_squares_are_unknown_where_taps_share_a_pixel():
     layer = ebflow_nflows.FullConv2d(2, kernel_size=3, padding_mode="reflect", init="normal", dtype=WIDE)
     model = ebf.wrap(flows.Flow(layer, distributions.StandardNormal([2, 5, 5])))
-    assert normalizer._squares(model.plan.steps[0], (2, 5, 5)) is None
+    assert methods._squares(model.plan.steps[0], (2, 5, 5)) is None
     assert_agrees(model.log_z(method="lanczos", generator=seed()), model.log_z().detach())
 
 
@@ -367,7 +368,7 @@ def test_auto_says_what_it_picked(monkeypatch):
     model = make_model(20)
     assert model.log_z(method="auto").method == "exact"
     assert model.log_z(method="auto", probes=4).std_error == 0.0  # options for the other case are no mistake
-    monkeypatch.setattr(normalizer, "AFFORDABLE", normalizer.Cost(20**3 / 4, 1e9))
+    monkeypatch.setattr(methods, "AFFORDABLE", methods.Cost(20**3 / 4, 1e9))
     estimate = model.log_z(method="auto", probes=4, generator=seed())
     assert estimate.method == "lanczos"
     assert_agrees(estimate, model.log_z(), 6.0)
@@ -387,8 +388,8 @@ def test_auto_says_what_it_picked(monkeypatch):
 )
 def test_what_auto_affords(layer, shape, picked):
     model = ebf.wrap(flows.Flow(layer(), distributions.StandardNormal(shape)))
-    ((step, shapes),) = normalizer._linear_steps(model.plan, shape)
-    assert normalizer.exact_cost(step, shapes).exceeds(normalizer.AFFORDABLE) == (picked == "lanczos")
+    ((step, shapes),) = methods._linear_steps(model.plan, shape)
+    assert methods.exact_cost(step, shapes).exceeds(methods.AFFORDABLE) == (picked == "lanczos")
 
 
 def test_a_singular_layer_is_named():
@@ -494,7 +495,7 @@ def test_batches_bound_the_rows_of_a_call(method, name, monkeypatch):
 
 ERRORS = [
     ({"method": "lancsoz"}, "Did you mean 'lanczos'"),
-    ({"method": "lanczos", "probes": 1}, "probes must be a whole number, at least 2"),
+    ({"method": "lanczos", "probes": 1}, "probes must be an integer, at least 2"),
     ({"method": "lanczos", "iterations": 2}, "iterations must be"),
     ({"method": "importance", "samples": 1}, "samples must be"),
     ({"method": "ais", "chains": 1}, "chains must be"),
@@ -505,10 +506,10 @@ ERRORS = [
     ({"method": "importance", "proposal": torch.distributions.Normal(torch.zeros(4), 1.0)}, r"takes \(5,\)"),
     ({"method": "importance", "proposal": 3}, "proposal must be a tensor of data.*got int"),
     ({"method": "importance", "proposal": np.zeros((9, 5))}, "proposal must be a tensor of data.*got ndarray"),
-    ({"method": "importance", "batch_size": 0}, "batch_size must be a whole number, at least 1, got 0"),
-    ({"method": "ais", "batch_size": 0}, "batch_size must be a whole number, at least 1, got 0"),
+    ({"method": "importance", "batch_size": 0}, "batch_size must be an integer, at least 1, got 0"),
+    ({"method": "ais", "batch_size": 0}, "batch_size must be an integer, at least 1, got 0"),
     ({"method": "lanczos", "generator": 0}, "generator must be a torch.Generator"),
-    ({"event_shape": 3}, "event_shape must be a tuple of whole numbers.*got 3"),
+    ({"event_shape": 3}, "event_shape must be a tuple of integers.*got 3"),
     ({"event_shape": (5.0,)}, "event_shape must be a tuple"),
     ({"method": 3}, "no method 3"),
     ({"method": "importance", "proposal": torch.zeros(1, 5, dtype=WIDE)}, "at least 2 data points"),

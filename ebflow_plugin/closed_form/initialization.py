@@ -2,7 +2,7 @@ r"""Starting well: the whitening start, and the Gaussianising one.
 
 *Whitening start*. The first full linear layer begins as the whitening map of what reaches it.
 
-*Gaussianising start*. Where an elementwise nonlinearity f stands behind that layer, each whitened feature y is scaled
+*Gaussianising start*. Where an elementwise nonlinearity f stands after that layer, each whitened feature y is scaled
 and shifted, :math:`f(a y + b)`, so that f takes out as much of its skewness and its tails as it can. For one feature
 at a time that is maximum likelihood of a one-dimensional flow,
 
@@ -43,7 +43,7 @@ ROUNDING = 1e-10  # below this part of the largest, an eigenvalue has lost most 
 
 
 def first_full_layer(plan: Plan) -> int:
-    """The place of the first full layer, behind nothing but ActNorms, permutations and other fixed steps.
+    """The place of the first full layer, after nothing but ActNorms, permutations and other fixed steps.
 
     Raises:
         InputError: If there is none that can become a whitening map.
@@ -109,7 +109,7 @@ def whiten(plan: Plan, stream: Iterable[tuple[Tensor, Tensor | None]], gaussian:
     layer = plan.steps[place]
     assert isinstance(layer, FullStep)
     if gaussian:
-        bend_behind(plan, place)
+        nonlinearity_after(plan, place)
     before = replace(plan, steps=plan.steps[:place])
     moments, sample = Moments(), Thinned(ROWS)
     first: tuple[Tensor, Tensor | None] | None = None
@@ -158,14 +158,14 @@ class Thinned:
         return torch.cat(self._parts)
 
 
-def bend_behind(plan: Plan, place: int) -> ElementwiseStep:
-    """The elementwise step behind a dense layer with a bias.
+def nonlinearity_after(plan: Plan, place: int) -> ElementwiseStep:
+    """The elementwise step after a dense layer with a bias.
 
     A convolution is refused: its pixels would share one scale and one shift, which made the NLL of the paper's MNIST
     model worse (1285 against 1186 nats, calibrated).
 
     Raises:
-        InputError: If the layer is another one, or another step is behind it.
+        InputError: If the layer is another one, or another step is after it.
     """
     layer = plan.steps[place]
     if not isinstance(layer.module, FullLinear) or layer.module.bias is None:
@@ -173,26 +173,26 @@ def bend_behind(plan: Plan, place: int) -> ElementwiseStep:
             f"gaussianize=True needs a FullLinear with a bias, whose features have scales and shifts of their own; "
             f"{layer.where} is none. Keep whiten=True alone."
         )
-    behind: Step | None = plan.steps[place + 1] if place + 1 < len(plan.steps) else None
-    if not isinstance(behind, ElementwiseStep):
-        found = "nothing" if behind is None else behind.where
+    after: Step | None = plan.steps[place + 1] if place + 1 < len(plan.steps) else None
+    if not isinstance(after, ElementwiseStep):
+        found = "nothing" if after is None else after.where
         raise InputError(
-            f"gaussianize=True needs an elementwise nonlinearity, such as SmoothLeakyReLU, behind the first full "
+            f"gaussianize=True needs an elementwise nonlinearity, such as SmoothLeakyReLU, after the first full "
             f"layer; {found} stands there. Keep whiten=True alone."
         )
-    return behind
+    return after
 
 
 @torch.no_grad()
 def gaussianize(plan: Plan, place: int, sample: Tensor) -> None:
-    """Scales and shifts the features of a dense layer so that the nonlinearity behind it makes them Gaussian.
+    """Scales and shifts the features of a dense layer so that the nonlinearity after it makes them Gaussian.
 
     Arguments:
         plan: The plan.
         place: The place of the layer.
         sample: What reaches it, with shape ``(N, D)``.
     """
-    layer, bend = plan.steps[place].module, bend_behind(plan, place)
+    layer, bend = plan.steps[place].module, nonlinearity_after(plan, place)
     scale, shift = _agreed(*best_scales(bend, layer.transform(sample)))
     layer.weight.mul_(scale[:, None])
     layer.bias.mul_(scale).add_(shift)
@@ -303,7 +303,7 @@ def whitening(moments: Moments, where: str) -> Tensor:
     """The symmetric whitening matrix, C^(-1/2).
 
     Where the scales of the features are so far apart that rounding swallows the small eigenvalues of C, it is R^(-1/2)
-    behind a division by the standard deviations, with the correlations R.
+    after a division by the standard deviations, with the correlations R.
 
     Raises:
         SingularError: If the data have no variance in some direction.

@@ -1,85 +1,32 @@
-"""log Z, the constant that the energy leaves out: exact and never stale, or estimated with an error bar."""
+"""The methods of :meth:`EBFlow.log_z <ebflow_plugin.EBFlow.log_z>`: exact, or estimated with an error bar."""
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Generator, Tensor
 
-from ebflow_plugin.adapting.teaching import TaughtLinearStep
 from ebflow_plugin.errors import InputError, SingularError, UnknownNameError, suggest
 from ebflow_plugin.layers import FullLinear
-from ebflow_plugin.linalg.dense import is_traced
-from ebflow_plugin.linalg.memo import Memo
 from ebflow_plugin.linalg.random import check_generator
+from ebflow_plugin.log_z.annealing import annealed
 from ebflow_plugin.log_z.estimate import Estimate
+from ebflow_plugin.log_z.exact import Normalizer
+from ebflow_plugin.log_z.importance import importance
 from ebflow_plugin.log_z.lanczos import log_abs_det
 from ebflow_plugin.log_z.proposals import Gaussian, Proposal
-from ebflow_plugin.log_z.sampled import annealed, importance
 from ebflow_plugin.plan.costs import Cost, conv_geometry, exact_cost
 from ebflow_plugin.plan.energy_model import EnergyModel
 from ebflow_plugin.plan.matrices import FullStep, MatrixStep
 from ebflow_plugin.plan.plan import Plan
-from ebflow_plugin.plan.step import LinearStep, Shape, own_tensors
+from ebflow_plugin.plan.step import LinearStep, Shape
 
-__all__ = ["AFFORDABLE", "Normalizer", "estimate_log_z"]
-
-
-class Normalizer:
-    """Keeps the log Z of a plan until a parameter or buffer of one of its linear steps changes.
-
-    Example:
-        >>> import ebflow_plugin as ebf
-        >>> from nflows import distributions, flows, transforms
-        >>> flow = flows.Flow(transforms.NaiveLinear(2, orthogonal_initialization=False),
-        ...                   distributions.StandardNormal([2]))
-        >>> normalizer = Normalizer(ebf.wrap(flow).plan)
-        >>> bool(normalizer.log_z((2,), torch.empty(0)) == -torch.slogdet(flow._transform._weight)[1])
-        True
-    """
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self._memo: Memo[Tensor] = Memo()
-
-    def log_z(self, event_shape: Shape, like: Tensor) -> Tensor:
-        """Returns log Z, a scalar with the device and dtype of ``like``.
-
-        Where a gradient can be asked for (grad mode is on and a linear step has parameters that require one, or they
-        are differentiated in forward mode) it is computed anew, with its graph: that is what maximum likelihood pays
-        for. Otherwise it is kept.
-        """
-        steps = self._linear_steps()
-        sources = list({id(tensor): tensor for step in steps for tensor in own_tensors(step.module)}.values())
-        if any(map(is_traced, sources)):
-            return self.plan.log_z(event_shape, like)
-        if any(isinstance(step, TaughtLinearStep) for step in steps):
-            return self.plan.log_z(event_shape, like)  # nobody can tell what a user's layer depends on
-        with torch.no_grad():
-            key = (
-                event_shape,
-                like.dtype,
-                like.device,
-                *(number for step in steps for number in _numbers(step.module)),
-            )
-            return self._memo.get(sources, lambda: self.plan.log_z(event_shape, like), key)
-
-    def _linear_steps(self) -> list[LinearStep]:
-        return [step for step in self.plan.steps if isinstance(step, LinearStep)]
-
-
-def _numbers(module: Any) -> Iterator[Hashable]:
-    """The plain numbers that a module holds, the scale of a Rescale, say."""
-    for part in module.modules() if isinstance(module, nn.Module) else ():
-        yield from (
-            value for name, value in vars(part).items() if isinstance(value, (int, float)) and name != "training"
-        )
-
+__all__ = ["AFFORDABLE", "estimate_log_z"]
 
 # What "auto" factorises, for each layer: about a minute on one core of a CPU, and 2 GB. Dense layers up to D = 11,500.
 AFFORDABLE = Cost(operations=1e12, memory=2 * 2**30)
@@ -242,7 +189,7 @@ def _is_cheap(step: LinearStep, shapes: tuple[Shape, ...]) -> bool:
 def _squares(step: LinearStep, shape: Shape) -> float | None:
     """The sum of the squares of the entries of a step's matrix, in O(parameters), if it can be told."""
     if isinstance(step, MatrixStep):
-        return float(step.kept().double().square().sum()) * prod(shape[1:])
+        return float(step.weight().double().square().sum()) * prod(shape[1:])
     if isinstance(step, FullStep) and isinstance(step.module, FullLinear):
         return float(step.module.weight.double().square().sum()) * prod(shape[:-1])
     geometry = conv_geometry(step, shape)

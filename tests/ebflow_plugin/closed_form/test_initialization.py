@@ -10,7 +10,7 @@ from nflows import distributions, flows, transforms
 import ebflow_normflows
 import ebflow_plugin as ebf
 from ebflow_nflows import FullConv2d, FullLinear, SmoothLeakyReLU
-from ebflow_plugin.closed_form.starts import Thinned, best_scales
+from ebflow_plugin.closed_form.initialization import Thinned, best_scales
 from ebflow_plugin.plan.plan import Plan
 from gaussian_models import D, data, linear_flow, nll, nonlinear_flow
 

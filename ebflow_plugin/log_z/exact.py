@@ -1,0 +1,68 @@
+"""The exact log Z of a plan, kept until a parameter changes."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ebflow_plugin.adapting.teaching import RegisteredLinearStep
+from ebflow_plugin.linalg.dense import is_traced
+from ebflow_plugin.linalg.memo import Memo
+from ebflow_plugin.plan.plan import Plan
+from ebflow_plugin.plan.step import LinearStep, Shape, own_tensors
+
+__all__ = ["Normalizer"]
+
+
+class Normalizer:
+    """Keeps the log Z of a plan until a parameter or buffer of one of its linear steps changes.
+
+    Example:
+        >>> import ebflow_plugin as ebf
+        >>> from nflows import distributions, flows, transforms
+        >>> flow = flows.Flow(transforms.NaiveLinear(2, orthogonal_initialization=False),
+        ...                   distributions.StandardNormal([2]))
+        >>> normalizer = Normalizer(ebf.wrap(flow).plan)
+        >>> bool(normalizer.log_z((2,), torch.empty(0)) == -torch.slogdet(flow._transform._weight)[1])
+        True
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self._memo: Memo[Tensor] = Memo()
+
+    def log_z(self, event_shape: Shape, like: Tensor) -> Tensor:
+        """Returns log Z, a scalar with the device and dtype of ``like``.
+
+        Where a gradient can be asked for (grad mode is on and a linear step has parameters that require one, or they
+        are differentiated in forward mode) it is computed anew, with its graph: that is what maximum likelihood pays
+        for. Otherwise it is kept.
+        """
+        steps = self._linear_steps()
+        sources = list({id(tensor): tensor for step in steps for tensor in own_tensors(step.module)}.values())
+        if any(map(is_traced, sources)):
+            return self.plan.log_z(event_shape, like)
+        if any(isinstance(step, RegisteredLinearStep) for step in steps):
+            return self.plan.log_z(event_shape, like)  # nobody can tell what a user's layer depends on
+        with torch.no_grad():
+            key = (
+                event_shape,
+                like.dtype,
+                like.device,
+                *(number for step in steps for number in _numbers(step.module)),
+            )
+            return self._memo.get(sources, lambda: self.plan.log_z(event_shape, like), key)
+
+    def _linear_steps(self) -> list[LinearStep]:
+        return [step for step in self.plan.steps if isinstance(step, LinearStep)]
+
+
+def _numbers(module: Any) -> Iterator[Hashable]:
+    """The plain numbers that a module holds, the scale of a Rescale, say."""
+    for part in module.modules() if isinstance(module, nn.Module) else ():
+        yield from (
+            value for name, value in vars(part).items() if isinstance(value, (int, float)) and name != "training"
+        )
