@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.metadata import version
 from typing import Annotated
 
@@ -43,7 +44,7 @@ def main(
     """
 
 
-for panel, commands in {
+COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
     "Start here": {"demo": start.demo, "inspect": start.inspect_target, "train": start.train},
     "On a run folder": {
         "eval": runs.evaluate,
@@ -52,6 +53,7 @@ for panel, commands in {
         "density": runs.density,
     },
     "Measure": {"profile": measure.profile, "bench": measure.bench, "reproduce": measure.reproduce},
-}.items():
+}
+for panel, commands in COMMANDS.items():
     for name, command in commands.items():
         app.command(name, rich_help_panel=panel)(command)
