@@ -12,7 +12,7 @@ The plan of a flow (:mod:`ebflow_plugin.plan`) is the heart: its steps, split in
 
 from ebflow_plugin import objectives
 from ebflow_plugin.divergences import fisher_divergence, kl_divergence
-from ebflow_plugin.ema import EMA
+from ebflow_plugin.training.ema import EMA
 from ebflow_plugin.errors import (
     AdapterError,
     EBFlowError,

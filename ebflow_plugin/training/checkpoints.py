@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ebflow_plugin.ema import EMA
+from ebflow_plugin.training.ema import EMA
 from ebflow_plugin.errors import InputError, WriteError
 from ebflow_plugin.inputs import path_of
 from ebflow_plugin.objectives import Objective, WeightedSum

@@ -15,7 +15,7 @@ from torch import Generator, Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ebflow_plugin.ema import EMA
+from ebflow_plugin.training.ema import EMA
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.inputs import flag, one_of, path_of, refuse_non_finite, whole
 from ebflow_plugin.objectives import Objective
@@ -27,7 +27,7 @@ from ebflow_plugin.training.distributed import Processes, processes
 from ebflow_plugin.training.loop import Event, Run
 from ebflow_plugin.training.options import average, listeners, numbers, optimizer_of, scheduler_of, seed_of
 from ebflow_plugin.training.progress import JsonLines, Record, TensorBoard, display
-from ebflow_plugin.training.randomness import mix, seeded
+from ebflow_plugin.training.randomness import lend, mix, noise_of
 from ebflow_plugin.wrapper import EBFlow
 
 __all__ = ["FitResult", "fit"]
@@ -220,7 +220,11 @@ def fit(
             seed, on_non_finite,
             evaluated=0 if held_out is None else held_out.rows + (source.rows if kind is not None else 0),
         )  # fmt: skip
-        generators = stack.enter_context(seeded(objective, seed, group))
+        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+        torch.manual_seed(mix(seed, "global", group.rank))
+        noise = noise_of(objective, seed, group.rank)
+        stack.enter_context(lend(noise))
+        generators = list({id(generator): generator for generator in noise.values()}.values())
         for name, part in (("data", source), ("validation", held_out)):
             if part is not None:
                 _check_first(model, part, name, device)

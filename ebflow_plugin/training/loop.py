@@ -15,14 +15,14 @@ from torch import Generator, Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from ebflow_plugin.ema import EMA
+from ebflow_plugin.training.ema import EMA
 from ebflow_plugin.errors import EBFlowError, TrainingError, WriteError
 from ebflow_plugin.objectives import Objective
 from ebflow_plugin.objectives.base import waits_for_data
 from ebflow_plugin.training.batches import Batches, LoaderBatches
 from ebflow_plugin.training.checkpoints import CheckpointFolder, atomic_write, compare, identity, write_weights
 from ebflow_plugin.training.distributed import Processes, parallel
-from ebflow_plugin.training.evaluation import evaluate, evaluate_calibrated
+from ebflow_plugin.training.evaluation import evaluate
 from ebflow_plugin.training.guards import ConditionWatch, Finding, FiniteWatch, diagnose, failure
 from ebflow_plugin.training.interrupts import Interrupts
 from ebflow_plugin.training.progress import Display, JsonLines, NoDisplay, Record, TensorBoard
@@ -308,12 +308,10 @@ class Run:
     def _likelihood(self, validation: Source) -> Record:
         progress, seed = self.progress, self.settings.seed
         with self.ema.applied() if self.ema is not None else nullcontext(), self._calibrated():
-            found: Record = {}
-            if self.calibrate is None:
-                nll, bits = evaluate(self.model, validation, seed, self.processes)
-            else:
-                nll, bits, found["nll_uncalibrated"] = evaluate_calibrated(self.model, validation, seed, self.processes)
-            found = {"nll": nll, "bits_per_dim": bits, **found}
+            nll, bits, uncalibrated = evaluate(self.model, validation, seed, self.processes)
+            found: Record = {"nll": nll, "bits_per_dim": bits}
+            if self.calibrate is not None:
+                found["nll_uncalibrated"] = uncalibrated
             if math.isnan(nll):
                 raise TrainingError("the NLL on the validation data is not a number")
             progress.stale += 1

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from ebflow_plugin.ema import EMA
+from ebflow_plugin.training.ema import EMA
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.inputs import is_number, one_of, positive, whole
 from ebflow_plugin.objectives import Objective
