@@ -12,7 +12,6 @@ The plan of a flow (:mod:`ebflow_plugin.plan`) is the heart: its steps, split in
 
 from ebflow_plugin import objectives
 from ebflow_plugin.divergences import fisher_divergence, kl_divergence
-from ebflow_plugin.training.ema import EMA
 from ebflow_plugin.errors import (
     AdapterError,
     EBFlowError,
@@ -33,6 +32,7 @@ from ebflow_plugin.report import FlowReport
 from ebflow_plugin.rules import register_container, register_linear, register_nonlinear
 from ebflow_plugin.surgery import smooth, unconstrain
 from ebflow_plugin.training import FitResult, fit, load_best
+from ebflow_plugin.training.ema import EMA
 from ebflow_plugin.verification import verify
 from ebflow_plugin.version import __version__
 from ebflow_plugin.wrapper import EBFlow, describe, wrap

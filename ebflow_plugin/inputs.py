@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable
 from numbers import Integral, Real
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,16 +16,21 @@ from ebflow_plugin.errors import InputError, suggest
 from ebflow_plugin.plan import Shape
 
 __all__ = [
+    "Batch",
     "check_context",
     "check_input",
     "flag",
     "is_number",
     "one_of",
+    "pair",
     "path_of",
     "positive",
     "refuse_non_finite",
     "whole",
 ]
+
+
+Batch = tuple[Tensor, Tensor | None]
 
 
 def check_input(
@@ -112,6 +118,27 @@ def refuse_non_finite(name: str, tensor: Tensor) -> None:
         rows = int(bad.flatten(1).any(1).sum()) if bad.dim() > 1 else count
         first = bad.nonzero()[0].tolist()
         raise InputError(f"{name} holds {count} NaN or inf in {rows} of {tensor.shape[0]} rows, the first at {first}")
+
+
+def pair(item: Any, name: str = "a batch") -> Batch:
+    """A batch as x and its context, which may be None.
+
+    Example:
+        >>> pair([torch.zeros(2, 3)])
+        (tensor([[0., 0., 0.],
+                [0., 0., 0.]]), None)
+    """
+    if isinstance(item, Tensor):
+        return item, None
+    if isinstance(item, (tuple, list)) and 1 <= len(item) <= 2 and isinstance(item[0], Tensor):
+        context = item[1] if len(item) == 2 else None
+        if context is None or isinstance(context, Tensor):
+            return item[0], context
+    found = f"{type(item).__name__} of {len(item)}" if isinstance(item, (tuple, list, dict)) else type(item).__name__
+    raise InputError(
+        f"{name} must be a tensor x, or a pair (x, context), got a {found}; choose with a collate_fn: "
+        "DataLoader(…, collate_fn=lambda rows: torch.stack([row[0] for row in rows]))"
+    )
 
 
 def positive(name: str, value: object) -> float:

@@ -8,17 +8,23 @@ from typing import Any
 
 import torch
 from torch import Generator, Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+)
 from torch.utils.data import default_collate as collate
 
 from ebflow_plugin.errors import EBFlowError, InputError
-from ebflow_plugin.inputs import refuse_non_finite
+from ebflow_plugin.inputs import Batch, pair, refuse_non_finite
 from ebflow_plugin.training.randomness import RandomState, mix, random_state, set_random_state
 from ebflow_plugin.wrapper import EBFlow
 
-__all__ = ["Batch", "Batches", "LoaderBatches", "batches", "refuse_useless_context"]
-
-Batch = tuple[Tensor, Tensor | None]
+__all__ = ["Batches", "LoaderBatches", "batches", "own_rows", "refuse_useless_context"]
 
 
 class Batches:
@@ -284,25 +290,15 @@ def batches(
     return Batches(fetch, count, size, shuffle=shuffle, seed=seed, rank=rank, world=world)
 
 
-def pair(item: Any, name: str = "a batch") -> Batch:
-    """A batch as x and its context, which may be None.
+def own_rows(loader: Any) -> int | None:
+    """How many rows of a loader are this process's own; None for all of them.
 
-    Example:
-        >>> pair([torch.zeros(2, 3)])
-        (tensor([[0., 0., 0.],
-                [0., 0., 0.]]), None)
+    A DistributedSampler repeats rows at the end, so that all processes have as many.
     """
-    if isinstance(item, Tensor):
-        return item, None
-    if isinstance(item, (tuple, list)) and 1 <= len(item) <= 2 and isinstance(item[0], Tensor):
-        context = item[1] if len(item) == 2 else None
-        if context is None or isinstance(context, Tensor):
-            return item[0], context
-    found = f"{type(item).__name__} of {len(item)}" if isinstance(item, (tuple, list, dict)) else type(item).__name__
-    raise InputError(
-        f"{name} must be a tensor x, or a pair (x, context), got a {found}; choose with a collate_fn: "
-        "DataLoader(…, collate_fn=lambda rows: torch.stack([row[0] for row in rows]))"
-    )
+    sampler = getattr(loader, "sampler", None)
+    if not isinstance(sampler, DistributedSampler) or sampler.shuffle:
+        return None
+    return len(range(sampler.rank, len(sampler.dataset), sampler.num_replicas))  # type: ignore[arg-type]
 
 
 def refuse_useless_context(model: EBFlow, x: Tensor, context: Tensor | None) -> None:

@@ -27,10 +27,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ebflow_plugin.training.ema import EMA
 from ebflow_plugin.errors import InputError, WriteError
 from ebflow_plugin.inputs import path_of
 from ebflow_plugin.objectives import Objective, WeightedSum
+from ebflow_plugin.training.ema import EMA
 from ebflow_plugin.wrapper import EBFlow
 
 __all__ = ["CheckpointFolder", "atomic_write", "compare", "load_best"]

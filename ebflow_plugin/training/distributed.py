@@ -5,16 +5,20 @@ from __future__ import annotations
 import atexit
 import inspect
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Generator, Tensor, distributed, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ebflow_plugin.errors import InputError
+from ebflow_plugin.wrapper import EBFlow
 
-__all__ = ["Processes", "parallel", "processes"]
+__all__ = ["Processes", "gathered", "is_sharded", "parallel", "processes", "start_once"]
 
 T = TypeVar("T")
 
@@ -133,6 +137,48 @@ def processes(device: torch.device) -> Processes:
 def _close() -> None:
     if distributed.is_initialized():
         distributed.destroy_process_group()
+
+
+def start_once(model: EBFlow, x: Tensor, context: Tensor | None, group: Processes, generator: Generator) -> None:
+    """Runs the data-dependent start of a flow, such as that of ActNorms, in the first process, and tells all of them.
+
+    Arguments:
+        model: The model.
+        x: The batch to start from; that of the first process counts.
+        context: Its context.
+        group: The processes.
+        generator: Draws the noise of a :class:`~ebflow_plugin.Dequantize`.
+    """
+    core = model.core
+
+    def start() -> None:
+        u, _ = model.preprocess(x, generator)
+        core.plan.initialize(u, context)
+
+    if any(not getattr(step, "initialised", True) for step in core.plan.steps):
+        if is_sharded(model):
+            raise InputError("a sharded model cannot be initialised: call model.initialize(x) before the training")
+        group.on_first(start)
+    if not is_sharded(model):
+        group.spread([*model.parameters(), *model.buffers()])
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether the parameters of a module are spread over processes (FSDP2)."""
+    return any(isinstance(parameter, DTensor) for parameter in module.parameters())
+
+
+@contextmanager
+def gathered(module: nn.Module) -> Iterator[None]:
+    """Gives every process the whole parameters of a sharded module, for the duration of a ``with`` block."""
+    sharded = [part for part in module.modules() if isinstance(part, FSDPModule)]
+    for part in sharded:
+        part.unshard()
+    try:
+        yield
+    finally:
+        for part in sharded:
+            part.reshard()
 
 
 def parallel(objective: nn.Module, device: torch.device, unused: bool = True) -> DistributedDataParallel:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Generator, Tensor
 
-from ebflow_plugin.calibration import CalibrationStep
+from ebflow_plugin.calibration import Calibration, CalibrationStep
 from ebflow_plugin.normalizer import Normalizer
 from ebflow_plugin.plan import per_sample
 from ebflow_plugin.training.batches import Batches, LoaderBatches
@@ -18,7 +20,7 @@ from ebflow_plugin.training.distributed import Processes
 from ebflow_plugin.training.randomness import mix
 from ebflow_plugin.wrapper import EBFlow
 
-__all__ = ["Likelihood", "LikelihoodSum", "evaluate"]
+__all__ = ["Likelihood", "LikelihoodSum", "calibrated", "evaluate"]
 
 
 class Likelihood(NamedTuple):
@@ -39,6 +41,7 @@ class LikelihoodSum:
         model: The model, which must stay as it is.
         seed: Where the noise comes from.
         processes: Who shares the data.
+        rows: How many rows count, for this process; all of them by default.
 
     Example:
         >>> import ebflow_plugin as ebf
@@ -52,8 +55,8 @@ class LikelihoodSum:
         True
     """
 
-    def __init__(self, model: EBFlow, seed: int, processes: Processes | None = None) -> None:
-        self._model, self._processes = model, processes or Processes()
+    def __init__(self, model: EBFlow, seed: int, processes: Processes | None = None, rows: int | None = None) -> None:
+        self._model, self._processes, self._left = model, processes or Processes(), rows
         self._device = model._like().device
         self._generator = Generator(self._device).manual_seed(mix(seed, "validation", self._processes.rank))
         self._log_probs = _densities(model.core)
@@ -63,6 +66,9 @@ class LikelihoodSum:
     @torch.no_grad()
     def add(self, x: Tensor, context: Tensor | None) -> None:
         """Takes in a batch."""
+        if self._left is not None:
+            x, context = x[: self._left], None if context is None else context[: self._left]
+            self._left -= len(x)
         x, context = x.to(self._device), None if context is None else context.to(self._device)
         u, log_det = self._model.preprocess(x, self._generator)
         found = [-(value + log_det).to(self._sums).sum() for value in self._log_probs(u, context)]
@@ -74,6 +80,24 @@ class LikelihoodSum:
         if not rows:
             return Likelihood(math.nan, math.nan, math.nan)
         return Likelihood(nll / rows, nll / values / math.log(2.0), uncalibrated / rows)
+
+
+@contextmanager
+def calibrated(model: EBFlow, data: Any, kind: str | None) -> Iterator[None]:
+    """Calibrates a model for the duration of a ``with`` block; not at all if ``kind`` is None.
+
+    A :class:`LikelihoodSum` that is made inside of it is of the calibrated model, also after the block.
+    """
+    if kind is None:
+        yield
+        return
+    kept = {name: getattr(model.calibration, name) for name in model.calibration.names}
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            model.calibrate(data, kind)
+        yield
+    finally:
+        model.calibration.set(**kept)
 
 
 def evaluate(
@@ -100,19 +124,23 @@ def evaluate(
 
 
 def _densities(core: EBFlow) -> Callable[[Tensor, Tensor | None], list[Tensor]]:
-    """log p of the matched variable; of a calibrated model also without its calibration, as a second value."""
+    """The log-density of the matched variable; of a calibrated model, that without its calibration too."""
     last = core.plan.steps[-1] if core.plan.steps else None
     if not isinstance(last, CalibrationStep):
         return lambda u, context: [core.log_prob(u, context)]
     bare = replace(core.plan, steps=core.plan.steps[:-1])
     normalizer = Normalizer(bare)
 
+    fit = copy(last)  # of its own: the model's may be another one when the data come
+    fit.module = Calibration()
+    fit.module.set(**{name: getattr(last.module, name) for name in Calibration.names})
+
     def both(u: Tensor, context: Tensor | None) -> list[Tensor]:
         context = bare.embed(context)
         latents, log_det = bare.encode(u, context)
-        fitted, _ = last.encode(latents[0] if len(latents) == 1 else latents, context)
+        fitted, _ = fit.encode(latents[0] if len(latents) == 1 else latents, context)
         log_z = normalizer.exact(tuple(u.shape[1:]), u)
-        scale = last.log_det(tuple(tuple(part.shape[1:]) for part in latents))
+        scale = fit.log_det(tuple(tuple(part.shape[1:]) for part in latents))
         found = []
         for z, constant in (((fitted,) if isinstance(fitted, Tensor) else fitted, log_z - scale), (latents, log_z)):
             value = per_sample(bare.base.log_prob(z, context), u)

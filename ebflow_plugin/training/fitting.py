@@ -15,7 +15,6 @@ from torch import Generator, Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ebflow_plugin.training.ema import EMA
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.inputs import flag, one_of, path_of, refuse_non_finite, whole
 from ebflow_plugin.objectives import Objective
@@ -23,9 +22,18 @@ from ebflow_plugin.preprocess import Dequantize
 from ebflow_plugin.training.acceleration import bf16_conditioners, compiled_energy
 from ebflow_plugin.training.batches import Batches, LoaderBatches, batches, refuse_useless_context
 from ebflow_plugin.training.checkpoints import CheckpointFolder, check_saveable, write_weights
-from ebflow_plugin.training.distributed import Processes, processes
+from ebflow_plugin.training.distributed import Processes, processes, start_once
+from ebflow_plugin.training.ema import EMA
 from ebflow_plugin.training.loop import Event, Run
-from ebflow_plugin.training.options import average, listeners, numbers, optimizer_of, scheduler_of, seed_of
+from ebflow_plugin.training.options import (
+    average,
+    listeners,
+    numbers,
+    optimizer_of,
+    scalar_objective,
+    scheduler_of,
+    seed_of,
+)
 from ebflow_plugin.training.progress import JsonLines, Record, TensorBoard, display
 from ebflow_plugin.training.randomness import lend, mix, noise_of
 from ebflow_plugin.wrapper import EBFlow
@@ -189,11 +197,7 @@ def fit(
         >>> result
         FitResult(40 steps, stopped by steps, best NLL ...)
     """
-    if not isinstance(objective, Objective):
-        raise InputError(f"fit needs an objective, such as ebf.objectives.SSM(model), got {type(objective).__name__}")
-    if objective.reduction != "mean":
-        raise InputError('fit needs an objective with reduction="mean", whose value is a scalar')
-    model = objective.model
+    model = scalar_objective("fit", objective).model
     device = model._like().device
     told, seed = listeners(callbacks), seed_of(seed)
     for name, value in (("resume", resume), ("amp", amp), ("compile", compile), ("progress", progress)):
@@ -222,7 +226,7 @@ def fit(
         )  # fmt: skip
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         torch.manual_seed(mix(seed, "global", group.rank))
-        noise = noise_of(objective, seed, group.rank)
+        noise = noise_of(objective, seed, group.rank, device)
         stack.enter_context(lend(noise))
         generators = list({id(generator): generator for generator in noise.values()}.values())
         for name, part in (("data", source), ("validation", held_out)):
@@ -234,7 +238,9 @@ def fit(
             optimizer=chosen.state_dict(), **({} if schedule is None else {"scheduler": schedule.state_dict()})
         )
         folder = None if place is None else group.on_first(lambda: CheckpointFolder(place))
-        _initialise(model, source, group, device, seed)
+        x, context = source.first()
+        context = None if context is None else context.to(device)
+        start_once(model, x.to(device), context, group, Generator(device).manual_seed(mix(seed, "start")))
         run = Run(
             objective,
             source,
@@ -305,23 +311,6 @@ def _calibration(calibrate: bool | str | None) -> str | None:
     if calibrate is None or calibrate is False:
         return None
     return "full" if calibrate is True else one_of("calibrate", calibrate, ("full", "diagonal"))
-
-
-def _initialise(
-    model: EBFlow, source: Batches | LoaderBatches, group: Processes, device: torch.device, seed: int
-) -> None:
-    """Runs the data-dependent start of ActNorm layers once, in the first process, and gives its result to all."""
-    core = model.core
-
-    def start() -> None:
-        x, context = source.first()
-        generator = Generator(device).manual_seed(mix(seed, "start"))
-        u, _ = model.preprocess(x.to(device), generator)
-        core.plan.initialize(u, None if context is None else context.to(device))
-
-    if any(not getattr(step, "initialised", True) for step in core.plan.steps):
-        group.on_first(start)
-    group.spread([*model.parameters(), *model.buffers()])
 
 
 def _resume(run: Run, folder: CheckpointFolder, group: Processes, resume: bool) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ebflow_plugin.errors import InputError, TrainingError
 from ebflow_plugin.plan import Step, Value
@@ -17,7 +18,7 @@ from ebflow_plugin.training.distributed import Processes
 from ebflow_plugin.training.spectrum import FullLayer, Spectrum, estimate_spectrum
 from ebflow_plugin.wrapper import EBFlow
 
-__all__ = ["ConditionWatch", "Finding", "FiniteWatch", "TrainingError", "diagnose"]
+__all__ = ["ConditionWatch", "Finding", "FiniteWatch", "TrainingError", "diagnose", "gradient_norms"]
 
 NEAR_SINGULAR = 1e4
 
@@ -86,6 +87,16 @@ class FiniteWatch:
         return Finding(int(step), bool(flags[0]), names)
 
 
+def gradient_norms(parameters: Iterable[nn.Parameter], like: Tensor) -> Tensor:
+    """The norm of each parameter's gradient, zero where there is none; of the own part where they are sharded."""
+    parameters = list(parameters)
+    gradients = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None]
+    found = iter(torch._foreach_norm(gradients) if gradients else ())
+    zero = like.new_zeros(())
+    norms = [zero if parameter.grad is None else next(found).to(zero) for parameter in parameters]
+    return torch.stack(norms) if norms else like.new_zeros(0)
+
+
 @torch.no_grad()
 def diagnose(model: EBFlow, x: Tensor, context: Tensor | None) -> list[str]:
     """Finds where a batch stops being finite on its way to noise: one line for each thing that is wrong.
@@ -144,18 +155,15 @@ def owner(model: EBFlow, name: str) -> str:
     return name
 
 
-def failure(model: EBFlow, finding: Finding, lines: Sequence[str], saved: str) -> TrainingError:
-    """The error that names the step, the layer, and what to do."""
+def failure(model: EBFlow, finding: Finding, lines: Sequence[str], advice: str) -> TrainingError:
+    """The error that names the step and the layer, and ends with what to do."""
     what = "the loss" if finding.loss else "a gradient"
     found = [f"step {finding.step}: {what} is not finite"]
     if finding.parameters:
         count = len(finding.parameters)
         found.append(f"  {count} gradients are not finite, the first is that of {owner(model, finding.parameters[0])}")
     found += [f"  {line}" for line in lines]
-    return TrainingError(
-        "\n".join(found) + f"\n{saved}Lower the learning rate, clip gradients (clip_norm=), keep the layers away from "
-        'singular ones (conditioning=), or leave out such batches (on_non_finite="skip").'
-    )
+    return TrainingError("\n".join([*found, advice]))
 
 
 class ConditionWatch:
@@ -164,11 +172,12 @@ class ConditionWatch:
     Arguments:
         layers: The layers.
         limit: The condition number to warn at.
+        advice: The end of the warning.
     """
 
-    def __init__(self, layers: Sequence[FullLayer], limit: float = NEAR_SINGULAR) -> None:
+    def __init__(self, layers: Sequence[FullLayer], limit: float = NEAR_SINGULAR, advice: str = "") -> None:
         self.layers = list(layers)
-        self.limit = limit
+        self.limit, self.advice = limit, advice
         self._warned: set[str] = set()
 
     def look(self, step: int) -> dict[str, Spectrum]:
@@ -191,8 +200,7 @@ class ConditionWatch:
         if lines:
             warnings.warn(
                 f"step {step}: {len(lines)} of {len(self.layers)} full layers are close to singular, where log Z and "
-                "samples break\n  " + "\n  ".join(lines) + "\nAdd conditioning=0.01 (or more) to fit(), lower the "
-                "learning rate, or mix in a little likelihood: 0.99 * SSM(model) + 0.01 * ML(model).",
+                "samples break\n  " + "\n  ".join(lines) + f"\n{self.advice}",
                 stacklevel=4,
             )
 

@@ -15,15 +15,15 @@ from torch import Generator, Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from ebflow_plugin.training.ema import EMA
 from ebflow_plugin.errors import EBFlowError, TrainingError, WriteError
 from ebflow_plugin.objectives import Objective
 from ebflow_plugin.objectives.base import waits_for_data
 from ebflow_plugin.training.batches import Batches, LoaderBatches
 from ebflow_plugin.training.checkpoints import CheckpointFolder, atomic_write, compare, identity, write_weights
 from ebflow_plugin.training.distributed import Processes, parallel
-from ebflow_plugin.training.evaluation import evaluate
-from ebflow_plugin.training.guards import ConditionWatch, Finding, FiniteWatch, diagnose, failure
+from ebflow_plugin.training.ema import EMA
+from ebflow_plugin.training.evaluation import calibrated, evaluate
+from ebflow_plugin.training.guards import ConditionWatch, Finding, FiniteWatch, diagnose, failure, gradient_norms
 from ebflow_plugin.training.interrupts import Interrupts
 from ebflow_plugin.training.progress import Display, JsonLines, NoDisplay, Record, TensorBoard
 from ebflow_plugin.training.randomness import mix, random_state, set_random_state
@@ -36,6 +36,14 @@ FATAL = ("model", "objective", "optimizer", "scheduler", "ema")
 LOOK_EVERY = {"cpu": 1}  # steps between two looks at what is not finite; elsewhere a look waits for the device:
 LOOK_EVERY_ELSEWHERE = 10
 SKIPPED_IN_A_ROW = 10
+NOT_FINITE = (
+    "Lower the learning rate, clip gradients (clip_norm=), keep the layers away from singular ones (conditioning=), or "
+    'leave out such batches (on_non_finite="skip").'
+)
+NEARLY_SINGULAR = (
+    "Add conditioning=0.01 (or more) to fit(), lower the learning rate, or mix in a little likelihood: "
+    "0.99 * SSM(model) + 0.01 * ML(model)."
+)
 
 Source = Batches | LoaderBatches
 
@@ -125,7 +133,7 @@ class Run:
         self._facts = {**identity(objective, optimizer, scheduler, ema), **facts}
         self._watch = FiniteWatch(list(trained), processes)
         layers = self._full_layers()
-        self._conditions = ConditionWatch(layers)
+        self._conditions = ConditionWatch(layers, advice=NEARLY_SINGULAR)
         loss = PenalisedLoss(objective, layers, settings.conditioning, self._probes)
         self._loss: Any = loss
         if processes.world > 1:
@@ -197,8 +205,7 @@ class Run:
                 if loss.requires_grad:
                     torch.autograd.backward(loss / settings.accumulate, inputs=parameters)
             value = value + own / settings.accumulate
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        norms = self._norms(parameters, gradients)
+        norms = gradient_norms(parameters, self._sum)
         self._watch.see(progress.step, value, norms)
         if look or progress.step % self._look_every == 0:
             finding = self._watch.look()
@@ -207,8 +214,8 @@ class Run:
                 return
         progress.skipped_in_a_row = 0
         self._grad_norm = torch.linalg.vector_norm(norms)
-        if settings.clip_norm is not None and gradients:
-            torch._foreach_mul_(gradients, (settings.clip_norm / (self._grad_norm + 1e-6)).clamp(max=1.0))
+        if settings.clip_norm is not None:
+            nn.utils.clip_grads_with_norm_(parameters, settings.clip_norm, self._grad_norm)
         self.optimizer.step()
         if self.scheduler is not None and not isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step()
@@ -216,11 +223,6 @@ class Run:
             self.ema.update()
         self._sum += value
         progress.counted += 1
-
-    def _norms(self, parameters: list[nn.Parameter], gradients: list[Tensor]) -> Tensor:
-        found = iter(torch._foreach_norm(gradients) if gradients else ())
-        zero = torch.zeros_like(self._sum)
-        return torch.stack([zero if p.grad is None else next(found).to(zero) for p in parameters])
 
     def _not_finite(self, finding: Finding) -> None:
         """Leaves out the batch, or stops and says why."""
@@ -235,7 +237,8 @@ class Run:
             lines += diagnose(self.model, x, context)
         if self.settings.skip:
             lines.append(f"{progress.skipped_in_a_row} batches in a row were skipped")
-        raise failure(self.model, finding, list(dict.fromkeys(lines)), self._save_failure(finding.step))
+        advice = self._save_failure(finding.step) + NOT_FINITE
+        raise failure(self.model, finding, list(dict.fromkeys(lines)), advice)
 
     def _save_failure(self, step: int) -> str:
         if self.folder is None:
@@ -327,17 +330,12 @@ class Run:
     @contextmanager
     def _calibrated(self) -> Iterator[None]:
         """Calibrates the model for the duration of a ``with`` block. Nothing that follows changes by it."""
-        if self.calibrate is None:
-            yield
-            return
-        kept = {name: getattr(self.model.calibration, name) for name in self.model.calibration.names}
+        rows = (self._to_device(*batch) for batch in self.data.once())
         drawn = random_state(self.device, self._generators)
         try:
-            rows = (self._to_device(*batch) for batch in self.data.once())
-            self.model.calibrate((x if c is None else (x, c) for x, c in rows), self.calibrate)
-            yield
+            with calibrated(self.model, rows, self.calibrate):
+                yield
         finally:
-            self.model.calibration.set(**kept)
             set_random_state(drawn, self.device, self._generators)
 
     def _should_stop(self) -> bool:

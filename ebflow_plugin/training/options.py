@@ -11,15 +11,15 @@ from torch import nn
 from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from ebflow_plugin.training.ema import EMA
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.inputs import is_number, one_of, positive, whole
 from ebflow_plugin.objectives import Objective
 from ebflow_plugin.training.batches import Batches, LoaderBatches
+from ebflow_plugin.training.ema import EMA
 from ebflow_plugin.training.loop import Event, Settings
 from ebflow_plugin.wrapper import EBFlow
 
-__all__ = ["average", "listeners", "numbers", "optimizer_of", "scheduler_of", "seed_of"]
+__all__ = ["average", "listeners", "numbers", "optimizer_of", "scalar_objective", "scheduler_of", "seed_of"]
 
 EVALUATIONS = 20  # in a run, unless evaluate_every says otherwise
 AT_LEAST_EVERY = 1000
@@ -76,6 +76,16 @@ def numbers(
         patience=patience,
         seed=seed,
     )
+
+
+def scalar_objective(caller: str, objective: object) -> Objective:
+    """Returns an objective whose value is a scalar, or raises an error that names who needs one."""
+    if not isinstance(objective, Objective):
+        kind = type(objective).__name__
+        raise InputError(f"{caller} needs an objective, such as ebf.objectives.SSM(model), got {kind}")
+    if objective.reduction != "mean":
+        raise InputError(f'{caller} needs an objective with reduction="mean", whose value is a scalar')
+    return objective
 
 
 def seed_of(seed: object) -> int:

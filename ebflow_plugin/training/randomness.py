@@ -50,13 +50,13 @@ def terms_of(objective: Objective) -> list[Objective]:
     return [part for part in objective.modules() if isinstance(part, Objective) and not isinstance(part, WeightedSum)]
 
 
-def noise_of(objective: Objective, seed: int, rank: int = 0) -> dict[Objective, Generator]:
+def noise_of(objective: Objective, seed: int, rank: int, device: torch.device) -> dict[Objective, Generator]:
     """The generator that each term draws from in this process.
 
     In the first process the term's own one, if it has one. Other processes draw from a copy, seeded for them, so that
     no two have the same noise and nothing of the user's is reseeded. Terms without one share one of the run.
     """
-    shared = Generator(objective.model._like().device).manual_seed(mix(seed, "noise", rank))
+    shared = Generator(device).manual_seed(mix(seed, "noise", rank))
     copies: dict[int, Generator] = {}
     found = {}
     for term in terms_of(objective):
