@@ -161,7 +161,8 @@ class ExactNLL(Callback):
             found = {"val_nll": nll, "val_bits_per_dim": bits}
             found |= {} if self._kind is None else {"val_nll_uncalibrated": uncalibrated}
             end = f"/dataloader_idx_{place}" if len(self._sums) > 1 else ""
-            module.log_dict({name + end: value for name, value in found.items()}, prog_bar=True, sync_dist=True)
+            named = {name + end: value for name, value in found.items()}
+            module.log_dict(named, prog_bar=True, sync_dist=True, add_dataloader_idx=False)
         self._sums = []
 
 
