@@ -41,8 +41,6 @@ QUIET = {
 }
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*"),
-    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
     pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`.*"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty.*"),
     pytest.mark.filterwarnings("ignore:The number of training batches .* is smaller than the logging interval.*"),
