@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ebflow_plugin.errors import InputError, suggest
+from ebflow_plugin.errors import ContextError, InputError, suggest
 from ebflow_plugin.plan import Shape
 
 __all__ = [
@@ -85,23 +85,24 @@ def check_context(context: Tensor, anchor: Tensor | None, rows: int | None, devi
     Example:
         >>> check_context([1.0], None, None, torch.device("cpu"))
         Traceback (most recent call last):
-        ebflow_plugin.errors.InputError: context must be a tensor, got list
+        ebflow_plugin.errors.ContextError: context must be a tensor, got list
     """
     if not isinstance(context, Tensor):
-        raise InputError(f"context must be a tensor, got {type(context).__name__}")
+        raise ContextError(f"context must be a tensor, got {type(context).__name__}")
     if context.dim() == 0 or rows not in (None, context.shape[0]):
         wanted = "rows, one for each set of samples" if rows is None else f"{rows} rows, as x has"
-        raise InputError(f"context must have {wanted}, got shape {tuple(context.shape)}")
+        raise ContextError(f"context must have {wanted}, got shape {tuple(context.shape)}")
     if context.device != device:
         other = "the flow" if rows is None else "x"
-        raise InputError(f"context is on {context.device}, {other} is on {device}; move one with .to()")
+        raise ContextError(f"context is on {context.device}, {other} is on {device}; move one with .to()")
     if anchor is not None and context.is_floating_point():
         _same_dtype("context", context, anchor)
 
 
 def _same_dtype(name: str, tensor: Tensor, anchor: Tensor) -> None:
     if tensor.dtype != anchor.dtype and not torch.is_autocast_enabled(tensor.device.type):
-        raise InputError(f"{name} is {tensor.dtype}, the flow is {anchor.dtype}; cast one with .to()")
+        kind = ContextError if name == "context" else InputError
+        raise kind(f"{name} is {tensor.dtype}, the flow is {anchor.dtype}; cast one with .to()")
 
 
 def refuse_non_finite(name: str, tensor: Tensor) -> None:

@@ -16,13 +16,13 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ebflow_plugin.inputs import one_of, pair, whole
 from ebflow_plugin.objectives import Objective
+from ebflow_plugin.spectrum import full_layers
 from ebflow_plugin.training.batches import own_rows, refuse_useless_context
 from ebflow_plugin.training.distributed import gathered, is_sharded, processes, start_once
 from ebflow_plugin.training.evaluation import LikelihoodSum, calibrated
 from ebflow_plugin.training.guards import NEAR_SINGULAR, ConditionWatch, FiniteWatch, diagnose, failure, gradient_norms
 from ebflow_plugin.training.options import optimizer_of, scalar_objective, scheduler_of
 from ebflow_plugin.training.randomness import lend, mix, noise_of, random_state, set_random_state
-from ebflow_plugin.training.spectrum import full_layers
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -72,7 +72,8 @@ class LitObjective(LightningModule):
         self._noise = noise_of(self.objective, torch.initial_seed(), self.global_rank, device)
 
     def configure_callbacks(self) -> list[Callback]:
-        given = any(isinstance(callback, DataDependentStart) for callback in self.trainer.callbacks)
+        trainer: Any = self.trainer
+        given = any(isinstance(callback, DataDependentStart) for callback in trainer.callbacks)
         return [] if given else [DataDependentStart()]
 
     def configure_optimizers(self) -> Any:
@@ -237,7 +238,7 @@ def _training_data(trainer: Trainer, module: LightningModule) -> Iterator[Any]:
     """This process's part of the training data, on its device; nothing that is drawn later changes by it."""
     kept = random_state(module.device, ())
     try:
-        for batch in trainer.train_dataloader:
+        for batch in trainer.train_dataloader or ():
             yield trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(batch))
     finally:
         set_random_state(kept, module.device, ())

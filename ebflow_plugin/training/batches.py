@@ -19,7 +19,7 @@ from torch.utils.data import (
 )
 from torch.utils.data import default_collate as collate
 
-from ebflow_plugin.errors import EBFlowError, InputError
+from ebflow_plugin.errors import ContextError, EBFlowError, InputError
 from ebflow_plugin.inputs import Batch, pair, refuse_non_finite
 from ebflow_plugin.training.randomness import RandomState, mix, random_state, set_random_state
 from ebflow_plugin.wrapper import EBFlow
@@ -324,7 +324,7 @@ def refuse_useless_context(model: EBFlow, x: Tensor, context: Tensor | None) -> 
         try:
             seen = twin.core.energy(u, context)
         except Exception as error:
-            if isinstance(error, EBFlowError) and "context" not in str(error):
+            if isinstance(error, EBFlowError) and not isinstance(error, ContextError):
                 raise
             raise InputError(f"{what}, and the model cannot take them as a context ({error}). {fix}") from error
         used = _differs(seen, twin, u, None)

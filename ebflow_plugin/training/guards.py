@@ -14,13 +14,17 @@ from torch.distributed.tensor import DTensor
 from ebflow_plugin.errors import InputError, TrainingError
 from ebflow_plugin.plan import Step, Value
 from ebflow_plugin.preprocess import Dequantize
+from ebflow_plugin.spectrum import FullLayer, Spectrum, estimate_spectrum
 from ebflow_plugin.training.distributed import Processes
-from ebflow_plugin.training.spectrum import FullLayer, Spectrum, estimate_spectrum
 from ebflow_plugin.wrapper import EBFlow
 
 __all__ = ["ConditionWatch", "Finding", "FiniteWatch", "TrainingError", "diagnose", "gradient_norms"]
 
 NEAR_SINGULAR = 1e4
+KEEP_AWAY = (
+    "Add conditioning=0.01 (or more) to fit(), lower the learning rate, or mix in a little likelihood: "
+    "0.99 * SSM(model) + 0.01 * ML(model)."
+)
 
 
 @dataclass(frozen=True)
@@ -175,7 +179,7 @@ class ConditionWatch:
         advice: The end of the warning.
     """
 
-    def __init__(self, layers: Sequence[FullLayer], limit: float = NEAR_SINGULAR, advice: str = "") -> None:
+    def __init__(self, layers: Sequence[FullLayer], limit: float = NEAR_SINGULAR, advice: str = KEEP_AWAY) -> None:
         self.layers = list(layers)
         self.limit, self.advice = limit, advice
         self._warned: set[str] = set()

@@ -34,6 +34,9 @@ def _option(default: Any, panel: str, text: str, auto: str = "") -> Any:
     return field(default=default, metadata={"panel": panel, "help": text, "auto": auto})
 
 
+RETIRED = ("amp", "compile")  # settings that files of older runs hold
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """What ``ebflow train`` is told. Field names are the keys of the TOML file, and the flags with ``_`` for ``-``.
@@ -107,8 +110,6 @@ class TrainConfig:
     alpha: float | None = _option(
         None, MACHINE, "Images are squeezed to alpha … 1 - alpha before the logit.", "1e-6; 0.05 for CIFAR-10"
     )
-    amp: bool = _option(False, MACHINE, "Networks inside of nonlinear steps in bfloat16.")
-    compile: bool = _option(False, MACHINE, "Compile the objective (SSM, DSM, FDSSM, ML, SML).")
 
     @property
     def model_options(self) -> dict[str, Any]:
@@ -124,6 +125,7 @@ class TrainConfig:
             InputError: If a value is of the wrong type, or none of those to choose from.
         """
         types = option_types()
+        values = {name: value for name, value in values.items() if name not in RETIRED}
         for name, value in values.items():
             _check(name, value, types)
         if values.get("epochs") is not None and values.get("steps") is not None:

@@ -67,8 +67,6 @@ REFUSED = {
     "zero steps": (lambda m: fit(ML(m), make_data(), steps=0), "steps must be a whole number, at least 1, got 0"),
     "half epochs": (lambda m: fit(ML(m), make_data(), epochs=0.5), "epochs must be a whole number"),
     "batch size": (lambda m: fit(ML(m), make_data(), steps=1, batch_size=0), "batch_size must be"),
-    "accumulate": (lambda m: fit(ML(m), make_data(), steps=1, accumulate=0), "accumulate must be"),
-    "few": (lambda m: fit(ML(m), make_data(8), epochs=1, accumulate=2), "less than one step"),
     "empty tensor": (lambda m: fit(ML(m), torch.zeros(0, 4), steps=1), "data is empty: 0 rows"),
     "empty validation": (
         lambda m: fit(ML(m), make_data(), steps=1, validation=torch.zeros(0, 4)),
@@ -153,7 +151,6 @@ REFUSED = {
     ),
     "no callbacks": (lambda m: fit(ML(m), make_data(), steps=1, callbacks=None), "callbacks must be a list.*got None"),
     "resume": (lambda m: fit(ML(m), make_data(), steps=1, resume="no"), "resume must be True or False, got 'no'"),
-    "amp": (lambda m: fit(ML(m), make_data(), steps=1, amp="bf16"), "amp must be True or False, got 'bf16'"),
     "path": (lambda m: fit(ML(m), make_data(), steps=1, checkpoint=3), "checkpoint must be a path, got 3"),
     "path of metrics": (lambda m: fit(ML(m), make_data(), steps=1, metrics=""), "metrics must be a path, got ''"),
     "scheduler": (lambda m: fit(ML(m), make_data(), steps=1, scheduler="cosine"), "scheduler must be"),
