@@ -14,11 +14,13 @@ from torch import Generator, Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from ebflow_plugin.errors import InputError
 from ebflow_plugin.inputs import one_of, pair, whole
 from ebflow_plugin.objectives import Objective
 from ebflow_plugin.spectrum import full_layers
 from ebflow_plugin.training.batches import own_rows, refuse_useless_context
-from ebflow_plugin.training.distributed import gathered, is_sharded, processes, start_once
+from ebflow_plugin.training.checkpoints import write_weights
+from ebflow_plugin.training.distributed import awaits_start, gathered, is_sharded, processes, start_once
 from ebflow_plugin.training.evaluation import LikelihoodSum, calibrated
 from ebflow_plugin.training.guards import NEAR_SINGULAR, ConditionWatch, FiniteWatch, diagnose, failure, gradient_norms
 from ebflow_plugin.training.options import optimizer_of, scalar_objective, scheduler_of
@@ -88,6 +90,7 @@ class LitObjective(LightningModule):
         with lend(self._noise):
             loss: Tensor = self.objective(*pair(batch))
         self.log("train_loss", loss, prog_bar=True)
+        self.last = batch, loss.detach()
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
@@ -115,6 +118,16 @@ class DataDependentStart(Callback):
 
     def __init__(self, whiten: bool = False, gaussianize: bool = False) -> None:
         self._options = {"whiten": whiten, "gaussianize": gaussianize}
+        self._untouched: dict[str, Tensor] = {}
+
+    def on_sanity_check_start(self, trainer: Trainer, module: Any) -> None:
+        if awaits_start(module.objective.model):  # which the validation data must not give
+            self._untouched = {name: value.clone() for name, value in module.objective.model.state_dict().items()}
+
+    def on_sanity_check_end(self, trainer: Trainer, module: Any) -> None:
+        if self._untouched:
+            write_weights(module.objective.model, self._untouched, "the weights before the sanity check")
+            self._untouched = {}
 
     def on_train_start(self, trainer: Trainer, module: Any) -> None:
         if any(self._options.values()) and not trainer.global_step:  # a run that goes on has begun before
@@ -133,17 +146,20 @@ class ExactNLL(Callback):
     """Logs the exact NLL of the validation data, ``val_nll`` and ``val_bits_per_dim``, with the weights of validation.
 
     Those are the averaged ones beside Lightning's ``EMAWeightAveraging``. Rows that a DistributedSampler repeats count
-    once. Choose by it: ``ModelCheckpoint(monitor="val_nll")``, ``EarlyStopping("val_nll")``.
+    once. Choose by it: ``ModelCheckpoint(monitor="val_nll")``.
 
     Arguments:
         calibrate: ``"full"`` or ``"diagonal"``: calibrates the model for the duration of each validation, which takes
             a pass over the training data, and logs ``val_nll_uncalibrated`` too.
-        seed: Where the noise of a :class:`~ebflow_plugin.Dequantize` comes from, the same each time.
+        seed: Of the noise of a :class:`~ebflow_plugin.Dequantize`, the same each time.
     """
 
     def __init__(self, calibrate: str | None = None, seed: int = 0) -> None:
         self._kind = None if calibrate is None else one_of("calibrate", calibrate, KINDS)
         self._seed, self._sums = seed, list[LikelihoodSum]()
+
+    def on_validation_start(self, trainer: Trainer, module: Any) -> None:
+        self._sums = []  # those of a validation that failed
 
     def on_validation_batch_start(self, trainer: Trainer, module: Any, batch: Any, index: int, place: int = 0) -> None:
         # Not before the first batch: by then every callback that changes the weights for the validation has done so.
@@ -164,15 +180,10 @@ class ExactNLL(Callback):
             end = f"/dataloader_idx_{place}" if len(self._sums) > 1 else ""
             named = {name + end: value for name, value in found.items()}
             module.log_dict(named, prog_bar=True, sync_dist=True, add_dataloader_idx=False)
-        self._sums = []
 
 
 class Calibrate(Callback):
-    """Calibrates the model on the training data at the end of training, when the averaged weights are in place.
-
-    The model keeps it, for ``trainer.validate`` and ``trainer.save_checkpoint`` afterwards. ``report`` has the NLL of
-    held-out rows before and after.
-    """
+    """Calibrates the model for good at the end of training, when the averaged weights are in place: see ``report``."""
 
     def __init__(self, kind: str = "full") -> None:
         self._kind = one_of("kind", kind, KINDS)
@@ -184,10 +195,7 @@ class Calibrate(Callback):
 
 
 class ConditionGuard(Callback):
-    """Logs the largest condition number of the full layers, ``condition``, and warns once of each near a singular one.
-
-    It looks every so many steps, and at the end of each epoch.
-    """
+    """Logs the largest condition number of full layers, ``condition``, and warns once of each near a singular one."""
 
     def __init__(self, every: int = 1000, limit: float = NEAR_SINGULAR) -> None:
         self._every, self._watch = whole("every", every), ConditionWatch([], limit, ADVICE)
@@ -212,33 +220,31 @@ class FiniteGuard(Callback):
     """
 
     def __init__(self, every: int = 1) -> None:
-        self._every, self._batch, self._loss = whole("every", every), None, torch.zeros(())
-        self._watch: FiniteWatch | None = None
+        self._every, self._watch = whole("every", every), FiniteWatch([])
 
-    def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, index: int) -> None:
-        self._batch = batch
-
-    def on_before_backward(self, trainer: Trainer, module: Any, loss: Tensor) -> None:
-        self._loss = loss.detach()
+    def on_fit_start(self, trainer: Trainer, module: Any) -> None:
+        scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
+        named = module.objective.model.named_parameters()
+        self._trained = {name: p for name, p in named if p.requires_grad and not scaled}
+        self._watch = FiniteWatch(list(self._trained), processes(module.device))
 
     def on_before_optimizer_step(self, trainer: Trainer, module: Any, optimizer: Optimizer) -> None:
-        model, step = module.objective.model, trainer.global_step + 1
-        scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad and not scaled}
-        self._watch = self._watch or FiniteWatch(list(trained), processes(module.device))
-        self._watch.see(step, self._loss, gradient_norms(trained.values(), self._loss))
+        model, step, (batch, loss) = module.objective.model, trainer.global_step + 1, module.last
+        self._watch.see(step, loss, gradient_norms(self._trained.values(), loss))
         finding = self._watch.look() if step % self._every == 0 else None
         if finding is not None:
             with gathered(module):
-                lines = diagnose(model, *pair(self._batch)) if finding.step == step else []
+                lines = diagnose(model, *pair(batch)) if finding.step == step else []
             raise failure(model, finding, lines, ADVICE)
 
 
 def _training_data(trainer: Trainer, module: LightningModule) -> Iterator[Any]:
     """This process's part of the training data, on its device; nothing that is drawn later changes by it."""
+    if trainer.train_dataloader is None:
+        raise InputError("there are no training data to calibrate the model on: it is for validation in Trainer.fit")
     kept = random_state(module.device, ())
     try:
-        for batch in trainer.train_dataloader or ():
+        for batch in trainer.train_dataloader:
             yield trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(batch))
     finally:
         set_random_state(kept, module.device, ())

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.wrapper import EBFlow
 
-__all__ = ["Processes", "gathered", "is_sharded", "parallel", "processes", "start_once"]
+__all__ = ["Processes", "awaits_start", "gathered", "is_sharded", "parallel", "processes", "start_once"]
 
 T = TypeVar("T")
 
@@ -139,6 +139,11 @@ def _close() -> None:
         distributed.destroy_process_group()
 
 
+def awaits_start(model: EBFlow) -> bool:
+    """Whether a step still waits for its data-dependent start, whatever mode the model is in."""
+    return any(not getattr(step, "initialised", True) for step in model.core.plan.steps)
+
+
 def start_once(model: EBFlow, x: Tensor, context: Tensor | None, group: Processes, generator: Generator) -> None:
     """Runs the data-dependent start of a flow, such as that of ActNorms, in the first process, and tells all of them.
 
@@ -155,7 +160,7 @@ def start_once(model: EBFlow, x: Tensor, context: Tensor | None, group: Processe
         u, _ = model.preprocess(x, generator)
         core.plan.initialize(u, context)
 
-    if any(not getattr(step, "initialised", True) for step in core.plan.steps):
+    if awaits_start(model):
         if is_sharded(model):
             raise InputError("a sharded model cannot be initialised: call model.initialize(x) before the training")
         group.on_first(start)

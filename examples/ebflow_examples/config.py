@@ -34,7 +34,11 @@ def _option(default: Any, panel: str, text: str, auto: str = "") -> Any:
     return field(default=default, metadata={"panel": panel, "help": text, "auto": auto})
 
 
-RETIRED = ("amp", "compile")  # settings that files of older runs hold
+# Settings that files of older runs hold: false is what they are now.
+RETIRED = {
+    "amp": "train in Lightning with precision='bf16-mixed' (ebflow_plugin.lightning)",
+    "compile": "energies are no longer compiled",
+}
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,9 @@ class TrainConfig:
             InputError: If a value is of the wrong type, or none of those to choose from.
         """
         types = option_types()
+        for name in RETIRED:
+            if values.get(name):
+                raise _input_error(f"{name} is no setting any more: {RETIRED[name]}")
         values = {name: value for name, value in values.items() if name not in RETIRED}
         for name, value in values.items():
             _check(name, value, types)

@@ -9,6 +9,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import normflows as nf
 import pytest
 import torch
 from lightning.pytorch import Trainer, seed_everything
@@ -236,6 +237,21 @@ def test_actnorms_start_from_the_first_batch_and_layers_from_all_data():
     train(LitObjective(DSM(model), **frozen), x, callbacks=[DataDependentStart(whiten=True)])
     twin.initialize(x, whiten=True)
     torch.testing.assert_close(weights(model), weights(twin), rtol=1e-5, atol=1e-6)
+
+
+def test_validation_data_start_nothing():
+    """Lightning looks at them before the first step; normflows' ActNorm starts from whatever comes first."""
+    flow = nf.NormalizingFlow(nf.distributions.DiagGaussian(4), [nf.flows.ActNorm(4)])
+    x = 5 * make_data(64) + 3
+    module = LitObjective(DSM(ebf.wrap(flow)), lambda p: torch.optim.SGD(p, lr=0.0))
+    train(module, x, 100 * x, size=64, callbacks=[ExactNLL(calibrate="full")])
+    torch.testing.assert_close(flow.flows[0].s.exp().flatten(), x.std(0), rtol=1e-4, atol=1e-4)
+
+
+def test_there_are_no_training_data_to_calibrate_on():
+    trainer = Trainer(callbacks=[ExactNLL(calibrate="full")], enable_checkpointing=False, **QUIET)
+    with pytest.raises(InputError, match="no training data"):
+        trainer.validate(LitObjective(ML(make_model())), DataLoader(make_data(8), batch_size=8), verbose=False)
 
 
 class Spoil(Callback):
