@@ -17,8 +17,9 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.inputs import one_of, pair, whole
 from ebflow_plugin.objectives import Objective
+from ebflow_plugin.objectives.checks import refuse_useless_context
 from ebflow_plugin.spectrum import full_layers
-from ebflow_plugin.training.batches import own_rows, refuse_useless_context
+from ebflow_plugin.training.batches import own_rows
 from ebflow_plugin.training.checkpoints import write_weights
 from ebflow_plugin.training.distributed import awaits_start, gathered, is_sharded, processes, start_once
 from ebflow_plugin.training.evaluation import LikelihoodSum, calibrated
@@ -74,9 +75,8 @@ class LitObjective(LightningModule):
         self._noise = noise_of(self.objective, torch.initial_seed(), self.global_rank, device)
 
     def configure_callbacks(self) -> list[Callback]:
-        trainer: Any = self.trainer
-        given = any(isinstance(callback, DataDependentStart) for callback in trainer.callbacks)
-        return [] if given else [DataDependentStart()]
+        given: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        return [] if any(isinstance(callback, DataDependentStart) for callback in given) else [DataDependentStart()]
 
     def configure_optimizers(self) -> Any:
         optimizer = optimizer_of(self.objective, self._optimizer)

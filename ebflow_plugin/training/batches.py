@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
@@ -19,12 +18,11 @@ from torch.utils.data import (
 )
 from torch.utils.data import default_collate as collate
 
-from ebflow_plugin.errors import ContextError, EBFlowError, InputError
+from ebflow_plugin.errors import InputError
 from ebflow_plugin.inputs import Batch, pair, refuse_non_finite
 from ebflow_plugin.training.randomness import RandomState, mix, random_state, set_random_state
-from ebflow_plugin.wrapper import EBFlow
 
-__all__ = ["Batches", "LoaderBatches", "batches", "own_rows", "refuse_useless_context"]
+__all__ = ["Batches", "LoaderBatches", "batches", "own_rows"]
 
 
 class Batches:
@@ -299,44 +297,3 @@ def own_rows(loader: Any) -> int | None:
     if not isinstance(sampler, DistributedSampler) or sampler.shuffle:
         return None
     return len(range(sampler.rank, len(sampler.dataset), sampler.num_replicas))  # type: ignore[arg-type]
-
-
-def refuse_useless_context(model: EBFlow, x: Tensor, context: Tensor | None) -> None:
-    """Raises if a batch comes with values, such as labels or targets, that the model makes no use of.
-
-    Looks at a perturbed copy of the model, since fresh couplings do not see their context.
-    """
-    if context is None:
-        return
-    fix = (
-        f"Drop the {'targets' if context.is_floating_point() else 'labels'}: pass the tensor alone, or DataLoader(…, "
-        "collate_fn=lambda rows: torch.stack([row[0] for row in rows])). To condition on them, give the flow a "
-        "context, or an embedding of labels."
-    )
-    what = f"each batch comes with {context.dtype} values of shape {tuple(context.shape)}"
-    twin = copy.deepcopy(model)
-    generator = Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in twin.parameters():
-            if parameter.is_floating_point():
-                parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter), alpha=0.1)
-        u, _ = model.preprocess(x, Generator(x.device).manual_seed(0))
-        try:
-            seen = twin.core.energy(u, context)
-        except Exception as error:
-            if isinstance(error, EBFlowError) and not isinstance(error, ContextError):
-                raise
-            raise InputError(f"{what}, and the model cannot take them as a context ({error}). {fix}") from error
-        used = _differs(seen, twin, u, None)
-        if not used and context.is_floating_point():  # other labels need not be labels
-            used = _differs(seen, twin, u, context + torch.randn(context.shape, generator=generator).to(context))
-        if used is False:
-            raise InputError(f"{what}, and the model makes no use of a context. {fix}")
-
-
-def _differs(seen: Tensor, model: EBFlow, u: Tensor, context: Tensor | None) -> bool | None:
-    """Whether a model has other energies with this context; None if it does not take it."""
-    try:
-        return not torch.equal(seen, model.core.energy(u, context))
-    except Exception:
-        return None

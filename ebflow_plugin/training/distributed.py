@@ -24,15 +24,15 @@ T = TypeVar("T")
 
 
 class Processes:
-    """The processes of a run. This one is a run of a single process: nobody to talk to.
+    """The processes of a run: those of torch's default process group, or this one alone, with nobody to talk to.
 
     Attributes:
         rank: Which process this is.
         world: How many there are.
     """
 
-    rank: int = 0
-    world: int = 1
+    def __init__(self, rank: int = 0, world: int = 1) -> None:
+        self.rank, self.world = rank, world
 
     @property
     def first(self) -> bool:
@@ -41,48 +41,27 @@ class Processes:
 
     def maximum(self, tensor: Tensor) -> Tensor:
         """The largest value among all processes, elementwise and in place."""
+        if self.world > 1:
+            distributed.all_reduce(tensor, distributed.ReduceOp.MAX)
         return tensor
 
     def total(self, tensor: Tensor) -> Tensor:
         """The sum over all processes, elementwise and in place."""
+        if self.world > 1:
+            distributed.all_reduce(tensor)
         return tensor
 
     def gather(self, value: T) -> list[T]:
         """The values of all processes, in each of them."""
-        return [value]
-
-    def on_first(self, action: Callable[[], T]) -> T:
-        """Does something in the first process, and gives its result, or raises its error, in all of them."""
-        return action()
-
-    def spread(self, tensors: Iterable[Tensor]) -> None:
-        """Gives all processes the values that the first one has, in place."""
-
-
-class Group(Processes):
-    """The processes of torch's default process group."""
-
-    def __init__(self) -> None:
-        self.rank, self.world = distributed.get_rank(), distributed.get_world_size()
-
-    def maximum(self, tensor: Tensor) -> Tensor:
-        """The largest value among all processes."""
-        distributed.all_reduce(tensor, distributed.ReduceOp.MAX)
-        return tensor
-
-    def total(self, tensor: Tensor) -> Tensor:
-        """The sum over all processes."""
-        distributed.all_reduce(tensor)
-        return tensor
-
-    def gather(self, value: T) -> list[T]:
-        """The values of all processes."""
-        found: list[Any] = [None] * self.world
-        distributed.all_gather_object(found, value)
+        found: list[Any] = [value] * self.world
+        if self.world > 1:
+            distributed.all_gather_object(found, value)
         return found
 
     def on_first(self, action: Callable[[], T]) -> T:
-        """Acts in the first process alone."""
+        """Does something in the first process, and gives its result, or raises its error, in all of them."""
+        if self.world == 1:
+            return action()
         outcome: list[Any] = [None, None]
         if self.first:
             try:
@@ -97,8 +76,8 @@ class Group(Processes):
 
     @torch.no_grad()
     def spread(self, tensors: Iterable[Tensor]) -> None:
-        """Copies into the tensors, so that their version counters tell of the change."""
-        for tensor in tensors:
+        """Gives all processes the values that the first one has; copied, so that version counters tell of it."""
+        for tensor in tensors if self.world > 1 else ():
             received = tensor.detach().clone()
             distributed.broadcast(received, 0)
             tensor.copy_(received)
@@ -131,7 +110,7 @@ def processes(device: torch.device) -> Processes:
             torch.cuda.set_device(device)
         distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
         atexit.register(_close)
-    return Group() if distributed.get_world_size() > 1 else Processes()
+    return Processes(distributed.get_rank(), distributed.get_world_size())
 
 
 def _close() -> None:

@@ -18,8 +18,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.inputs import refuse_non_finite
 from ebflow_plugin.objectives import Objective
+from ebflow_plugin.objectives.checks import refuse_useless_context
 from ebflow_plugin.preprocess import Dequantize
-from ebflow_plugin.training.batches import Batches, LoaderBatches, batches, refuse_useless_context
+from ebflow_plugin.training.batches import Batches, LoaderBatches, batches
 from ebflow_plugin.training.checkpoints import CheckpointFolder, check_saveable, compare, write_weights
 from ebflow_plugin.training.distributed import Processes, processes, start_once
 from ebflow_plugin.training.ema import EMA
