@@ -21,7 +21,7 @@ from ebflow_plugin.training import progress as shown
 from ebflow_plugin.training.batches import batches
 from ebflow_plugin.training.checkpoints import load_best
 from ebflow_plugin.training.evaluation import evaluate
-from ebflow_plugin.training.randomness import mix
+from ebflow_plugin.training.randomness import lend, mix, noise_of
 from training_models import make_data, make_model, same, weights, without_timing
 
 QUIET = {"progress": False}
@@ -187,6 +187,25 @@ def test_an_objective_keeps_its_own_generator():
     fit(objective, make_data(), steps=2, **QUIET)
     assert objective.generator is generator
     assert not torch.equal(generator.get_state(), torch.Generator().manual_seed(3).get_state())
+
+
+def test_other_processes_draw_from_a_copy_of_the_users_generator():
+    own = torch.Generator().manual_seed(3)
+    objective = 0.5 * DSM(make_model(), generator=own)
+    objective = objective + 0.5 * SSM(objective.model) + 0.2 * DSM(objective.model, generator=own)
+    before, draws = own.get_state(), []
+    for rank in range(3):
+        noise = noise_of(objective, 0, rank, torch.device("cpu"))
+        first, shared, second = (noise[term] for term in objective.terms)
+        assert first is second is not shared
+        assert (first is own) == (rank == 0)
+        with lend(noise):
+            assert [term.generator for term in objective.terms] == [first, shared, second]
+        assert [term.generator for term in objective.terms] == [own, None, own]
+        draws += [] if first is own else [torch.rand(1, generator=first).item()]
+        draws.append(torch.rand(1, generator=shared).item())
+    assert torch.equal(own.get_state(), before)
+    assert len(set(draws)) == len(draws) == 5
 
 
 def test_an_epoch_sees_every_row_once_and_in_another_order_each_time():

@@ -10,8 +10,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import ebflow_plugin as ebf
 from ebflow_nflows import SmoothLeakyReLU
-from ebflow_plugin.errors import EBFlowError, InputError
+from ebflow_plugin.errors import ContextError, EBFlowError, InputError, SingularError
 from ebflow_plugin.objectives import DSM, ML
+from ebflow_plugin.objectives.checks import refuse_useless_context
 from ebflow_plugin.training import fit
 from training_models import make_data, make_model, same, weights
 
@@ -201,3 +202,22 @@ def test_a_context_that_is_read_is_taken():
     made = transforms.MaskedAffineAutoregressiveTransform(4, 8, context_features=3, num_blocks=1, activation=torch.tanh)
     model = ebf.wrap(flows.Flow(made, distributions.StandardNormal([4])))
     assert fit(ML(model), (make_data(), make_data(size=3)), steps=1, progress=False).steps == 1
+
+
+class Broken(transforms.LULinear):
+    """Fails for a reason of its own, whose message happens to hold a word."""
+
+    def forward(self, inputs, context=None):
+        raise SingularError("singular, in this context")
+
+
+def test_the_class_of_an_error_decides_and_not_its_text():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about the unknown class
+        model = ebf.wrap(flows.Flow(Broken(4), distributions.StandardNormal([4])))
+    with pytest.raises(SingularError, match="singular, in this context"):
+        refuse_useless_context(model, make_data(5), make_data(5, seed=1))
+    with pytest.raises(ContextError, match="context must have 5 rows"):
+        model.energy(make_data(5), make_data(4))
+    with pytest.raises(ContextError, match="context is torch.float64"):
+        model.energy(make_data(5), make_data(5).double())
