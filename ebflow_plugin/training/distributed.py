@@ -11,14 +11,21 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Generator, Tensor, distributed, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.wrapper import EBFlow
 
-__all__ = ["Processes", "awaits_start", "gathered", "is_sharded", "parallel", "processes", "start_once"]
+__all__ = [
+    "Processes",
+    "awaits_start",
+    "gathered",
+    "is_sharded",
+    "own_gradients",
+    "parallel",
+    "processes",
+    "start_once",
+]
 
 T = TypeVar("T")
 
@@ -113,8 +120,12 @@ def processes(device: torch.device) -> Processes:
     return Processes(distributed.get_rank(), distributed.get_world_size())
 
 
+def _running() -> bool:
+    return distributed.is_available() and distributed.is_initialized()
+
+
 def _close() -> None:
-    if distributed.is_initialized():
+    if _running():
         distributed.destroy_process_group()
 
 
@@ -149,13 +160,31 @@ def start_once(model: EBFlow, x: Tensor, context: Tensor | None, group: Processe
 
 def is_sharded(module: nn.Module) -> bool:
     """Whether the parameters of a module are spread over processes (FSDP2)."""
+    if not _running():
+        return False
+    from torch.distributed.tensor import DTensor  # takes a second to import, which one process need not wait for
+
     return any(isinstance(parameter, DTensor) for parameter in module.parameters())
+
+
+def own_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor | None]:
+    """The gradients of parameters; this process's part of those that are sharded."""
+    gradients = [parameter.grad for parameter in parameters]
+    if not _running():
+        return gradients
+    from torch.distributed.tensor import DTensor
+
+    return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
 
 
 @contextmanager
 def gathered(module: nn.Module) -> Iterator[None]:
     """Gives every process the whole parameters of a sharded module, for the duration of a ``with`` block."""
-    sharded = [part for part in module.modules() if isinstance(part, FSDPModule)]
+    sharded: list[Any] = []
+    if _running():
+        from torch.distributed.fsdp import FSDPModule
+
+        sharded = [part for part in module.modules() if isinstance(part, FSDPModule)]
     for part in sharded:
         part.unshard()
     try:

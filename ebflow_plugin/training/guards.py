@@ -9,13 +9,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ebflow_plugin.errors import InputError, TrainingError
 from ebflow_plugin.plan import Step, Value
 from ebflow_plugin.preprocess import Dequantize
 from ebflow_plugin.spectrum import FullLayer, Spectrum, estimate_spectrum
-from ebflow_plugin.training.distributed import Processes
+from ebflow_plugin.training.distributed import Processes, own_gradients
 from ebflow_plugin.wrapper import EBFlow
 
 __all__ = ["ConditionWatch", "Finding", "FiniteWatch", "TrainingError", "diagnose", "gradient_norms"]
@@ -93,11 +92,10 @@ class FiniteWatch:
 
 def gradient_norms(parameters: Iterable[nn.Parameter], like: Tensor) -> Tensor:
     """The norm of each parameter's gradient, zero where there is none; of the own part where they are sharded."""
-    parameters = list(parameters)
-    gradients = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None]
-    found = iter(torch._foreach_norm(gradients) if gradients else ())
-    zero = like.new_zeros(())
-    norms = [zero if parameter.grad is None else next(found).to(zero) for parameter in parameters]
+    gradients = own_gradients(parameters)
+    there = [gradient for gradient in gradients if gradient is not None]
+    found = iter(torch._foreach_norm(there) if there else ())
+    norms = [like.new_zeros(()) if gradient is None else next(found).to(like) for gradient in gradients]
     return torch.stack(norms) if norms else like.new_zeros(0)
 
 
