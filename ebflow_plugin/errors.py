@@ -14,6 +14,7 @@ from torch import nn
 
 __all__ = [
     "AdapterError",
+    "ContextError",
     "EBFlowError",
     "InputError",
     "NoInverseError",
@@ -50,6 +51,10 @@ class InputError(EBFlowError, ValueError):
     """A tensor or an option has a shape, type, device or value that the model cannot take."""
 
 
+class ContextError(InputError):
+    """A context that the model cannot take, or needs and did not get."""
+
+
 class SingularError(EBFlowError, ArithmeticError):
     """A linear layer is singular, or not finite, so that it has no log-determinant and no inverse."""
 
@@ -80,7 +85,7 @@ def blame(error: Exception, part: Any, value: Any, context: Any) -> NoReturn:
     But for one cause that torch tells in matrix sizes: a context was forgotten.
     """
     if context is None and _may_come_from_a_missing_context(error) and _is_conditional(part.module):
-        raise InputError(
+        raise ContextError(
             f"{part.where} is conditional, and failed without a context ({type(error).__name__}: {error}). "
             "Pass context=."
         ) from error

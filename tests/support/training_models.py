@@ -2,7 +2,6 @@
 
 import torch
 from nflows import distributions, flows, transforms
-from nflows.nn import nets
 
 import ebflow_plugin as ebf
 from ebflow_nflows import FullLinear, SmoothLeakyReLU
@@ -20,18 +19,6 @@ def make_model(size=4, seed=0, actnorm=True, dtype=torch.float32):
     ]
     flow = flows.Flow(transforms.CompositeTransform(steps), distributions.StandardNormal([size]))
     return ebf.wrap(flow.to(dtype))
-
-
-def coupling_model(context=None, hidden=8):
-    torch.manual_seed(0)
-
-    def net(inputs, outputs):
-        return nets.ResidualNet(
-            inputs, outputs, hidden_features=hidden, context_features=context, num_blocks=1, activation=torch.tanh
-        )
-
-    coupling = transforms.AffineCouplingTransform(torch.tensor([1, 0, 1, 0]), net)
-    return ebf.wrap(flows.Flow(coupling, distributions.StandardNormal([4])))
 
 
 def make_data(rows=200, size=4, seed=0, dtype=torch.float32):

@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ebflow_plugin as ebf
 from ebflow_nflows import FullConv2d, FullLinear, SmoothLeakyReLU
 from ebflow_plugin.errors import EBFlowError, TrainingError
+from ebflow_plugin.plan.spectrum import SMALL, conditioning_penalty, estimate_spectrum, full_layers
 from ebflow_plugin.training import fit, loop
 from ebflow_plugin.training.guards import ConditionWatch, FiniteWatch
-from ebflow_plugin.training.spectrum import SMALL, conditioning_penalty, estimate_spectrum, full_layers
 from training_models import make_data, make_model, same, weights
 
 NAN = float("nan")
