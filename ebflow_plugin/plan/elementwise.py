@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,7 +17,8 @@ from ebflow_plugin.plan.step import Expansion, NonlinearStep
 __all__ = ["ActivationStep", "Curve", "ElementwiseStep", "clamped_logit_curve", "logit_curve", "sigmoid_curve"]
 
 
-class Curve(NamedTuple):
+@dataclass(frozen=True)
+class Curve:
     """An elementwise map f at a point, with l = log|f'|.
 
     Attributes:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple
 
@@ -46,7 +47,8 @@ class Linearity(str, Enum):
     __str__ = str.__str__
 
 
-class Expansion(NamedTuple):
+@dataclass(frozen=True)
+class Expansion:
     """A step at a point.
 
     Attributes:
@@ -65,7 +67,8 @@ class Expansion(NamedTuple):
     log_det: Callable[[], Tensor] | None = None
 
 
-class BaseExpansion(NamedTuple):
+@dataclass(frozen=True)
+class BaseExpansion:
     """The end of an energy: a base density, with all steps before it that have no closed form.
 
     Attributes:
