@@ -9,7 +9,7 @@
 
 The rooms, in the order in which they import each other:
 
-- ``wrapper``, ``verification``, ``testing``, ``lightning``: the front door. ``wrap`` finds an adapter, which walks a flow.
+- ``wrapper``, ``verification``, ``testing``, ``lightning``: the front door. ``wrap`` lets an adapter walk a flow.
 - ``training``: ``fit``, averaged weights, checkpoints, guards, processes.
 - ``objectives``: score matching and likelihood, as losses of a model.
 - ``model``, ``report``: ``EBFlow``, a plan with its preprocessing; the table of its steps.
