@@ -87,7 +87,7 @@ def not_written(path: Path, reason: OSError) -> WriteError:
 
 
 def _reason(error: BaseException | None, handled: BaseException | None) -> OSError | None:
-    """The new error of the disk behind another one: torch.save tells of a full disk in its own words."""
+    """The new error of the disk after another one: torch.save tells of a full disk in its own words."""
     while error is not None and error is not handled:
         if isinstance(error, OSError):
             return error
@@ -130,7 +130,7 @@ class CheckpointFolder:
         return sorted(self.path.glob("step-*.pt"), reverse=True)
 
     def save(self, state: Mapping[str, Any]) -> Path:
-        """Writes a checkpoint, then removes all but the last two, and what killed processes left behind."""
+        """Writes a checkpoint, then removes all but the last two, and what killed processes left after."""
         path = self.path / f"step-{state['step']:08d}.pt"
         content = {"format": FORMAT, "version": VERSION, **state}
         atomic_write(path, lambda file: torch.save(content, file))
@@ -262,7 +262,7 @@ def check_saveable(**parts: Mapping[str, Any]) -> None:
 
 
 def load_best(model: EBFlow, folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Gives a model the weights with the best validation NLL of a training run.
+    """Returns a model the weights with the best validation NLL of a training run.
 
     Arguments:
         model: A model like the one that was trained.

@@ -83,7 +83,7 @@ class Processes:
 
     @torch.no_grad()
     def spread(self, tensors: Iterable[Tensor]) -> None:
-        """Gives all processes the values that the first one has; copied, so that version counters tell of it."""
+        """Returns all processes the values that the first one has; copied, so that version counters tell of it."""
         for tensor in tensors if self.world > 1 else ():
             received = tensor.detach().clone()
             distributed.broadcast(received, 0)
@@ -179,7 +179,7 @@ def own_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor | None]:
 
 @contextmanager
 def gathered(module: nn.Module) -> Iterator[None]:
-    """Gives every process the whole parameters of a sharded module, for the duration of a ``with`` block."""
+    """Returns every process the whole parameters of a sharded module, for the duration of a ``with`` block."""
     sharded: list[Any] = []
     if _running():
         from torch.distributed.fsdp import FSDPModule

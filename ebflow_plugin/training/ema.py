@@ -95,7 +95,7 @@ class EMA:
 
     @contextmanager
     def applied(self) -> Iterator[EBFlow]:
-        """Gives the model the averaged values inside of a ``with`` block, and its own back afterwards, bit for bit.
+        """Returns the model the averaged values inside of a ``with`` block, and its own back afterwards, bit for bit.
 
         The values are written into the same parameters, so that optimisers stay valid; whatever happens inside of the
         block, the model's own come back. What is written to the parameters inside of it is lost.

@@ -50,7 +50,7 @@ class FitResult:
         history: The metrics of each evaluation, as in the JSON lines.
         steps: How many steps were taken, those before a resume included.
         stopped: Why it ended: ``"steps"``, ``"patience"`` or ``"callback"``.
-        start_nll: The validation NLL before the first step, behind the start of ActNorms; None without validation.
+        start_nll: The validation NLL before the first step, after the start of ActNorms; None without validation.
         best_nll: The lowest validation NLL, the start's included, of the averaged weights if there is an EMA.
         best_step: Its step.
         best_state: Its weights, a state dict of the model on the CPU.
@@ -77,7 +77,7 @@ class FitResult:
     ema: EMA | None = None
 
     def load_best(self, model: EBFlow) -> None:
-        """Gives a model the weights with the lowest validation NLL.
+        """Returns a model the weights with the lowest validation NLL.
 
         Raises:
             InputError: If there was no validation data.

@@ -140,8 +140,8 @@ def diagnose(model: EBFlow, x: Tensor, context: Tensor | None) -> list[str]:
     if not first and reached and not _finite(latents):
         first.append((reached[-1], True))
     if first:
-        step, behind = first[0]
-        lines.append(f"the first value that is not finite is the {'output' if behind else 'input'} of {step.where}")
+        step, after = first[0]
+        lines.append(f"the first value that is not finite is the {'output' if after else 'input'} of {step.where}")
     elif log_det is not None and not _finite(log_det):
         lines.append("the values of all steps are finite, the sum of their log-dets is not")
     else:

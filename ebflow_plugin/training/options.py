@@ -69,7 +69,7 @@ class Settings:
             value = getattr(self, name)
             setattr(self, name, None if value is None else path_of(name, value))
         if not isinstance(self.seed, Integral) or isinstance(self.seed, bool):
-            raise InputError(f"seed must be a whole number, got {self.seed!r}")
+            raise InputError(f"seed must be an integer, got {self.seed!r}")
         self.seed = int(self.seed)  # other types of the same value would give other streams
 
     @property
@@ -193,7 +193,7 @@ def scheduler_of(
 
 
 def average(model: EBFlow, ema: bool | EMA | None) -> EMA | None:
-    """The average that was given, or a new one. It begins here, behind the data-dependent start."""
+    """The average that was given, or a new one. It begins here, after the data-dependent start."""
     if ema is None or ema is False:
         return None
     if ema is True:

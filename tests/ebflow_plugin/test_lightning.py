@@ -311,8 +311,8 @@ def test_the_users_own_generator_is_used_and_stays():
         (lambda: LitObjective(SSM(make_model(), reduction="none")), 'reduction="mean"'),
         (lambda: ExactNLL(calibrate="half"), "unknown calibrate 'half'. Valid names: diagonal, full."),
         (lambda: Calibrate("half"), "unknown kind 'half'"),
-        (lambda: ConditionGuard(every=0), "every must be a whole number"),
-        (lambda: FiniteGuard(every=0), "every must be a whole number"),
+        (lambda: ConditionGuard(every=0), "every must be an integer"),
+        (lambda: FiniteGuard(every=0), "every must be an integer"),
     ],
 )
 def test_what_cannot_be(make, message):

@@ -31,7 +31,7 @@ def trapped(good, place=1):
             return super().forward(x, context)
 
     objective = Trapped(model)
-    layer.transform = lambda x: plain(x) * state["factor"]  # behind the objective's own look at copies of the model
+    layer.transform = lambda x: plain(x) * state["factor"]  # after the objective's own look at copies of the model
     return objective
 
 

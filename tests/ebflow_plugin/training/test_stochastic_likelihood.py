@@ -115,21 +115,3 @@ def test_training_comes_to_where_exact_likelihood_does():
         result = fit(ML(model, log_det=way), x, steps=300, batch_size=100, validation=x, ema=True, **options)
         found[way] = result.history[-1]["nll"]
     assert found["stochastic"] == pytest.approx(found["exact"], abs=0.05)
-
-
-def test_compiling_is_of_no_use_to_relative_gradients():
-    model = ebf.wrap(flows.Flow(FullLinear(6), distributions.StandardNormal([6])))
-    x = torch.randn(40, 6)
-    with pytest.warns(UserWarning, match="compile=True has no effect on ML"):
-        fit(ML(model, log_det="auto"), x, steps=1, batch_size=20, compile=True, progress=False)
-
-
-def test_the_compiled_energy_is_used_beside_the_solves(monkeypatch):
-    calls = []
-
-    def fake(function, **options):
-        return lambda *args: (calls.append(1), function(*args))[1]
-
-    monkeypatch.setattr(torch, "compile", fake)
-    fit(ML(convolutional(), log_det="stochastic"), images(), steps=2, batch_size=20, compile=True, progress=False)
-    assert len(calls) == 2

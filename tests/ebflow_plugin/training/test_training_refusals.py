@@ -65,8 +65,8 @@ REFUSED = {
     "reduction": (lambda m: fit(ML(m, reduction="none"), make_data(), steps=1), "scalar"),
     "neither": (lambda m: fit(ML(m), make_data()), "either steps or epochs"),
     "both": (lambda m: fit(ML(m), make_data(), steps=1, epochs=1), "either steps or epochs"),
-    "zero steps": (lambda m: fit(ML(m), make_data(), steps=0), "steps must be a whole number, at least 1, got 0"),
-    "half epochs": (lambda m: fit(ML(m), make_data(), epochs=0.5), "epochs must be a whole number"),
+    "zero steps": (lambda m: fit(ML(m), make_data(), steps=0), "steps must be an integer, at least 1, got 0"),
+    "half epochs": (lambda m: fit(ML(m), make_data(), epochs=0.5), "epochs must be an integer"),
     "batch size": (lambda m: fit(ML(m), make_data(), steps=1, batch_size=0), "batch_size must be"),
     "empty tensor": (lambda m: fit(ML(m), torch.zeros(0, 4), steps=1), "data is empty: 0 rows"),
     "empty validation": (
