@@ -2,12 +2,23 @@
 
     import ebflow_plugin as ebf
 
-    model = ebf.wrap(flow)      # an nflows or normflows model of yours; it stays as it is
+    model = ebf.wrap(flow)      # a model of nflows, normflows or zuko; it stays as it is
     model.energy(x)             # without the determinants of linear layers
     model.score(x)
     model.log_prob(x)           # exact, equal to the flow's own
 
-The plan of a flow (:mod:`ebflow_plugin.plan.plan`) is the heart: its steps, split into linear and nonlinear ones.
+The rooms, in the order in which they import each other:
+
+- ``wrapper``, ``verification``, ``testing``, ``lightning``: the front door. ``wrap`` lets an adapter walk a flow.
+- ``training``: ``fit``, averaged weights, checkpoints, guards, processes.
+- ``objectives``: score matching and likelihood, as losses of a model.
+- ``model``, ``report``: ``EBFlow``, a plan with its preprocessing; the table of its steps.
+- ``closed_form``: fits without a gradient: the starts, and the calibration of the base.
+- ``sampling``: samples by the inverse, Langevin chains, divergences.
+- ``log_z``: the constant that an energy leaves out, exact or estimated.
+- ``adapting``: how a model becomes a plan; all that somebody imports who adds a library.
+- ``plan``: the heart. The steps of a flow from data to noise, split into linear and nonlinear ones, and the base.
+- ``layers``, ``linalg``, ``errors``: arithmetic of our layers, matrices and convolutions, what can go wrong.
 """
 
 from ebflow_plugin import objectives

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ebflow_plugin.adapting.discovery import Adapter, Found, find_flow
+from ebflow_plugin.adapting.adapter import Adapter
+from ebflow_plugin.adapting.discovery import Found, find_flow
 from ebflow_plugin.adapting.walk import Options, Walked, walk
 from ebflow_plugin.closed_form import calibration, initialization
 from ebflow_plugin.closed_form.calibration import Calibration, CalibrationReport, CalibrationStep

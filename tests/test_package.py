@@ -1,5 +1,7 @@
 """The package as a whole: what it exports, what it imports, and whether it is clean."""
 
+import ast
+import graphlib
 import importlib
 import inspect
 import re
@@ -60,6 +62,26 @@ def test_every_module_imports():
     for file in (ROOT / "ebflow_plugin").rglob("*.py"):
         name = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         importlib.import_module(name)
+
+
+def imports_of(file, names):
+    """The modules of ours that a file imports, also in functions and behind TYPE_CHECKING."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (each.name for each in node.names if each.name in names)
+        elif isinstance(node, ast.ImportFrom):
+            inner = (f"{node.module}.{each.name}" for each in node.names)
+            yield from (each if each in names else node.module for each in inner)
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    files = {}
+    for root in (ROOT, ROOT / "adapters", ROOT / "examples"):
+        for file in root.glob("ebflow_*/**/*.py"):
+            files[".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__")] = file
+    graph = {name: set(imports_of(file, files)) & set(files) - {name} for name, file in files.items()}
+    assert len(graph) > 100
+    graphlib.TopologicalSorter(graph).prepare()  # a CycleError shows the way around
 
 
 @pytest.mark.parametrize("command", ["ruff check .", "ruff format --check .", "mypy"])

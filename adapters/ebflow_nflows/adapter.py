@@ -10,15 +10,24 @@ from torch import Tensor, nn
 
 from ebflow_nflows import linear, steps
 from ebflow_nflows.base import ChangedBase, ForeignBase, MixtureBase, NflowsBase, NormalBase
-from ebflow_plugin.adapting.discovery import Adapter
-from ebflow_plugin.adapting.teaching import Child, Container, Rule
+from ebflow_plugin.adapting import (
+    ActivationStep,
+    Adapter,
+    Child,
+    Container,
+    FullStep,
+    IdentityStep,
+    IndexedPermutationStep,
+    PackedLUStep,
+    Plan,
+    RefusedStep,
+    Rule,
+    drop_caches,
+    is_a,
+    resolve,
+    see_into,
+)
 from ebflow_plugin.errors import UnsupportedStepError
-from ebflow_plugin.plan.elementwise import ActivationStep
-from ebflow_plugin.plan.linear import IdentityStep, IndexedPermutationStep, RefusedStep
-from ebflow_plugin.plan.matrices import FullStep, PackedLUStep
-from ebflow_plugin.plan.plan import Plan
-from ebflow_plugin.plan.registry import resolve
-from ebflow_plugin.plan.smooth_modules import see_into
 
 # nflows, its forks, a package that is built of its parts, and our own layers
 PACKAGES = ("nflows", "glasflow", "enflows", "flowcon", "nessai", "ebflow_nflows")
@@ -88,13 +97,13 @@ RULES: dict[str, Rule] = {
     "Tanh": steps.TanhStep,
     "LogTanh": steps.LogTanhStep,
     "LeakyReLU": steps.LeakyReLUStep,
-    "Sigmoid": steps.SigmoidStep,
+    "Sigmoid": steps.ScaledSigmoidStep,
     "Exp": steps.ExpStep,
     "GatedLinearUnit": steps.GatedLinearUnitStep,
     "CauchyCDF": steps.CauchyCDFStep,
-    "AffineCouplingTransform": steps.ConditionedStep,
+    "AffineCouplingTransform": steps.NetworkStep,
     "AdditiveCouplingTransform": steps.AdditiveCouplingStep,
-    "MaskedAffineAutoregressiveTransform": steps.ConditionedStep,
+    "MaskedAffineAutoregressiveTransform": steps.NetworkStep,
     "UMNNCouplingTransform": steps.IntegratedStep,
     "MaskedUMNNAutoregressiveTransform": steps.IntegratedStep,
     "iResBlock": EstimatedStep,
@@ -104,7 +113,7 @@ RULES: dict[str, Rule] = {
             ("Linear", steps.LinearSplineStep),
             ("Quadratic", steps.TailedSplineStep),
             ("Cubic", steps.TailedSplineStep),
-            ("RationalQuadratic", steps.SplineStep),
+            ("RationalQuadratic", steps.RationalSplineStep),
         )
         for name in ("Piecewise{}CDF", "Piecewise{}CouplingTransform", "MaskedPiecewise{}AutoregressiveTransform")
     },
@@ -130,6 +139,7 @@ class NflowsAdapter(Adapter):
     rules = MappingProxyType(RULES)
     opaque = steps.UnknownStep
     density_methods = ("log_prob", "_log_prob")
+    inverters = ("InverseTransform",)
     constrained = MappingProxyType(
         {
             "LULinear": lambda module: (module.features, False),
@@ -141,7 +151,7 @@ class NflowsAdapter(Adapter):
     )
 
     def is_flow(self, model: object) -> bool:
-        return any(parent.__name__ in ("Flow", "NFlow") and self.ours(parent) for parent in type(model).__mro__)
+        return is_a(model, ("Flow", "NFlow"), self.packages)
 
     def plan(self, flow: Any, overrides: Mapping[str, str] | None = None) -> Plan:
         self.refuse_own_density(flow)
@@ -164,8 +174,7 @@ class NflowsAdapter(Adapter):
         known, _ = resolve(base, lambda cls: BASES.get(cls.__name__) if self.ours(cls) else None)
         if known is not None:
             return known(base, "_distribution")
-        changed = any(self.ours(parent) and parent.__name__ in BASES for parent in type(base).__mro__)
-        return (ChangedBase if changed else ForeignBase)(base, "_distribution")
+        return (ChangedBase if is_a(base, BASES, self.packages) else ForeignBase)(base, "_distribution")
 
     def full_layer(self, features: int, images: bool) -> nn.Module:
         from ebflow_nflows.layers import FullConv2d, FullLinear
@@ -177,13 +186,8 @@ class NflowsAdapter(Adapter):
 
         return Inverted(module)
 
-    def unit(self, flow: nn.Module, path: str, inverted: bool) -> tuple[str, bool]:
-        """An InverseTransform around a layer goes with it: the full layer has the inverse matrix."""
-        parent = path.rpartition(".")[0]
-        while parent and type(flow.get_submodule(parent)).__name__ == "InverseTransform":
-            path, inverted = parent, not inverted
-            parent = path.rpartition(".")[0]
-        return path, inverted
+    def release(self, flow: nn.Module) -> None:
+        drop_caches(flow, self.packages)
 
     def own_log_prob(self, flow: Any, x: Tensor, context: Tensor | None) -> Tensor:
         self.release(flow)

@@ -7,13 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ebflow_plugin.adapting.densities import density_smoothness
-from ebflow_plugin.adapting.discovery import takes_context
-from ebflow_plugin.plan.derivatives import gaussian_expansion
-from ebflow_plugin.plan.registry import changes_the_map
-from ebflow_plugin.plan.smoothness import Smoothness
-from ebflow_plugin.plan.step import Base, BaseExpansion, Shapes
-from ebflow_plugin.plan.values import per_sample
+from ebflow_plugin.adapting import (
+    Base,
+    BaseExpansion,
+    Shapes,
+    Smoothness,
+    changes_the_map,
+    density_smoothness,
+    gaussian_expansion,
+    gaussian_mean,
+    per_sample,
+    takes_context,
+)
 
 
 class NflowsBase(Base):
@@ -51,6 +56,9 @@ class ForeignBase(NflowsBase):
     def smoothness(self) -> Smoothness:
         return density_smoothness(self.module)
 
+    def mean(self, context: Tensor | None) -> Tensor | None:
+        return gaussian_mean(self.module)
+
 
 class ChangedBase(ForeignBase):
     """A class derived from one of nflows that overrides some of it: its shape may be another than its parent's."""
@@ -77,6 +85,9 @@ class NormalBase(NflowsBase):
         mean, std = self.mean_std(context)
         noise = torch.randn(n, *self.module._shape, device=like.device, dtype=like.dtype)
         return (mean + std * noise,)
+
+    def mean(self, context: Tensor | None) -> Tensor | float:
+        return self.mean_std(context)[0]
 
     def mean_std(self, context: Tensor | None) -> tuple[Tensor | float, Tensor | float]:
         """Mean and standard deviation, to be broadcast against a batch of latents."""

@@ -8,10 +8,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ebflow_plugin.adapting import (
+    ElementwiseAffineStep,
+    Expansion,
+    InitialisedAffineStep,
+    MatrixStep,
+    MixingStep,
+    OrthogonalStep,
+    PackedLUStep,
+    Shape,
+    Shapes,
+    SqueezeStep,
+)
 from ebflow_plugin.errors import InputError
-from ebflow_plugin.plan.linear import ElementwiseAffineStep, InitialisedAffineStep, OrthogonalStep, SqueezeStep
-from ebflow_plugin.plan.matrices import MatrixStep, MixingStep, PackedLUStep
-from ebflow_plugin.plan.step import Expansion, Shape, Shapes
 
 
 class PointwiseAffineStep(ElementwiseAffineStep):

@@ -12,10 +12,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ebflow_plugin.adapting.teaching import OpaqueStep
-from ebflow_plugin.plan.elementwise import Curve, ElementwiseStep, logit_slopes, sigmoid_curve
-from ebflow_plugin.plan.smoothness import Smoothness, smoothness_of
-from ebflow_plugin.plan.step import NonlinearStep
+from ebflow_plugin.adapting import (
+    DEPENDS_ON_CONTEXT,
+    VOLUME_PRESERVING,
+    BoundedStep,
+    ConditionedStep,
+    Curve,
+    ElementwiseStep,
+    NonlinearStep,
+    OpaqueStep,
+    SigmoidStep,
+    Smoothness,
+    SplineStep,
+    clamped_logit_curve,
+    sigmoid_curve,
+)
 
 
 class NflowsStep(NonlinearStep):
@@ -36,19 +47,11 @@ class NflowsStep(NonlinearStep):
 
 
 class UnknownStep(OpaqueStep, NflowsStep):
-    """A transform whose class nobody registered. It gets a copy of its input, since it may write into it."""
-
-    def call_forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
-        return super().call_forward(x.clone(), context)
-
-    def call_inverse(self, y: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
-        return super().call_inverse(y.clone(), context)
+    """A transform whose class nobody registered."""
 
 
-class ConditionedStep(NflowsStep):
-    """A coupling or autoregressive transform: as smooth as its network."""
-
-    reason = "conditioned on its input"
+class NetworkStep(ConditionedStep, NflowsStep):
+    """A coupling or autoregressive transform with an affine map of each feature."""
 
     @property
     def smoothness(self) -> Smoothness:
@@ -57,26 +60,20 @@ class ConditionedStep(NflowsStep):
             return Smoothness.KINKED  # nflows clamps it
         if getattr(self.module, "unconditional_transform", None) is not None:
             return Smoothness.KINKED  # as nflows has it, a spline of the features that are passed on
-        return smoothness_of(self.module)
+        return super().smoothness
 
 
-class AdditiveCouplingStep(ConditionedStep):
+class AdditiveCouplingStep(NetworkStep):
     """A coupling that shifts: its log-det is 0, but it is not affine in x."""
 
-    reason = "volume-preserving, but not affine in x"
+    reason = VOLUME_PRESERVING
 
 
-class SplineStep(NflowsStep):
-    """A piecewise rational-quadratic transform: its score jumps at every knot."""
-
-    reason = "spline"
-
-    @property
-    def smoothness(self) -> Smoothness:
-        return Smoothness.KINKED
+class RationalSplineStep(SplineStep, NflowsStep):
+    """A piecewise rational-quadratic transform."""
 
 
-class LinearSplineStep(SplineStep):
+class LinearSplineStep(RationalSplineStep):
     """A piecewise linear transform: its log-det jumps at every knot."""
 
     @property
@@ -84,7 +81,7 @@ class LinearSplineStep(SplineStep):
         return Smoothness.JUMPS
 
 
-class TailedSplineStep(SplineStep):
+class TailedSplineStep(RationalSplineStep):
     """A quadratic or cubic spline: with linear tails its log-det jumps where they begin."""
 
     @property
@@ -102,12 +99,8 @@ class IntegratedStep(NflowsStep):
         return Smoothness.FALSE
 
 
-class TanhStep(ElementwiseStep):
+class TanhStep(BoundedStep):
     """y = tanh(x)."""
-
-    @property
-    def sensitive(self) -> bool:
-        return self.inverted
 
     def forward_curve(self, x: Tensor, context: Tensor | None) -> Curve:
         y = torch.tanh(x)
@@ -186,19 +179,11 @@ class LeakyReLUStep(ElementwiseStep):
         )
 
 
-class SigmoidStep(ElementwiseStep):
+class ScaledSigmoidStep(SigmoidStep):
     """y = sigmoid(T x); the inverse is a logit that clamps its input to [eps, 1 - eps], as nflows does.
 
     nflows looks for input outside of [0, 1] by waiting for the device; here such input gives NaN.
     """
-
-    @property
-    def class_name(self) -> str:
-        return "Logit" if self.inverted else super().class_name
-
-    @property
-    def sensitive(self) -> bool:
-        return self.inverted
 
     def temperature(self, x: Tensor) -> Tensor:
         """T on the device of x: nflows 0.14 keeps it as a plain CPU tensor."""
@@ -212,27 +197,12 @@ class SigmoidStep(ElementwiseStep):
     def inverse_curve(self, y: Tensor, context: Tensor | None) -> Curve:
         temperature, eps = self.temperature(y), self.module.eps
         inside = (y >= 0) & (y <= 1)
-        clamped = torch.where(inside, torch.clamp(y, eps, 1 - eps), torch.full_like(y, float("nan")))
-        logit = torch.log(clamped) - torch.log1p(-clamped)
-
-        def slopes() -> tuple[Tensor, Tensor, Tensor]:
-            free = ((y > eps) & (y < 1 - eps)).to(y)  # where it is clamped nothing depends on y
-            slope, first, second = logit_slopes(clamped)
-            return free * slope / temperature, free * first, free * second
-
-        return Curve(
-            logit / temperature,
-            lambda: -(torch.log(temperature) + F.logsigmoid(logit) + F.logsigmoid(-logit)),
-            slopes,
-        )
+        curve = clamped_logit_curve(torch.where(inside, y, torch.full_like(y, float("nan"))), eps, 1 - eps)
+        return curve.moved(curve.value / temperature, 1.0 / temperature, -torch.log(temperature))
 
 
-class CauchyCDFStep(ElementwiseStep):
+class CauchyCDFStep(BoundedStep):
     """y = atan(x)/π + 1/2."""
-
-    @property
-    def sensitive(self) -> bool:
-        return self.inverted
 
     def forward_curve(self, x: Tensor, context: Tensor | None) -> Curve:
         square = x**2
@@ -267,7 +237,7 @@ class ExpStep(NflowsStep):
 class GatedLinearUnitStep(ElementwiseStep):
     """y = x · sigmoid(context). nflows sums its log-det over the context's entries: right for one feature alone."""
 
-    reason = "affine in x, but its log-det depends on the context"
+    reason = DEPENDS_ON_CONTEXT
 
     def forward_curve(self, x: Tensor, context: Tensor | None) -> Curve:
         gate = self._gate(x, context)

@@ -9,16 +9,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ebflow_normflows.adapter import ADAPTER
+from ebflow_plugin.adapting import lazy_layers
 
 if TYPE_CHECKING:
     from ebflow_normflows.layers import FullConv2d, FullLinear, SmoothLeakyReLU
 
 __all__ = ["ADAPTER", "FullConv2d", "FullLinear", "SmoothLeakyReLU"]
 
-
-def __getattr__(name: str) -> object:
-    if name in __all__:
-        from ebflow_normflows import layers
-
-        return getattr(layers, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazy_layers(__name__, __all__)

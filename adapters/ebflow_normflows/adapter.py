@@ -17,16 +17,25 @@ from torch import Tensor, nn
 from ebflow_normflows import linear, steps
 from ebflow_normflows.base import LevelsBase, NormflowsBase
 from ebflow_normflows.steps import ours
-from ebflow_plugin.adapting.discovery import Adapter
-from ebflow_plugin.adapting.teaching import Child, Container, Rule
+from ebflow_plugin.adapting import (
+    ActivationStep,
+    Adapter,
+    Child,
+    Container,
+    FullStep,
+    IdentityStep,
+    IndexedPermutationStep,
+    PackedLUStep,
+    Plan,
+    Rule,
+    SqueezeStep,
+    Step,
+    drop_caches,
+    is_a,
+    resolve,
+    see_into,
+)
 from ebflow_plugin.errors import InputError, NotAFlowError, UnsupportedStepError
-from ebflow_plugin.plan.elementwise import ActivationStep
-from ebflow_plugin.plan.linear import IdentityStep, IndexedPermutationStep, SqueezeStep
-from ebflow_plugin.plan.matrices import FullStep, PackedLUStep
-from ebflow_plugin.plan.plan import Plan
-from ebflow_plugin.plan.registry import resolve
-from ebflow_plugin.plan.smooth_modules import see_into
-from ebflow_plugin.plan.step import Step
 
 # Networks, and steps that are as smooth as the networks that they hold: all keep activations as modules or attributes.
 see_into(
@@ -125,11 +134,11 @@ RULES: dict[str, Rule] = {
     "SmoothLeakyReLU": backwards(ActivationStep),
     "AffineCoupling": steps.CouplingStep,
     "MaskedAffineFlow": masked_affine,
-    "MaskedAffineAutoregressive": steps.ConditionedStep,
+    "MaskedAffineAutoregressive": steps.NetworkStep,
     "CCAffineConst": steps.ClassAffineStep,
-    "PiecewiseRationalQuadraticCDF": steps.SplineStep,
-    "PiecewiseRationalQuadraticCoupling": steps.SplineStep,
-    "MaskedPiecewiseRationalQuadraticAutoregressive": steps.SplineStep,
+    "PiecewiseRationalQuadraticCDF": steps.RationalSplineStep,
+    "PiecewiseRationalQuadraticCoupling": steps.RationalSplineStep,
+    "MaskedPiecewiseRationalQuadraticAutoregressive": steps.RationalSplineStep,
     "PeriodicWrap": steps.PeriodicStep,
     "PeriodicShift": steps.PeriodicStep,
     "Logit": steps.LogitStep,
@@ -160,6 +169,7 @@ class NormflowsAdapter(Adapter):
     rules = MappingProxyType(RULES)
     opaque = steps.UnknownStep
     inverted = True
+    inverters = ("LULinearPermute", "Reverse")
     constrained = MappingProxyType(
         {
             "_LULinear": lambda module: (module.features, False),
@@ -222,14 +232,12 @@ class NormflowsAdapter(Adapter):
         return reverse
 
     def unit(self, flow: nn.Module, path: str, inverted: bool) -> tuple[str, bool]:
-        """A LULinearPermute goes as a whole, and a Reverse with its layer: the full layer has the inverse matrix."""
         if type(flow.get_submodule(path)).__name__ in BACKWARDS:
             inverted = not inverted
-        parent = path.rpartition(".")[0]
-        while parent and type(flow.get_submodule(parent)).__name__ in ("LULinearPermute", "Reverse"):
-            path, inverted = parent, not inverted
-            parent = path.rpartition(".")[0]
-        return path, inverted
+        return super().unit(flow, path, inverted)
+
+    def release(self, flow: nn.Module) -> None:
+        drop_caches(flow, self.packages)
 
     def _walk_back(self, flows: Any, path: str, overrides: Mapping[str, str]) -> Iterator[Step]:
         for index in reversed(range(len(flows))):
@@ -255,10 +263,9 @@ class NormflowsAdapter(Adapter):
         result: Tensor
         try:
             result = flow.log_prob(x.clone(), context)
-        except RuntimeError as error:
-            if "output with shape []" not in str(error):
-                raise
-            # It adds in place to the log-det of its first flow, which an ActNorm gives as a scalar.
+        except RuntimeError:
+            # It adds in place to the log-det of its first flow, which an ActNorm returns as a scalar. What else may be
+            # wrong raises here again.
             latents, result = flow.inverse_and_log_det(x)
             for base, z in zip(flow.q0, latents, strict=True):
                 result = result + (base.log_prob(z, context) if flow.class_cond else base.log_prob(z))
@@ -276,8 +283,7 @@ class NormflowsAdapter(Adapter):
 
 def kind_of(model: object) -> str | None:
     """Which model of normflows an object is, or is derived from."""
-    names = {parent.__name__ for parent in type(model).__mro__ if ours(parent)}
-    return next((name for name in MODELS if name in names), None)
+    return next((name for name in MODELS if is_a(model, (name,), steps.PACKAGES)), None)
 
 
 def known_class(module: object) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from inspect import Parameter, signature
 from typing import Any
@@ -9,14 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ebflow_plugin.adapting.densities import density_smoothness
-from ebflow_plugin.adapting.discovery import comes_from
+from ebflow_plugin.adapting import (
+    Base,
+    BaseExpansion,
+    Shapes,
+    Smoothness,
+    comes_from,
+    density_smoothness,
+    gaussian_expansion,
+    gaussian_mean,
+    per_sample,
+    resolve,
+    worst_of,
+)
 from ebflow_plugin.errors import InputError
-from ebflow_plugin.plan.derivatives import gaussian_expansion
-from ebflow_plugin.plan.registry import resolve
-from ebflow_plugin.plan.smooth_modules import Smoothness, worst_of
-from ebflow_plugin.plan.step import Base, BaseExpansion, Shapes
-from ebflow_plugin.plan.values import per_sample
 
 # The networks of these see the context, or a constant, and not x.
 BASES: dict[str, Smoothness] = {
@@ -81,6 +88,19 @@ class NormflowsBase(Base):
             drawn = self.module.sample((n,))
         return (drawn.to(like),)
 
+    def mean(self, context: Tensor | None) -> Tensor | None:
+        return gaussian_mean(self.module)
+
+    def sample_at(self, temperature: float, n: int, context: Tensor | None, like: Tensor) -> tuple[Tensor, ...]:
+        """Those of normflows scale themselves. What other threads may be using stays as it is."""
+        if not hasattr(self.module, "temperature"):
+            return super().sample_at(temperature, n, context, like)
+        scaled = copy.copy(self)
+        scaled.module = copy.copy(self.module)
+        own = self.module.temperature
+        scaled.module.temperature = temperature if own is None else own * temperature
+        return scaled.sample(n, context, like)
+
     def _given(self, name: str | None, context: Tensor | None, like: Tensor) -> dict[str, Tensor]:
         """The context as normflows takes it: labels as integers, or one-hot in the dtype of the model."""
         if context is None or name is None or not self.takes_context:
@@ -134,10 +154,19 @@ class LevelsBase(Base):
         return BaseExpansion(lambda: -self.log_prob(latents, context), [end.slopes[0] for end in ends], curvatures)
 
     def sample(self, n: int, context: Tensor | None, like: Tensor) -> tuple[Tensor, ...]:
-        classes = next((part.classes for part in self.parts if part.classes is not None), None)
-        if context is None and classes is not None:  # normflows draws other classes for each level
-            context = torch.randint(classes, (n,), device=like.device)
+        context = self._one_class_each(n, context, like)
         return tuple(part.sample(n, context, like)[0] for part in self.parts)
+
+    def sample_at(self, temperature: float, n: int, context: Tensor | None, like: Tensor) -> tuple[Tensor, ...]:
+        context = self._one_class_each(n, context, like)
+        return tuple(part.sample_at(temperature, n, context, like)[0] for part in self.parts)
+
+    def _one_class_each(self, n: int, context: Tensor | None, like: Tensor) -> Tensor | None:
+        """The context, or a class for each sample where there are classes: normflows draws others for each level."""
+        classes = next((part.classes for part in self.parts if part.classes is not None), None)
+        if context is None and classes is not None:
+            context = torch.randint(classes, (n,), device=like.device)
+        return context
 
 
 def _shapes(module: Any) -> Shapes | None:

@@ -13,17 +13,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ebflow_plugin.errors import InputError
-from ebflow_plugin.linalg.memo import Memo
-from ebflow_plugin.plan.linear import (
+from ebflow_plugin.adapting import (
     ElementwiseAffineStep,
+    Expansion,
     InitialisedAffineStep,
     IsometryStep,
+    MatrixStep,
+    Memo,
     OrthogonalStep,
     PermutationStep,
+    Shape,
+    Shapes,
+    TriangularStep,
 )
-from ebflow_plugin.plan.matrices import MatrixStep, TriangularStep
-from ebflow_plugin.plan.step import Expansion, Shape, Shapes
+from ebflow_plugin.errors import InputError
 
 
 class AffineConstStep(ElementwiseAffineStep):

@@ -14,14 +14,25 @@ import torch
 from torch import Tensor, nn
 
 from ebflow_normflows.linear import halves, joined
-from ebflow_plugin.adapting.discovery import comes_from, takes_context
-from ebflow_plugin.adapting.teaching import OpaqueStep
+from ebflow_plugin.adapting import (
+    DEPENDS_ON_CONTEXT,
+    VOLUME_PRESERVING,
+    ConditionedStep,
+    Curve,
+    NonlinearStep,
+    OpaqueStep,
+    RefusedStep,
+    SigmoidStep,
+    Smoothness,
+    SplineStep,
+    Value,
+    comes_from,
+    is_a,
+    logit_curve,
+    smoothness_of,
+    takes_context,
+)
 from ebflow_plugin.errors import InputError, UnsupportedStepError
-from ebflow_plugin.plan.elementwise import Curve, ElementwiseStep, logit_curve, sigmoid_curve
-from ebflow_plugin.plan.linear import RefusedStep
-from ebflow_plugin.plan.smoothness import Smoothness, smoothness_of
-from ebflow_plugin.plan.step import NonlinearStep
-from ebflow_plugin.plan.values import Value
 
 PACKAGES = ("normflows", "ebflow_normflows")
 ONE_WAY = (
@@ -66,19 +77,14 @@ class NormflowsStep(NonlinearStep):
 
 
 class UnknownStep(OpaqueStep, NormflowsStep):
-    """A flow whose class nobody registered. It gets a copy of its input: like Shift, it may write into it."""
+    """A flow whose class nobody registered."""
 
     def __init__(self, module: Any, path: str, inverted: bool = False) -> None:
-        kinds = {parent.__name__ for parent in type(module).__mro__ if ours(parent)}
-        if kinds & {"AffineCoupling", "Merge"}:
+        if is_a(module, ("AffineCoupling", "Merge"), PACKAGES):
             self.takes = 2
-        if "AffineCoupling" in kinds or ("Split" in kinds and "Merge" not in kinds):
+        if is_a(module, ("AffineCoupling", "Split"), PACKAGES) and not is_a(module, ("Merge",), PACKAGES):
             self.gives = 2
         super().__init__(module, path, inverted)
-
-    def _call(self, flow: Callable[..., Any], name: str, x: Value, context: Tensor | None) -> tuple[Value, Any]:
-        x = x.clone() if isinstance(x, Tensor) else tuple(part.clone() for part in x)
-        return super()._call(flow, name, x, context)
 
 
 class UnknownLevelStep(UnknownStep):
@@ -96,29 +102,27 @@ class UnknownLevelStep(UnknownStep):
         return value[::-1], log_det
 
 
-class ConditionedStep(NormflowsStep):
-    """A coupling or autoregressive flow: as smooth as its network."""
-
-    reason = "conditioned on its input"
+class NetworkStep(ConditionedStep, NormflowsStep):
+    """A coupling or autoregressive flow with an affine map of each feature."""
 
     @property
     def smoothness(self) -> Smoothness:
         # min(exp(x), 1), as an output function of nets.MLP: its kink is in its code alone
         if any(type(part).__name__ == "ClampExp" and ours(type(part)) for part in self.module.modules()):
             return Smoothness.KINKED
-        return smoothness_of(self.module)
+        return super().smoothness
 
 
-class MaskedAffineStep(ConditionedStep):
+class MaskedAffineStep(NetworkStep):
     """MaskedAffineFlow; without ``s`` it only shifts."""
 
     def __init__(self, module: Any, path: str, inverted: bool = False) -> None:
         super().__init__(module, path, inverted)
         if not isinstance(module.s, nn.Module):
-            self.reason = "volume-preserving, but not affine in x"
+            self.reason = VOLUME_PRESERVING
 
 
-class CouplingStep(ConditionedStep):
+class CouplingStep(NetworkStep):
     """AffineCoupling, on a pair: the first half decides what happens to the second."""
 
     takes = 2
@@ -127,7 +131,7 @@ class CouplingStep(ConditionedStep):
     def __init__(self, module: Any, path: str, inverted: bool = False) -> None:
         super().__init__(module, path, inverted)
         if not module.scale:
-            self.reason = "volume-preserving, but not affine in x"
+            self.reason = VOLUME_PRESERVING
 
 
 @cache
@@ -148,14 +152,8 @@ def whole_coupling(mode: str) -> type[CouplingStep]:
     return WholeCouplingStep
 
 
-class SplineStep(NormflowsStep):
-    """A rational-quadratic spline: its score jumps at every knot."""
-
-    reason = "spline"
-
-    @property
-    def smoothness(self) -> Smoothness:
-        return Smoothness.KINKED
+class RationalSplineStep(SplineStep, NormflowsStep):
+    """A rational-quadratic spline."""
 
 
 class PeriodicStep(NormflowsStep):
@@ -187,16 +185,12 @@ class RadialStep(NormflowsStep):
         return Smoothness.KINKED if self.module.z_0.numel() == 1 else Smoothness.SMOOTH
 
 
-class LogitStep(ElementwiseStep):
+class LogitStep(SigmoidStep):
     """transforms.Logit: the inverse is logit(α + (1 - 2α) x), elementwise."""
-
-    @property
-    def sensitive(self) -> bool:
-        return self.inverted
 
     def forward_curve(self, x: Tensor, context: Tensor | None) -> Curve:
         alpha, beta = self.module.alpha, 1 - 2 * self.module.alpha
-        curve = sigmoid_curve(x)
+        curve = super().forward_curve(x, context)
         return curve.moved((curve.value - alpha) / beta, 1.0 / beta, -log(beta))
 
     def inverse_curve(self, y: Tensor, context: Tensor | None) -> Curve:
@@ -207,7 +201,7 @@ class LogitStep(ElementwiseStep):
 class ClassAffineStep(NormflowsStep):
     """CCAffineConst: scale and shift of each class. No model of normflows hands it the classes that it needs."""
 
-    reason = "affine in x, but its log-det depends on the context"
+    reason = DEPENDS_ON_CONTEXT
 
     def call_forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
         result: tuple[Tensor, Tensor] = self.module(x, self._one_hot(x, context))

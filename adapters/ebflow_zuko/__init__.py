@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ebflow_plugin.adapting import lazy_layers
 from ebflow_zuko.adapter import ADAPTER
 
 if TYPE_CHECKING:
@@ -15,10 +16,4 @@ if TYPE_CHECKING:
 
 __all__ = ["ADAPTER", "FullConv2d", "FullLinear", "SmoothLeakyReLU"]
 
-
-def __getattr__(name: str) -> object:
-    if name in __all__:
-        from ebflow_zuko import layers
-
-        return getattr(layers, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazy_layers(__name__, __all__)

@@ -13,14 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ebflow_plugin.adapting.discovery import Adapter, comes_from
-from ebflow_plugin.adapting.teaching import REGISTERED, Child, Container, Rule
+from ebflow_plugin.adapting import (
+    REGISTERED,
+    ActivationStep,
+    Adapter,
+    Base,
+    Child,
+    Container,
+    FullStep,
+    Plan,
+    Rule,
+    Step,
+    comes_from,
+    is_a,
+    see_into,
+)
 from ebflow_plugin.errors import InputError
-from ebflow_plugin.plan.elementwise import ActivationStep
-from ebflow_plugin.plan.matrices import FullStep
-from ebflow_plugin.plan.plan import Plan
-from ebflow_plugin.plan.smooth_modules import see_into
-from ebflow_plugin.plan.step import Base, Step
 from ebflow_zuko import linear, steps
 from ebflow_zuko.base import base_of
 from ebflow_zuko.linear import made_name, maker_of
@@ -75,7 +83,7 @@ TRANSFORMS: dict[str, Rule] = {
     "LULinearTransform": matrix(linear.TriangularMatrixStep),
     # nonlinear
     "ExpTransform": steps.ExpStep,
-    "SigmoidTransform": steps.SigmoidStep,
+    "SigmoidTransform": steps.LogisticStep,
     "SoftclipTransform": steps.SoftclipStep,
     **dict.fromkeys(
         (
@@ -157,6 +165,7 @@ class ZukoAdapter(Adapter):
     rules = MappingProxyType(RULES)
     opaque = steps.UnknownStep
     density_methods = ("forward",)
+    inverters = ("LazyInverse",)
     constrained = MappingProxyType(
         {
             "RotationTransform": lambda module: (held(module)[0].shape[-1], False),
@@ -165,7 +174,7 @@ class ZukoAdapter(Adapter):
     )
 
     def is_flow(self, model: object) -> bool:
-        return self._is(model, "Flow", "GMM") or is_estimator(model)
+        return is_a(model, ("Flow", "GMM"), PACKAGES) or is_estimator(model)
 
     def rule(self, cls: type) -> Rule | None:
         if issubclass(cls, torch.distributions.Transform) and comes_from(cls, (*PACKAGES, "torch")):
@@ -185,14 +194,11 @@ class ZukoAdapter(Adapter):
     def _parts(self, flow: Any, path: str, overrides: Mapping[str, str]) -> tuple[tuple[Step, ...], Base]:
         """The steps of a flow and its base; where the base is a flow, its steps and its base are taken in."""
         walked: list[Step] = []
-        while self._is(flow, "Flow"):
+        while is_a(flow, ("Flow",), PACKAGES):
             self.refuse_own_density(flow)
             walked += self.walk(flow.transform, dotted(path, "transform"), self.inverted, overrides)
             flow, path = flow.base, dotted(path, "base")
         return tuple(walked), base_of(flow, path)
-
-    def _is(self, model: object, *names: str) -> bool:
-        return any(parent.__name__ in names and self.ours(parent) for parent in type(model).__mro__)
 
     def own_log_prob(self, flow: Any, x: Tensor, context: Tensor | None) -> Tensor:
         """The library's own density: ``flow(context).log_prob(x)``."""
@@ -213,14 +219,6 @@ class ZukoAdapter(Adapter):
         inverse: nn.Module = LazyInverse(module)
         return inverse
 
-    def unit(self, flow: nn.Module, path: str, inverted: bool) -> tuple[str, bool]:
-        """A LazyInverse around a layer goes with it: the full layer has the inverse matrix."""
-        parent = path.rpartition(".")[0]
-        while parent and type(flow.get_submodule(parent)).__name__ == "LazyInverse":
-            path, inverted = parent, not inverted
-            parent = path.rpartition(".")[0]
-        return path, inverted
-
 
 class Embedding(nn.Module):
     """What sbi does to a condition before the flow sees it: standardising, a network, and one row for each sample."""
@@ -239,7 +237,7 @@ class Embedding(nn.Module):
 
 def is_estimator(model: object) -> bool:
     """Whether an object is sbi's ZukoFlow: a flow, and beside it a network for the condition."""
-    return any(parent.__name__ == "ZukoFlow" and comes_from(parent, ("sbi",)) for parent in type(model).__mro__)
+    return is_a(model, ("ZukoFlow",), ("sbi",))
 
 
 def dotted(*names: str) -> str:

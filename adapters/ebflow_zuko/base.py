@@ -7,10 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ebflow_plugin.adapting.teaching import REGISTERED, Registered
-from ebflow_plugin.plan.derivatives import gaussian_expansion, summed
-from ebflow_plugin.plan.smoothness import Smoothness
-from ebflow_plugin.plan.step import Base, BaseExpansion, Shapes
+from ebflow_plugin.adapting import (
+    Base,
+    BaseExpansion,
+    Shapes,
+    Smoothness,
+    gaussian_expansion,
+    registered_smoothness,
+    summed,
+)
 from ebflow_zuko.linear import Made, made_name, taken_context
 from ebflow_zuko.transforms import ours
 
@@ -46,9 +51,9 @@ class ZukoBase(Made, Base):
 
     @property
     def smoothness(self) -> Smoothness:
-        taught = REGISTERED.get(type(self.module))
-        if isinstance(taught, Registered):
-            return taught.smoothness
+        registered = registered_smoothness(type(self.module))
+        if registered is not None:
+            return registered
         return SMOOTHNESS.get(self.class_name, Smoothness.UNKNOWN) if ours(type(self.module)) else Smoothness.UNKNOWN
 
     def made(self, context: Tensor | None = None) -> Any:
@@ -75,10 +80,9 @@ class NormalBase(ZukoBase):
         mean, std = distribution.mean, distribution.stddev
         return gaussian_expansion(latents[0], mean, std, lambda: -_log_prob(distribution, latents[0]))
 
-    def mean_std(self, context: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation, to be broadcast against a batch of latents."""
-        distribution = self.made(context)
-        return distribution.mean, distribution.stddev
+    def mean(self, context: Tensor | None) -> Tensor:
+        mean: Tensor = self.made(context).mean
+        return mean
 
 
 def base_of(module: Any, path: str) -> ZukoBase:

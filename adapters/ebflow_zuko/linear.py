@@ -13,9 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ebflow_plugin.plan.linear import ElementwiseAffineStep, IdentityStep, IsometryStep, OrthogonalStep, PermutationStep
-from ebflow_plugin.plan.matrices import TriangularStep
-from ebflow_plugin.plan.step import Expansion, Shape
+from ebflow_plugin.adapting import (
+    ElementwiseAffineStep,
+    Expansion,
+    IdentityStep,
+    IsometryStep,
+    OrthogonalStep,
+    Part,
+    PermutationStep,
+    Shape,
+    TriangularStep,
+)
 from ebflow_zuko.transforms import bare, known_name, unwrapped
 
 __all__ = [
@@ -47,10 +55,8 @@ def taken_context(module: Any, context: Tensor | None) -> Tensor | None:
     return None if "phi" in getattr(module, "_modules", ()) else context
 
 
-class Made:
+class Made(Part):
     """A step whose module is a lazy one, or a transform that is held as it is."""
-
-    module: Any
 
     @property
     def class_name(self) -> str:

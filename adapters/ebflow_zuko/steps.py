@@ -10,22 +10,32 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from ebflow_plugin.adapting.teaching import REGISTERED, OpaqueStep, Registered
-from ebflow_plugin.plan.elementwise import Curve, ElementwiseStep, logit_slopes, sigmoid_curve
-from ebflow_plugin.plan.linear import RefusedStep
-from ebflow_plugin.plan.smoothness import Smoothness, smoothness_of
-from ebflow_plugin.plan.step import NonlinearStep
+from ebflow_plugin.adapting import (
+    DEPENDS_ON_CONTEXT,
+    VOLUME_PRESERVING,
+    BoundedStep,
+    Curve,
+    ElementwiseStep,
+    NonlinearStep,
+    OpaqueStep,
+    RefusedStep,
+    SigmoidStep,
+    Smoothness,
+    clamped_logit_curve,
+    registered_smoothness,
+    smoothness_of,
+    worst_of,
+)
 from ebflow_zuko.linear import Made, made_name, taken_context
-from ebflow_zuko.transforms import VOLUME_PRESERVING, forward, inverse, known_name, unwrapped
+from ebflow_zuko.transforms import ISOMETRIES, forward, inverse, known_name, unwrapped
 
 __all__ = [
     "AutoregressiveStep",
     "CouplingStep",
     "ExpStep",
     "IntegratedFlowStep",
-    "SigmoidStep",
+    "LogisticStep",
     "SoftclipStep",
     "UnivariateStep",
     "UnknownStep",
@@ -60,7 +70,6 @@ SMOOTHNESS = {
     "CircularRQSTransform": Smoothness.JUMPS,
     "SignedPowerTransform": Smoothness.JUMPS,
 }
-ORDER = (Smoothness.FALSE, Smoothness.JUMPS, Smoothness.KINKED, Smoothness.UNKNOWN, Smoothness.SMOOTH)
 # Maps onto a bounded domain, whose inverses explode at its edge.
 BOUNDED = ("CosTransform", "CumulativeDistributionTransform", "SinTransform", "SoftplusTransform", "TanhTransform")
 
@@ -68,9 +77,8 @@ BOUNDED = ("CosTransform", "CumulativeDistributionTransform", "SinTransform", "S
 def smoothness_of_maker(maker: Any) -> Smoothness:
     """What the transforms of single features do to the score that a class, function or module makes."""
     name, cls = known_name(maker), unwrapped(maker)
-    taught = REGISTERED.get(cls) if isinstance(cls, type) else None
-    if isinstance(taught, Registered):
-        return taught.smoothness
+    if isinstance(cls, type) and (registered := registered_smoothness(cls)) is not None:
+        return registered
     if name == "UMNN":
         return smoothness_of(maker.integrand)
     return SMOOTHNESS.get(name or "", Smoothness.UNKNOWN)
@@ -102,13 +110,7 @@ class LazyStep(Made, NonlinearStep):
 
 
 class UnknownStep(OpaqueStep, LazyStep):
-    """A lazy transform whose class nobody registered. It gets a copy of its input, since it may write into it."""
-
-    def call_forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
-        return super().call_forward(x.clone(), context)
-
-    def call_inverse(self, y: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
-        return super().call_inverse(y.clone(), context)
+    """A lazy transform whose class nobody registered."""
 
 
 class UnivariateStep(LazyStep):
@@ -118,7 +120,7 @@ class UnivariateStep(LazyStep):
         super().__init__(module, path, inverted)
         self.reason = f"{self.kind or 'transform of unknown class'}, elementwise"
         if self.kind in ("AffineTransform", "MonotonicAffineTransform"):
-            self.reason = "affine in x, but its log-det depends on the context"
+            self.reason = DEPENDS_ON_CONTEXT
 
     @property
     def kind(self) -> str | None:
@@ -148,12 +150,12 @@ class AutoregressiveStep(LazyStep):
         super().__init__(module, path, inverted)
         name = known_name(module.univariate)
         self.reason = f"{name or 'transform of unknown class'}, conditioned on its input"
-        if name in VOLUME_PRESERVING:
-            self.reason = "volume-preserving, but not affine in x"
+        if name in ISOMETRIES:
+            self.reason = VOLUME_PRESERVING
 
     @property
     def smoothness(self) -> Smoothness:
-        return min(smoothness_of_maker(self.module.univariate), smoothness_of(self.module.hyper), key=ORDER.index)
+        return worst_of([smoothness_of_maker(self.module.univariate), smoothness_of(self.module.hyper)])
 
 
 class CouplingStep(AutoregressiveStep):
@@ -188,16 +190,12 @@ class CouplingStep(AutoregressiveStep):
         return torch.cat([constant, changed], dim=-1).index_select(-1, torch.argsort(order))
 
 
-class SoftclipStep(Made, ElementwiseStep):
+class SoftclipStep(Made, BoundedStep):
     """y = x / (1 + |x| / B): the derivative of its log-det jumps at 0."""
 
     @property
     def smoothness(self) -> Smoothness:
         return Smoothness.KINKED
-
-    @property
-    def sensitive(self) -> bool:
-        return self.inverted
 
     def forward_curve(self, x: Tensor, context: Tensor | None) -> Curve:
         return self._curve(x, self.made().bound, 1.0)
@@ -216,31 +214,12 @@ class SoftclipStep(Made, ElementwiseStep):
         return Curve(x * share, lambda: 2.0 * torch.log(share), slopes)
 
 
-class SigmoidStep(Made, ElementwiseStep):
+class LogisticStep(SigmoidStep, Made):
     """torch's SigmoidTransform. Its inverse is a logit that clamps its input to (0, 1), as torch has it."""
-
-    @property
-    def class_name(self) -> str:
-        return "Logit" if self.inverted else super().class_name
-
-    @property
-    def sensitive(self) -> bool:
-        return self.inverted
-
-    def forward_curve(self, x: Tensor, context: Tensor | None) -> Curve:
-        return sigmoid_curve(x)
 
     def inverse_curve(self, y: Tensor, context: Tensor | None) -> Curve:
         info = torch.finfo(y.dtype)
-        clamped = y.clamp(min=info.tiny, max=1.0 - info.eps)
-        logit = torch.log(clamped) - torch.log1p(-clamped)
-
-        def slopes() -> tuple[Tensor, Tensor, Tensor]:
-            free = (clamped == y).to(y)  # where it is clamped nothing depends on y
-            slope, first, second = logit_slopes(clamped)
-            return free * slope, free * first, free * second
-
-        return Curve(logit, lambda: -F.logsigmoid(logit) - F.logsigmoid(-logit), slopes)
+        return clamped_logit_curve(y, info.tiny, 1.0 - info.eps)
 
 
 class ExpStep(Made, ElementwiseStep):

@@ -16,14 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ebflow_plugin.adapting.discovery import comes_from
-from ebflow_plugin.plan.derivatives import summed
-from ebflow_plugin.plan.registry import resolve
+from ebflow_plugin.adapting import comes_from, resolve, summed
 
 __all__ = ["PACKAGES", "bare", "forward", "inverse", "known_name", "ours", "unwrapped"]
 
 PACKAGES = ("zuko", "ebflow_zuko")
-VOLUME_PRESERVING = ("AdditiveTransform", "IdentityTransform", "PermutationTransform", "RotationTransform")
+ISOMETRIES = ("AdditiveTransform", "IdentityTransform", "PermutationTransform", "RotationTransform")
 INTEGRALS = ("UnconstrainedMonotonicTransform", "SOSPolynomialTransform")
 # Inverted by bisection, to 1e-6.
 BISECTED = (
@@ -83,7 +81,7 @@ def forward(transform: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
         return x, total
     if kind == "AutoregressiveTransform":
         return forward(transform.meta(x), x)
-    if kind in VOLUME_PRESERVING:
+    if kind in ISOMETRIES:
         return transform(x), None
     y, log_slope = _monotonic(transform, x) if kind in BISECTED else transform.call_and_ladj(x)
     return y, summed(log_slope) if log_slope.dim() > 1 else log_slope

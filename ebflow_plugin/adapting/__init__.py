@@ -1,4 +1,143 @@
 """For somebody who adds a flow library, or teaches a class: how a model becomes a plan.
 
 In: any object that is, or holds, a flow. Out: the adapter that knows it, and the plan that its walk finds.
+
+An adapter imports the core from here alone, and :mod:`ebflow_plugin.errors` and :mod:`ebflow_plugin.layers`:
+
+- :class:`Adapter`, and the rules of classes: :class:`Child`, :class:`Container`, :class:`Rule`, or a class of steps;
+- the kinds of steps: :class:`LinearStep` and what is derived from it, :class:`NonlinearStep`,
+  :class:`ElementwiseStep`, :class:`OpaqueStep`, :class:`RefusedStep`; the base density, :class:`Base`;
+- what steps and bases are made of: :class:`Expansion`, :class:`Curve`, :class:`Smoothness`, and a few functions.
+
+Modules of the core, in this room too, import from where a name is defined.
 """
+
+from ebflow_plugin.adapting.adapter import Adapter, comes_from, is_a, takes_context
+from ebflow_plugin.adapting.densities import density_smoothness, gaussian_mean
+from ebflow_plugin.adapting.shared import (
+    DEPENDS_ON_CONTEXT,
+    VOLUME_PRESERVING,
+    BoundedStep,
+    ConditionedStep,
+    IndexedPermutationStep,
+    PackedLUStep,
+    SigmoidStep,
+    SplineStep,
+    drop_caches,
+    lazy_layers,
+)
+from ebflow_plugin.adapting.teaching import (
+    REGISTERED,
+    Child,
+    Container,
+    OpaqueStep,
+    Registered,
+    RegisteredLinearStep,
+    Rule,
+    registered_smoothness,
+)
+from ebflow_plugin.linalg.memo import Memo
+from ebflow_plugin.plan.derivatives import gaussian_expansion, summed
+from ebflow_plugin.plan.elementwise import (
+    ActivationStep,
+    Curve,
+    ElementwiseStep,
+    clamped_logit_curve,
+    logit_curve,
+    sigmoid_curve,
+)
+from ebflow_plugin.plan.linear import (
+    ElementwiseAffineStep,
+    IdentityStep,
+    InitialisedAffineStep,
+    IsometryStep,
+    OrthogonalStep,
+    PermutationStep,
+    RefusedStep,
+    SqueezeStep,
+)
+from ebflow_plugin.plan.matrices import FullStep, MatrixStep, MixingStep, TriangularStep
+from ebflow_plugin.plan.plan import Plan
+from ebflow_plugin.plan.registry import changes_the_map, resolve
+from ebflow_plugin.plan.smooth_modules import Smoothness, see_into, worst_of
+from ebflow_plugin.plan.smoothness import smoothness_of
+from ebflow_plugin.plan.step import (
+    Base,
+    BaseExpansion,
+    Expansion,
+    Linearity,
+    LinearStep,
+    NonlinearStep,
+    Part,
+    Shape,
+    Shapes,
+    Step,
+)
+from ebflow_plugin.plan.values import Value, per_sample
+
+__all__ = [
+    "DEPENDS_ON_CONTEXT",
+    "REGISTERED",
+    "VOLUME_PRESERVING",
+    "ActivationStep",
+    "Adapter",
+    "Base",
+    "BaseExpansion",
+    "BoundedStep",
+    "Child",
+    "ConditionedStep",
+    "Container",
+    "Curve",
+    "ElementwiseAffineStep",
+    "ElementwiseStep",
+    "Expansion",
+    "FullStep",
+    "IdentityStep",
+    "IndexedPermutationStep",
+    "InitialisedAffineStep",
+    "IsometryStep",
+    "LinearStep",
+    "Linearity",
+    "MatrixStep",
+    "Memo",
+    "MixingStep",
+    "NonlinearStep",
+    "OpaqueStep",
+    "OrthogonalStep",
+    "PackedLUStep",
+    "Part",
+    "PermutationStep",
+    "Plan",
+    "RefusedStep",
+    "Registered",
+    "RegisteredLinearStep",
+    "Rule",
+    "Shape",
+    "Shapes",
+    "SigmoidStep",
+    "Smoothness",
+    "SplineStep",
+    "SqueezeStep",
+    "Step",
+    "TriangularStep",
+    "Value",
+    "changes_the_map",
+    "clamped_logit_curve",
+    "comes_from",
+    "density_smoothness",
+    "drop_caches",
+    "gaussian_expansion",
+    "gaussian_mean",
+    "is_a",
+    "lazy_layers",
+    "logit_curve",
+    "per_sample",
+    "registered_smoothness",
+    "resolve",
+    "see_into",
+    "sigmoid_curve",
+    "smoothness_of",
+    "summed",
+    "takes_context",
+    "worst_of",
+]

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import distributions, nn
+from torch import Tensor, distributions, nn
 
-from ebflow_plugin.adapting.teaching import REGISTERED, Registered
+from ebflow_plugin.adapting.teaching import registered_smoothness
 from ebflow_plugin.plan.smooth_modules import Smoothness
 from ebflow_plugin.plan.smoothness import kinked_parts
 
-__all__ = ["density_smoothness"]
+__all__ = ["density_smoothness", "gaussian_mean"]
 
+_GAUSSIANS = (distributions.Normal, distributions.MultivariateNormal, distributions.LowRankMultivariateNormal)
 _SMOOTH = (
-    *(distributions.Normal, distributions.MultivariateNormal, distributions.LowRankMultivariateNormal),
+    *_GAUSSIANS,
     *(distributions.StudentT, distributions.Cauchy, distributions.Gumbel),
 )
 _JUMPS = (distributions.Uniform, distributions.Exponential, distributions.HalfNormal, distributions.HalfCauchy)
@@ -35,15 +36,30 @@ def density_smoothness(density: Any) -> Smoothness:
         >>> str(density_smoothness(box)), str(density_smoothness(distributions.Normal(0.0, 1.0)))
         ('density jumps', 'smooth')
     """
-    taught = REGISTERED.get(type(density))
-    if isinstance(taught, Registered):
-        return taught.smoothness
+    registered = registered_smoothness(type(density))
+    if registered is not None:
+        return registered
     parent = _density_of(density)
     if parent is distributions.Independent:
         return density_smoothness(density.base_dist)
     if isinstance(density, nn.Module) and next(kinked_parts(density), None) is not None:
         return Smoothness.KINKED
     return _KNOWN.get(parent, Smoothness.UNKNOWN)
+
+
+def gaussian_mean(density: Any) -> Tensor | None:
+    """The mean of a Gaussian of ``torch.distributions``; None of anything else.
+
+    Example:
+        >>> gaussian_mean(distributions.Normal(2.0, 1.0)), gaussian_mean(distributions.Uniform(0.0, 1.0))
+        (tensor(2.), None)
+    """
+    if isinstance(density, distributions.Independent):
+        return gaussian_mean(density.base_dist)
+    if isinstance(density, _GAUSSIANS):
+        mean: Tensor = density.mean
+        return mean
+    return None
 
 
 def _density_of(density: Any) -> type:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ebflow_plugin.adapting.discovery import Adapter, Found, find_flow
+from ebflow_plugin.adapting.adapter import Adapter
+from ebflow_plugin.adapting.discovery import Found, find_flow
 from ebflow_plugin.errors import InputError, UnknownNameError, suggest
 from ebflow_plugin.plan.linear import PermutationStep
 from ebflow_plugin.plan.smoothness import kinked_parts

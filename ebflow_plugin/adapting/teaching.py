@@ -26,6 +26,7 @@ __all__ = [
     "register_container",
     "register_linear",
     "register_nonlinear",
+    "registered_smoothness",
 ]
 
 
@@ -70,6 +71,12 @@ Rule = type[Step] | Container | Registered | Callable[[Any], "Rule | None"]
 REGISTERED: TypeRegistry[Container | Registered] = TypeRegistry("rule")
 
 
+def registered_smoothness(cls: type) -> Smoothness | None:
+    """What a user registered about the score of a class; None for a class that nobody registered, or a container."""
+    rule = REGISTERED.get(cls)
+    return rule.smoothness if isinstance(rule, Registered) else None
+
+
 class SeenShapesStep(Step):
     """A step whose class does not tell what it does to shapes: it keeps those that passed it.
 
@@ -94,15 +101,28 @@ class SeenShapesStep(Step):
         return self._seen.get(shapes, shapes)
 
 
+def _copied(value: Value) -> Value:
+    return value.clone() if isinstance(value, Tensor) else tuple(part.clone() for part in value)
+
+
 def _event_shapes(value: Value) -> Shapes:
     return tuple(tuple(part.shape[1:]) for part in ((value,) if isinstance(value, Tensor) else value))
 
 
 class OpaqueStep(SeenShapesStep, NonlinearStep):
-    """A module whose inside nobody knows, with its own log-det."""
+    """A module whose inside nobody knows, with its own log-det. It gets a copy of its input: it may write into it.
+
+    An adapter derives from this, and from the class that says how its library calls a module.
+    """
 
     registered_smoothness: Smoothness = Smoothness.UNKNOWN
     inside: tuple[Step, ...] = ()  # the steps of the library that the module holds, which may be refused
+
+    def call_forward(self, x: Any, context: Tensor | None) -> tuple[Any, Any]:
+        return super().call_forward(_copied(x), context)  # type: ignore[safe-super]
+
+    def call_inverse(self, y: Any, context: Tensor | None) -> tuple[Any, Any]:
+        return super().call_inverse(_copied(y), context)  # type: ignore[safe-super]
 
     def refusal(self) -> str | None:
         for step in self.inside:

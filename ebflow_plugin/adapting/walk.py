@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ebflow_plugin.adapting.discovery import Adapter, Found
+from ebflow_plugin.adapting.adapter import Adapter
+from ebflow_plugin.adapting.discovery import Found
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.preprocessing import boundary, preprocessing_steps
 from ebflow_plugin.plan.step import LinearStep

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,10 +14,11 @@ from ebflow_plugin.plan.derivatives import dot, summed
 from ebflow_plugin.plan.smoothness import Smoothness
 from ebflow_plugin.plan.step import Expansion, NonlinearStep
 
-__all__ = ["ActivationStep", "Curve", "ElementwiseStep", "logit_curve", "logit_slopes", "sigmoid_curve"]
+__all__ = ["ActivationStep", "Curve", "ElementwiseStep", "clamped_logit_curve", "logit_curve", "sigmoid_curve"]
 
 
-class Curve(NamedTuple):
+@dataclass(frozen=True)
+class Curve:
     """An elementwise map f at a point, with l = log|f'|.
 
     Attributes:
@@ -149,6 +150,24 @@ def logit_curve(x: Tensor) -> Curve:
     """
     left, right = torch.log(x), torch.log1p(-x)
     return Curve(left - right, lambda: -(left + right), lambda: logit_slopes(x))
+
+
+def clamped_logit_curve(x: Tensor, low: float, high: float) -> Curve:
+    """The logit of x clamped to [low, high], elementwise. Where it is clamped nothing depends on x.
+
+    Example:
+        >>> clamped_logit_curve(torch.tensor([[0.5, 0.99]]), 0.1, 0.9).slopes()[0]
+        tensor([[4., 0.]])
+    """
+    inside = x.clamp(low, high)
+    curve = logit_curve(inside)
+
+    def slopes() -> tuple[Tensor, Tensor, Tensor]:
+        free = ((x > low) & (x < high)).to(x)
+        slope, first, second = logit_slopes(inside)
+        return free * slope, free * first, free * second
+
+    return Curve(curve.value, curve.log_slope, slopes)
 
 
 def logit_slopes(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

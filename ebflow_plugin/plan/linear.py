@@ -22,7 +22,6 @@ from ebflow_plugin.plan.step import Expansion, Linearity, LinearStep, Shape, Sha
 __all__ = [
     "ElementwiseAffineStep",
     "IdentityStep",
-    "IndexedPermutationStep",
     "InitialisedAffineStep",
     "IsometryStep",
     "OrthogonalStep",
@@ -213,13 +212,6 @@ class PermutationStep(OrthogonalStep):
         if x.dim() <= dim or x.shape[dim] != len(order):
             raise InputError(f"{self.where} permutes {len(order)} entries of dimension {dim}, got {tuple(x.shape)}")
         return torch.index_select(x, dim, order)
-
-
-class IndexedPermutationStep(PermutationStep):
-    """A permutation of nflows, and its twin in normflows, which keep the order and the dimension."""
-
-    def order(self) -> tuple[Tensor, int]:
-        return self.module._permutation, self.module._dim
 
 
 class SqueezeStep(OrthogonalStep):

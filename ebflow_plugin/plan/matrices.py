@@ -22,7 +22,7 @@ from ebflow_plugin.linalg.dense import Dense, KeptLU
 from ebflow_plugin.linalg.operators import Operator, dense_operator, single_at_least
 from ebflow_plugin.plan.step import Blocks, Expansion, LinearStep, Shape, Shapes
 
-__all__ = ["FullStep", "MatrixStep", "MixingStep", "PackedLUStep", "TriangularStep"]
+__all__ = ["FullStep", "MatrixStep", "MixingStep", "TriangularStep"]
 
 
 class MixingStep(LinearStep):
@@ -226,35 +226,6 @@ class TriangularStep(MixingStep):
         return self.log_diagonal().sum() * self.copies(shape)
 
 
-class PackedLUStep(TriangularStep):
-    """An LULinear of nflows, and its twin in normflows, which unpack their factors from vectors of entries."""
-
-    def __init__(self, module: Any, path: str, inverted: bool = False) -> None:
-        super().__init__(module, path, inverted)
-        self._places = _packed_places(module.features, module.lower_entries.device)
-
-    def factors(self) -> tuple[Tensor, Tensor]:
-        """The libraries copy the places of all entries from numpy on every call; here they are kept."""
-        module, size, entries = self.module, self.module.features, self.module.lower_entries
-        if self._places[0].device != entries.device:  # the model was moved
-            self._places = _packed_places(size, entries.device)
-        packed = torch.cat([entries, entries.new_ones(size)]), torch.cat([module.upper_entries, module.upper_diag])
-        flat = [entries.new_zeros(size * size).scatter(0, *pair) for pair in zip(self._places, packed, strict=True)]
-        return flat[0].view(size, size), flat[1].view(size, size)
-
-    @property
-    def features(self) -> int:
-        size: int = self.module.features
-        return size
-
-    def log_diagonal(self) -> Tensor:
-        return torch.log(self.module.upper_diag)
-
-    def bias(self) -> Tensor:
-        bias: Tensor = self.module.bias
-        return bias
-
-
 class FullStep(LinearStep):
     """A FullLinear or FullConv2d of ours, in its density direction."""
 
@@ -327,11 +298,3 @@ def solved(weight: Tensor, rows: Tensor) -> Tensor:
     """
     result: Tensor = torch.linalg.solve_ex(weight, rows.to(weight.dtype).mT)[0].mT
     return result
-
-
-def _packed_places(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Where the packed entries of L and of U stand in a flat matrix, each with the diagonal after them."""
-    rows, columns = torch.tril_indices(size, size, -1, device=device)
-    up_rows, up_columns = torch.triu_indices(size, size, 1, device=device)
-    diagonal = torch.arange(size, device=device) * (size + 1)
-    return torch.cat([rows * size + columns, diagonal]), torch.cat([up_rows * size + up_columns, diagonal])

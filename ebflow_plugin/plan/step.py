@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
+from ebflow_plugin.errors import InputError
 from ebflow_plugin.linalg.operators import Operator
 from ebflow_plugin.plan.smoothness import Smoothness, first_reason, smoothness_of, stochastic_parts
 from ebflow_plugin.plan.values import Value, per_sample
@@ -45,7 +47,8 @@ class Linearity(str, Enum):
     __str__ = str.__str__
 
 
-class Expansion(NamedTuple):
+@dataclass(frozen=True)
+class Expansion:
     """A step at a point.
 
     Attributes:
@@ -64,7 +67,8 @@ class Expansion(NamedTuple):
     log_det: Callable[[], Tensor] | None = None
 
 
-class BaseExpansion(NamedTuple):
+@dataclass(frozen=True)
+class BaseExpansion:
     """The end of an energy: a base density, with all steps before it that have no closed form.
 
     Attributes:
@@ -153,6 +157,11 @@ class Step(Part, ABC):
     def sensitive(self) -> bool:
         """Whether the derivative explodes at an edge of the domain (logit, log), which MaP looks for."""
         return False
+
+    @property
+    def initialised(self) -> bool:
+        """Whether no data-dependent initialisation is due."""
+        return True
 
     def initialize(self, x: Value) -> None:
         """Runs the module's data-dependent initialisation on a clean batch, if it has one and it is still due."""
@@ -343,13 +352,31 @@ class Base(Part, ABC):
     def sample(self, n: int, context: Tensor | None, like: Tensor) -> tuple[Tensor, ...]:
         """Draws ``n`` latents, one for each row of a context, on the device and in the dtype of ``like``."""
 
+    def mean(self, context: Tensor | None) -> Tensor | float | None:
+        """The mean of a Gaussian, to be broadcast against a batch of latents; None of other densities."""
+        return None
+
+    def sample_at(self, temperature: float, n: int, context: Tensor | None, like: Tensor) -> tuple[Tensor, ...]:
+        """Draws as :meth:`sample` does, from a Gaussian whose standard deviation is ``temperature`` times its own.
+
+        Raises:
+            InputError: If the density is no Gaussian.
+        """
+        mean = self.mean(context)
+        if mean is None:
+            raise InputError(
+                f"temperature={temperature:g} needs a Gaussian base density, and this is none\n  {self.where}"
+            )
+        return tuple(mean + temperature * (z - mean) for z in self.sample(n, context, like))
+
 
 def own_tensors(module: Any) -> Iterator[Tensor]:
     """All tensors that a module holds: parameters, buffers, and plain attributes.
 
     Example:
-        >>> layer = nn.Linear(2, 2, bias=False)
-        >>> layer.scale = Tensor(3)
+        >>> import torch
+        >>> layer = torch.nn.Linear(2, 2, bias=False)
+        >>> layer.scale = torch.ones(3)
         >>> [tuple(tensor.shape) for tensor in own_tensors(layer)]
         [(2, 2), (3,)]
     """

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -13,15 +10,8 @@ from ebflow_plugin.linalg.random import at_least, check_generator, rows_in_chunk
 from ebflow_plugin.linalg.streams import seeded_by
 from ebflow_plugin.plan.inputs import check_context, positive
 from ebflow_plugin.plan.plan import Plan
-from ebflow_plugin.plan.step import Base
 
 __all__ = ["draw"]
-
-_GAUSSIANS = (
-    torch.distributions.Normal,
-    torch.distributions.MultivariateNormal,
-    torch.distributions.LowRankMultivariateNormal,
-)
 
 
 def draw(
@@ -58,7 +48,10 @@ def draw(
         if rows is not None and len(rows) != count:
             raise InputError(f"the flow is conditional: pass context=, of which {n} samples are drawn for each row")
         try:
-            latents = _latents(plan.base, count, rows, like, temperature)
+            if temperature == 1.0:
+                latents = plan.base.sample(count, rows, like)
+            else:
+                latents = plan.base.sample_at(temperature, count, rows, like)
         except NotImplementedError as error:
             refuse_precision(error, plan.base.where)
             raise NoInverseError(
@@ -72,39 +65,3 @@ def draw(
         ]
     samples = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
     return samples if context is None else samples.unflatten(0, (context.shape[0], n))
-
-
-def _latents(base: Base, count: int, rows: Tensor | None, like: Tensor, temperature: float) -> tuple[Tensor, ...]:
-    """Draws latents, and scales those of a Gaussian about their mean."""
-    if temperature == 1.0:
-        return base.sample(count, rows, like)
-    parts = getattr(base, "parts", [base])  # the levels of a multiscale flow
-    if all(hasattr(part.module, "temperature") for part in parts):  # the base does it itself, as those of normflows do
-        return _heated(base, temperature).sample(count, rows, like)
-    moments = getattr(base, "mean_std", None)
-    mean = moments(rows)[0] if moments is not None else _mean(base.module)
-    if mean is None:
-        raise InputError(f"temperature={temperature:g} needs a Gaussian base density, and this is none\n  {base.where}")
-    return tuple(mean + temperature * (z - mean) for z in base.sample(count, rows, like))
-
-
-def _heated(base: Base, temperature: float) -> Base:
-    """A base density that shares all but its temperature with the given one, which other threads may be using."""
-    heated = copy.copy(base)
-    if hasattr(base, "parts"):
-        heated.parts = [_heated(part, temperature) for part in base.parts]  # type: ignore[attr-defined]
-        return heated
-    heated.module = copy.copy(base.module)
-    own = base.module.temperature
-    heated.module.temperature = temperature if own is None else own * temperature
-    return heated
-
-
-def _mean(distribution: Any) -> Tensor | None:
-    """The mean of a Gaussian of ``torch.distributions``; None for anything else."""
-    if isinstance(distribution, torch.distributions.Independent):
-        return _mean(distribution.base_dist)
-    if isinstance(distribution, _GAUSSIANS):
-        mean: Tensor = distribution.mean
-        return mean
-    return None

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import ebflow_plugin as ebf
 from ebflow_plugin.errors import InputError, UnknownNameError, suggest
 
-__all__ = ["ACTIVATIONS", "LIBRARIES", "LINEAR", "OF_IMAGES", "Conditioner", "ImageNetwork", "Kit", "kit_for"]
+__all__ = ["ACTIVATIONS", "LIBRARIES", "LINEAR", "OF_IMAGES", "Conditioner", "ImageNetwork", "Kit", "no_layer"]
 
 LIBRARIES = ("nflows", "normflows", "zuko")
 OF_IMAGES = ("nflows", "normflows")  # the libraries with couplings and squeezes of images
@@ -138,23 +138,6 @@ class Kit(Protocol):
 
     def flow(self, layers: Sequence[nn.Module], latent: Shape) -> nn.Module:
         """The model: layers from data to noise, on a standard normal base with the given shape."""
-
-
-def kit_for(library: str) -> Kit:
-    """Returns the parts of a library, which is imported here."""
-    if library == "nflows":
-        from ebflow_examples.nflows_kit import NflowsKit
-
-        return NflowsKit()
-    if library == "normflows":
-        from ebflow_examples.normflows_kit import NormflowsKit
-
-        return NormflowsKit()
-    if library == "zuko":
-        from ebflow_examples.zuko_kit import ZukoKit
-
-        return ZukoKit()
-    raise UnknownNameError(f"unknown library {library!r}. {suggest(library, LIBRARIES)}")
 
 
 def no_layer(library: str, kind: str, where: str, possible: Sequence[str]) -> InputError:

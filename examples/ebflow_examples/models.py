@@ -17,7 +17,7 @@ from torch import nn
 
 import ebflow_plugin as ebf
 from ebflow_examples.data import DataSet
-from ebflow_examples.kits import LIBRARIES, LINEAR, OF_IMAGES, Conditioner, Kit, Shape, kit_for
+from ebflow_examples.kits import LIBRARIES, LINEAR, OF_IMAGES, Conditioner, Kit, Shape
 from ebflow_plugin.errors import InputError, UnknownNameError, suggest
 
 __all__ = ["LIBRARIES", "LINEAR", "MODELS", "ModelInfo", "build", "flow_for", "preprocessing"]
@@ -243,6 +243,23 @@ def build(
     kit = kit_for(library)
     layers, latent = info.make(kit, shape, linear, **options)
     return kit.flow(layers, latent)
+
+
+def kit_for(library: str) -> Kit:
+    """Returns the parts of a library, which is imported here."""
+    if library == "nflows":
+        from ebflow_examples.nflows_kit import NflowsKit
+
+        return NflowsKit()
+    if library == "normflows":
+        from ebflow_examples.normflows_kit import NormflowsKit
+
+        return NormflowsKit()
+    if library == "zuko":
+        from ebflow_examples.zuko_kit import ZukoKit
+
+        return ZukoKit()
+    raise UnknownNameError(f"unknown library {library!r}. {suggest(library, LIBRARIES)}")
 
 
 def flow_for(

@@ -175,10 +175,8 @@ class Counted:
 
 
 @pytest.fixture
-def counted(monkeypatch):
-    made = Counted()
-    monkeypatch.setattr(common, "experiment", lambda what: made)
-    return made
+def counted():
+    return Counted()
 
 
 def test_cells_share_the_budget_and_are_kept(counted, tmp_path):

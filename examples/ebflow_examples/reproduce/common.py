@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import torch
 
 from ebflow_examples.console import note
-from ebflow_examples.reproduce import experiment
 from ebflow_examples.training import versions
 from ebflow_plugin.errors import InputError, SingularError, TrainingError
 
@@ -139,7 +138,7 @@ def run(options: Options, made: Experiment) -> list[Found]:
     if found and missing:
         note(f"{options.what}: {len(found)} of {len(cells)} cells are there already", "bold")
     started = time.monotonic()
-    for place, each in enumerate(_computed(options, missing), start=1):
+    for place, each in enumerate(_computed(options, made, missing), start=1):
         found[each.cell.name] = each
         left = (time.monotonic() - started) / place * (len(missing) - place)
         word = f"failed: {each.failed.splitlines()[0]}" if each.failed else _headline(each.result)
@@ -154,25 +153,25 @@ def _shared(options: Options, cells: list[Cell]) -> list[Cell]:
     return [replace(cell, seconds=round(share, 2)) if cell.timed else cell for cell in cells]
 
 
-def _computed(options: Options, cells: Sequence[Cell]) -> Iterator[Found]:
+def _computed(options: Options, made: Experiment, cells: Sequence[Cell]) -> Iterator[Found]:
     if options.jobs == 1:
         with one_thread():
             for cell in cells:
-                yield compute(cell, options)
+                yield compute(made.compute, cell, options)
         return
     with ProcessPoolExecutor(options.jobs, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-        tasks = [pool.submit(compute, cell, options) for cell in cells]
+        tasks = [pool.submit(compute, made.compute, cell, options) for cell in cells]
         for task in as_completed(tasks):
             yield task.result()
 
 
-def compute(cell: Cell, options: Options) -> Found:
-    """Computes a cell, and keeps it. A run that failed is a result, too."""
+def compute(work: Callable[[Cell, Path, str | None], dict[str, Any]], cell: Cell, options: Options) -> Found:
+    """Computes a cell by the function of its experiment, and keeps it. A run that failed is a result, too."""
     started = time.monotonic()
     result: dict[str, Any] = {}
     failed = ""
     try:
-        result = experiment(cell.what).compute(cell, options.folder, options.data_root)
+        result = work(cell, options.folder, options.data_root)
     except (TrainingError, SingularError) as error:
         failed = str(error)
     facts = {"command": options.command, "threads": torch.get_num_threads(), "versions": versions()}

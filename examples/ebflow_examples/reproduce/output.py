@@ -13,8 +13,8 @@ import torch
 
 from ebflow_examples.bench.report import machine
 from ebflow_examples.console import note, say, table
-from ebflow_examples.reproduce import EXPERIMENTS
 from ebflow_examples.reproduce.common import Experiment, Found, Options
+from ebflow_examples.reproduce.contents import EXPERIMENTS
 
 __all__ = ["Grid", "Mean", "Report", "assemble", "beside", "column", "grouped", "mean", "write"]
 

@@ -8,7 +8,7 @@ from nflows import distributions, flows, transforms
 from torch import nn
 
 import ebflow_plugin as ebf
-from ebflow_plugin.adapting import discovery
+from ebflow_plugin.adapting import adapter, discovery
 from ebflow_plugin.adapting import teaching as rules
 from ebflow_plugin.adapting.teaching import Child
 
@@ -250,7 +250,7 @@ def test_what_is_no_flow_is_refused_with_what_can_be_wrapped(thing):
 
 def test_a_library_that_is_missing_is_named_with_how_to_install_it(monkeypatch):
     there = {"nflows": False, "glasflow": False, "enflows": False, "flowcon": False, "nessai": False}
-    monkeypatch.setattr(discovery, "find_spec", lambda name: object() if there.get(name, True) else None)
+    monkeypatch.setattr(adapter, "find_spec", lambda name: object() if there.get(name, True) else None)
     with pytest.raises(ebf.NotAFlowError, match=r"nflows is not installed: pip install nflows\)") as error:
         ebf.wrap(nn.Linear(2, 2))
     assert "normflows is not installed" not in str(error.value)

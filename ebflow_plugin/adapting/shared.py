@@ -1,0 +1,156 @@
+"""What several libraries have in common: steps of classes that one copied from another, and habits of adapters.
+
+An adapter derives from these and adds how its library calls a module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ebflow_plugin.adapting.adapter import comes_from
+from ebflow_plugin.plan.elementwise import Curve, ElementwiseStep, sigmoid_curve
+from ebflow_plugin.plan.linear import PermutationStep
+from ebflow_plugin.plan.matrices import TriangularStep
+from ebflow_plugin.plan.smoothness import Smoothness, smoothness_of
+from ebflow_plugin.plan.step import NonlinearStep
+
+__all__ = [
+    "DEPENDS_ON_CONTEXT",
+    "VOLUME_PRESERVING",
+    "BoundedStep",
+    "ConditionedStep",
+    "IndexedPermutationStep",
+    "PackedLUStep",
+    "SigmoidStep",
+    "SplineStep",
+    "drop_caches",
+    "lazy_layers",
+]
+
+# Reasons that reports show.
+VOLUME_PRESERVING = "volume-preserving, but not affine in x"
+DEPENDS_ON_CONTEXT = "affine in x, but its log-det depends on the context"
+
+
+class ConditionedStep(NonlinearStep):
+    """A coupling or autoregressive transform: as smooth as its network."""
+
+    reason = "conditioned on its input"
+
+    @property
+    def smoothness(self) -> Smoothness:
+        return smoothness_of(self.module)
+
+
+class SplineStep(NonlinearStep):
+    """A piecewise rational-quadratic transform: its score jumps at every knot."""
+
+    reason = "spline"
+
+    @property
+    def smoothness(self) -> Smoothness:
+        return Smoothness.KINKED
+
+
+class BoundedStep(ElementwiseStep):
+    """An elementwise map into an interval: the derivative of its inverse explodes at the ends."""
+
+    @property
+    def sensitive(self) -> bool:
+        return self.inverted
+
+
+class SigmoidStep(BoundedStep):
+    """A sigmoid. Its inverse is a logit, and is called so."""
+
+    @property
+    def class_name(self) -> str:
+        return "Logit" if self.inverted else super().class_name
+
+    def forward_curve(self, x: Tensor, context: Tensor | None) -> Curve:
+        return sigmoid_curve(x)
+
+
+class IndexedPermutationStep(PermutationStep):
+    """A permutation of nflows, and its twin in normflows: both keep ``_permutation`` and ``_dim``."""
+
+    def order(self) -> tuple[Tensor, int]:
+        return self.module._permutation, self.module._dim
+
+
+class PackedLUStep(TriangularStep):
+    """An LULinear of nflows, and its twin in normflows, which unpack their factors from vectors of entries."""
+
+    def __init__(self, module: Any, path: str, inverted: bool = False) -> None:
+        super().__init__(module, path, inverted)
+        self._places = _packed_places(module.features, module.lower_entries.device)
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """The libraries copy the places of all entries from numpy on every call; here they are kept."""
+        module, size, entries = self.module, self.module.features, self.module.lower_entries
+        if self._places[0].device != entries.device:  # the model was moved
+            self._places = _packed_places(size, entries.device)
+        packed = torch.cat([entries, entries.new_ones(size)]), torch.cat([module.upper_entries, module.upper_diag])
+        flat = [entries.new_zeros(size * size).scatter(0, *pair) for pair in zip(self._places, packed, strict=True)]
+        return flat[0].view(size, size), flat[1].view(size, size)
+
+    @property
+    def features(self) -> int:
+        size: int = self.module.features
+        return size
+
+    def log_diagonal(self) -> Tensor:
+        return torch.log(self.module.upper_diag)
+
+    def bias(self) -> Tensor:
+        bias: Tensor = self.module.bias
+        return bias
+
+
+def drop_caches(flow: nn.Module, packages: tuple[str, ...]) -> None:
+    """Empties the caches of linear layers (``using_cache``) of nflows and normflows: graphs, which cannot be copied.
+
+    Arguments:
+        flow: The flow that holds the layers.
+        packages: The packages that they come from.
+    """
+    module: Any
+    for module in flow.modules():
+        if comes_from(type(module), packages) and hasattr(module, "using_cache"):
+            module.cache.invalidate()
+
+
+def lazy_layers(package: str, names: Collection[str]) -> Callable[[str], object]:
+    """A ``__getattr__`` for an adapter's package: its layers are imported with the first use of one.
+
+    They are classes of the flow library, which somebody who wraps models of another one need not have.
+
+    Arguments:
+        package: The package, with a module ``layers``.
+        names: The layers.
+
+    Example:
+        >>> find = lazy_layers("ebflow_plugin", ["FullLinear"])
+        >>> find("FullLinear").__module__
+        'ebflow_plugin.layers'
+    """
+
+    def find(name: str) -> object:
+        if name not in names:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return vars(import_module(f"{package}.layers"))[name]
+
+    return find
+
+
+def _packed_places(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Where the packed entries of L and of U stand in a flat matrix, each with the diagonal after them."""
+    rows, columns = torch.tril_indices(size, size, -1, device=device)
+    up_rows, up_columns = torch.triu_indices(size, size, 1, device=device)
+    diagonal = torch.arange(size, device=device) * (size + 1)
+    return torch.cat([rows * size + columns, diagonal]), torch.cat([up_rows * size + up_columns, diagonal])

@@ -1,0 +1,118 @@
+"""``ebflow demo``, ``inspect`` and ``train``: the commands to begin with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ebflow_examples.cli.options import Data, DataRoot, Json, Library, Linear, Seed, Shape, Target, with_settings
+from ebflow_examples.console import REFUSED, say, say_json
+
+__all__ = ["demo", "inspect_target", "train"]
+
+
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the picture and the numbers.")] = Path("runs/demo"),
+    seed: Seed = 0,
+    quick: Annotated[bool, typer.Option("--quick", help="A few seconds: shows that all of it works.")] = False,
+) -> None:
+    """See it at work in about a minute: two models, two data sets, score matching beside maximum likelihood.
+
+    Wraps an nflows model, shows its steps, trains it with a live display, and leaves one picture with densities,
+    samples and NLL curves.
+
+    **Examples**
+
+    ```bash
+    ebflow demo
+    ebflow demo --out runs/tour --seed 1
+    ```
+    """
+    from ebflow_examples.demo import run_demo
+
+    run_demo(out, seed, quick)
+
+
+def inspect_target(
+    target: Target,
+    data: Data = None,
+    shape: Shape = None,
+    library: Library = "nflows",
+    linear: Linear = "full",
+    data_root: DataRoot = None,
+    as_json: Json = False,
+) -> None:
+    """Show what wrapping a flow finds: its steps, which are linear, and what training by energy skips.
+
+    Exit code 2 if a step cannot be part of an energy; the table says why.
+
+    **Examples**
+
+    ```bash
+    ebflow inspect my_package.models:make_flow
+    ebflow inspect model.py:flow --json
+    ebflow inspect glow --data swirl --library normflows
+    ```
+    """
+    from ebflow_examples.targets import find_target, parse_shape
+
+    report = find_target(
+        target, data=data, shape=parse_shape(shape), library=library, linear=linear, data_root=data_root
+    ).report()
+    if as_json:
+        say_json(
+            {"steps": report.to_dicts(), "base": report.base, "adapter": report.adapter, "summary": report.summary}
+        )
+    else:
+        say(str(report))
+    if report.count("refused"):
+        raise typer.Exit(REFUSED)
+
+
+@with_settings
+def train(
+    config: Annotated[
+        Path | None, typer.Option(help="TOML file with the settings below; flags override it.", show_default=False)
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Run folder.", show_default="runs/DATA-MODEL-LOSS, as far as given"),
+    ] = None,
+    resume: Annotated[
+        bool | None,
+        typer.Option("--resume/--fresh", help="Go on with the run in --out, or replace it.", show_default=False),
+    ] = None,
+    as_json: Json = False,
+    **flags: Any,
+) -> None:
+    """Train a model: exact NLL beside the loss, checkpoints, the best weights by NLL.
+
+    Without flags: scikit-learn's digits, the paper's fully-connected model, about a minute. Score matching: --loss dsm.
+    Data: sine, swirl, checkerboard, autoregressive10, digits, mnist, kmnist, cifar10, cifar10-jpeg, or a file or folder
+    of yours. Models: fc, cnn, glow, realnvp, maf, nsf. The settings go into the folder as config.toml.
+
+    **Examples**
+
+    ```bash
+    ebflow train
+    ebflow train --data swirl --loss ssm --out runs/swirl
+    ebflow train --data mnist --data-root ~/data --epochs 5
+    ebflow train --out runs/swirl --resume --steps 5000
+    ebflow train --config runs/swirl/config.toml --seed 1
+    torchrun --nproc-per-node 4 -m ebflow_examples train --data mnist --out runs/mnist
+    ```
+    """
+    from ebflow_examples.training import configuration, first_process, free_folder, report, train
+
+    given = {name: value for name, value in flags.items() if value is not None}
+    settings = configuration(given, config, out, resume)
+    folder = free_folder(settings) if out is None else out
+    summary = train(settings, folder, resume=bool(resume))
+    if not first_process():
+        return
+    if as_json:
+        say_json({"out": str(folder), **summary})
+    else:
+        say(report(summary, folder))

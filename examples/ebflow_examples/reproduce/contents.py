@@ -1,0 +1,18 @@
+"""What can be reproduced, by the name that is typed."""
+
+from __future__ import annotations
+
+__all__ = ["EXPERIMENTS", "WHATS"]
+
+EXPERIMENTS = {
+    "table1": "Table 1 and Fig. 1: divergences and densities on sine, swirl and checkerboard",
+    "table2": "Table 2: NLL and steps per second of fc and cnn on MNIST, the paper's way and ours",
+    "fig2": "Fig. 2: step time against D, NLL against training time",
+    "table3": "Table 3 and Fig. 3: what EMA and MaP do, and the norm of the gradient",
+    "table4": "Table 4: against the relative gradient, in equal time",
+    "fig4": "Fig. 4: images drawn from a Glow that was trained by score matching",
+    "fig5": "Fig. 5: imputation by Langevin steps",
+    "tableA3": "Table A.3: estimates of log Z",
+    "figA4": "Fig. A.4: full linear layers against triangular and LU ones",
+}
+WHATS = {**EXPERIMENTS, "all": "all of these in turn", "report": "RESULTS.md from what is there"}
