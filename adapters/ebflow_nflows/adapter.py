@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ebflow_nflows import linear, steps
 from ebflow_nflows.base import ChangedBase, ForeignBase, MixtureBase, NflowsBase, NormalBase
@@ -188,10 +188,6 @@ class NflowsAdapter(Adapter):
 
     def release(self, flow: nn.Module) -> None:
         drop_caches(flow, self.packages)
-
-    def own_log_prob(self, flow: Any, x: Tensor, context: Tensor | None) -> Tensor:
-        self.release(flow)
-        return super().own_log_prob(flow, x, context)
 
 
 ADAPTER = NflowsAdapter()

@@ -25,10 +25,10 @@ class NflowsBase(Base):
     """A base distribution that does its own work."""
 
     def __init__(self, module: Any, path: str) -> None:
-        super().__init__(module, path, self.told_shapes(module))
+        super().__init__(module, path, self.known_shapes(module))
         self._density_takes_context = takes_context(module.log_prob)
 
-    def told_shapes(self, module: Any) -> Shapes | None:
+    def known_shapes(self, module: Any) -> Shapes | None:
         """The event shape, if the distribution tells it."""
         shape = getattr(module, "_shape", None)
         return (tuple(shape),) if isinstance(shape, torch.Size) else None
@@ -63,7 +63,7 @@ class ForeignBase(NflowsBase):
 class ChangedBase(ForeignBase):
     """A class derived from one of nflows that overrides some of it: its shape may be another than its parent's."""
 
-    def told_shapes(self, module: Any) -> Shapes | None:
+    def known_shapes(self, module: Any) -> Shapes | None:
         return None
 
 
@@ -104,7 +104,7 @@ class NormalBase(NflowsBase):
 class MixtureBase(NflowsBase):
     """MADEMoG, an autoregressive mixture of Gaussians. nflows draws from it in float32 and with a context alone."""
 
-    def told_shapes(self, module: Any) -> Shapes | None:
+    def known_shapes(self, module: Any) -> Shapes | None:
         return ((module._made.features,),)
 
     def sample(self, n: int, context: Tensor | None, like: Tensor) -> tuple[Tensor, ...]:

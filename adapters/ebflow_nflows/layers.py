@@ -3,7 +3,7 @@
 They work inside a plain nflows ``Flow`` too, without wrapping it.
 
 The arithmetic is the core's (:mod:`ebflow_plugin.layers`); here it gets nflows' shape: ``forward`` is the density
-direction, and every method gives ``(value, log-det)``.
+direction, and every method returns ``(value, log-det)``.
 """
 
 from __future__ import annotations

@@ -251,7 +251,7 @@ class CollectStep(OrthogonalStep):
 
 
 def reflect(x: Tensor, vectors: Tensor) -> Tensor:
-    """Applies Householder reflections in turn: x - 2 (x·q) q / (q·q) for each q of ``(K, D)`` vectors."""
+    """Applies Householder reflections one after another: x - 2 (x·q) q / (q·q) for each q of ``(K, D)`` vectors."""
     scaled = vectors * (2.0 / (vectors**2).sum(-1, keepdim=True))
     for vector, scaled_vector in zip(vectors.unbind(), scaled.unbind(), strict=True):
         x = x - (x @ vector)[..., None] * scaled_vector

@@ -1,6 +1,6 @@
 """The normflows adapter of ebflow_plugin, and the layers that normflows lacks.
 
-``from ebflow_normflows import FullLinear, FullConv2d, SmoothLeakyReLU`` gives normflows Flows. normflows itself is
+``from ebflow_normflows import FullLinear, FullConv2d, SmoothLeakyReLU``: these are normflows Flows. normflows itself is
 imported with the first of them, so that a model of another library can be wrapped without it.
 """
 

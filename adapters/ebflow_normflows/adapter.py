@@ -276,7 +276,7 @@ class NormflowsAdapter(Adapter):
         raise NotAFlowError(
             f"{type(flow).__name__} has no density of its data: log p(x) of a VAE is an integral over z. Its flow has "
             "one, q(z | x), if its flows have inverses: wrap ClassCondFlow(ConditionalDiagGaussian(D, net), "
-            "vae.flows), where net(x) gives mean and log-scale (NNDiagGaussian has the log-variance: halve it), and "
+            "vae.flows), where net(x) returns mean and log-scale (NNDiagGaussian has the log-variance: halve it), and "
             "call energy(z, context=x). A flow prior is a NormalizingFlow of its own: wrap that."
         )
 

@@ -239,7 +239,7 @@ class ResidualStep(NormflowsStep):
         return self._estimated(self._planar) or super().refusal()
 
     def _estimated(self, planar: bool | None) -> str | None:
-        """Says why the log-det is an estimate for inputs of this kind, or gives None. Unknown inputs may be exact."""
+        """Says why the log-det is an estimate for inputs of this kind, or returns None. Unknown inputs may be exact."""
         block = self.module.iresblock
         if (block.brute_force or not block.training) and planar is not False:
             return None

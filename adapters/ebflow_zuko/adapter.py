@@ -117,8 +117,8 @@ COMPOSITIONS = ("ComposedTransform", "ComposeTransform", "DependentTransform", "
 def unconditional(module: Any) -> Rule | None:
     """An UnconditionalTransform, by what it makes: a class of zuko, of torch, or one that a user registered."""
     maker, name = maker_of(module), made_name(module)
-    if isinstance(maker, type) and (taught := REGISTERED.get(maker)) is not None:
-        return taught
+    if isinstance(maker, type) and (registered := REGISTERED.get(maker)) is not None:
+        return registered
     if name in COMPOSITIONS or _holds_a_transform(module):  # of transforms that are held as they are
         return Container(lambda module: [Child("", module())])
     return TRANSFORMS.get(name or "")
@@ -133,7 +133,7 @@ def elementwise(module: Any) -> Rule:
 
 
 def _holds_a_transform(module: Any) -> bool:
-    """Whether it makes nothing, but gives a transform that sbi put into it."""
+    """Whether it makes nothing, but returns a transform that sbi put into it."""
     maker = getattr(module, "f", None)
     return type(maker).__name__ == "CallableTransform" and comes_from(type(maker), ("sbi",))
 

@@ -2,8 +2,8 @@
 
 They work inside a plain zuko ``Flow`` too, without wrapping it.
 
-The arithmetic is the core's (:mod:`ebflow_plugin.layers`); here it gets zuko's shape: ``forward`` gives a transform of
-``torch.distributions``, whose forward is the density direction, and which ignores the context.
+The arithmetic is the core's (:mod:`ebflow_plugin.layers`); here it gets zuko's shape: ``forward`` returns a transform
+of ``torch.distributions``, whose forward is the density direction, and which ignores the context.
 """
 
 from __future__ import annotations

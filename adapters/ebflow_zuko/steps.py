@@ -1,6 +1,6 @@
 """The nonlinear classes of zuko: how each acts, and what it does to the score.
 
-Conditioned transforms are as smooth as the transform of single features that they apply, and as the network that gives
+Conditioned transforms are as smooth as the transform of single features that they apply, and as the network that makes
 its parameters from other features; a network of the context alone changes nothing for the score.
 """
 

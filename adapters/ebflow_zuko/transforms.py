@@ -1,11 +1,11 @@
 """What the transforms do that zuko's lazy modules make: a map and its log-det, by the exact class of the object.
 
-A lazy module is called with a context and gives a ``torch.distributions`` transform, which acts. Most of these act here
-by their own ``call_and_ladj``. Some do not: those that only arrange others; those with a log-det of 0, which compute
-none; and monotonic functions, for what zuko does not get right about their derivatives. It takes the derivative of an
-integral in x as a constant, so that second derivatives of SOSPF and UNAF, and of all inverses by bisection, are wrong
-without an error; and it frees the graph of a function whose parameters and input ask for no gradient, so that nothing
-after it can be trained.
+A lazy module is called with a context and returns a ``torch.distributions`` transform, which acts. Most of these act
+here by their own ``call_and_ladj``. Some do not: those that only arrange others; those with a log-det of 0, which
+compute none; and monotonic functions, for what zuko does not get right about their derivatives. It takes the derivative
+of an integral in x as a constant, so that second derivatives of SOSPF and UNAF, and of all inverses by bisection, are
+wrong without an error; and it frees the graph of a function whose parameters and input ask for no gradient, so that
+nothing after it can be trained.
 """
 
 from __future__ import annotations

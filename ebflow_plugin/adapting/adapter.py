@@ -11,7 +11,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ebflow_plugin.adapting.teaching import REGISTERED, Container, OpaqueStep, Registered, RegisteredLinearStep, Rule
+from ebflow_plugin.adapting.teaching import (
+    REGISTERED,
+    Container,
+    OpaqueStep,
+    RegisteredLinearStep,
+    RegisteredRule,
+    Rule,
+)
 from ebflow_plugin.errors import UnknownNameError, UnsupportedStepError, suggest
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.registry import altered_part, resolve
@@ -71,6 +78,7 @@ class Adapter(ABC):
 
     def own_log_prob(self, flow: Any, x: Tensor, context: Tensor | None) -> Tensor:
         """The library's own ``log_prob``, which the invariant is checked against."""
+        self.release(flow)
         result: Tensor = flow.log_prob(x) if context is None else flow.log_prob(x, context)
         return result
 
@@ -124,11 +132,11 @@ class Adapter(ABC):
             overrides: ``"linear"`` or ``"nonlinear"`` by path, where the user knows better.
         """
         if path in overrides:
-            rule: Rule | None = Registered(linear=overrides[path] == "linear")
+            rule: Rule | None = RegisteredRule(linear=overrides[path] == "linear")
             why = "override"
         else:
             rule, why = resolve(module, lambda cls: REGISTERED.get(cls) or self.rule(cls))
-        while rule is not None and not isinstance(rule, (type, Container, Registered)):
+        while rule is not None and not isinstance(rule, (type, Container, RegisteredRule)):
             rule = rule(module)
         if isinstance(rule, type) and issubclass(rule, LinearStep) and (part := altered_part(module)) is not None:
             rule, why = None, f"unknown: {part} inside of it was hooked or patched"  # which linear steps never call
@@ -141,7 +149,7 @@ class Adapter(ABC):
                     yield child.step(child.module, below, turned)
                 else:
                     yield from self.walk(child.module, below, turned, overrides)
-        elif isinstance(rule, Registered):
+        elif isinstance(rule, RegisteredRule):
             yield self._registered(rule, module, path, inverted, why)
         elif rule is not None:
             yield rule(module, path, inverted)
@@ -159,7 +167,7 @@ class Adapter(ABC):
 
     def _own_step(self, module: nn.Module, path: str) -> Iterator[Step]:
         rule = self.rule(type(module))
-        while rule is not None and not isinstance(rule, (type, Container, Registered)):
+        while rule is not None and not isinstance(rule, (type, Container, RegisteredRule)):
             rule = rule(module)
         if isinstance(rule, type):
             yield rule(module, path)
@@ -173,7 +181,7 @@ class Adapter(ABC):
             if word not in ("linear", "nonlinear"):
                 raise UnknownNameError(f"overrides[{path!r}] is {word!r}. Valid names: linear, nonlinear.")
 
-    def _registered(self, rule: Registered, module: Any, path: str, inverted: bool, why: str) -> Step:
+    def _registered(self, rule: RegisteredRule, module: Any, path: str, inverted: bool, why: str) -> Step:
         if rule.linear:
             return RegisteredLinearStep(self._opaque(module, path), rule, path, inverted)
         step = self._opaque(module, path, inverted)

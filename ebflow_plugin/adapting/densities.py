@@ -1,4 +1,4 @@
-"""What is known about base densities that no adapter's table holds: torch's distributions, and what users taught."""
+"""What is known about base densities that are in no adapter's table: torch's, and those that users registered."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ __all__ = [
     "Child",
     "Container",
     "OpaqueStep",
-    "Registered",
     "RegisteredLinearStep",
+    "RegisteredRule",
     "Rule",
     "register_container",
     "register_linear",
@@ -55,7 +55,7 @@ class Container:
 
 
 @dataclass(frozen=True)
-class Registered:
+class RegisteredRule:
     """The rule of a class that a user registered: functions for what the module's own methods shall not do."""
 
     linear: bool
@@ -66,15 +66,15 @@ class Registered:
     smoothness: Smoothness = Smoothness.UNKNOWN
 
 
-# A function looks at a module and gives its rule, or None where nobody knows how this one acts.
-Rule = type[Step] | Container | Registered | Callable[[Any], "Rule | None"]
-REGISTERED: TypeRegistry[Container | Registered] = TypeRegistry("rule")
+# A function looks at a module and returns its rule, or None where nobody knows how this one acts.
+Rule = type[Step] | Container | RegisteredRule | Callable[[Any], "Rule | None"]
+REGISTERED: TypeRegistry[Container | RegisteredRule] = TypeRegistry("rule")
 
 
 def registered_smoothness(cls: type) -> Smoothness | None:
     """What a user registered about the score of a class; None for a class that nobody registered, or a container."""
     rule = REGISTERED.get(cls)
-    return rule.smoothness if isinstance(rule, Registered) else None
+    return rule.smoothness if isinstance(rule, RegisteredRule) else None
 
 
 class SeenShapesStep(Step):
@@ -96,7 +96,7 @@ class SeenShapesStep(Step):
     def encoded_shapes(self, shapes: Shapes) -> Shapes:
         if shapes not in self._seen and self.gives != self.takes:
             raise InputError(
-                f"{self.where} gives shapes that nobody knows before data pass it: compute an energy first"
+                f"{self.where} returns shapes that nobody knows before data pass it: compute an energy first"
             )
         return self._seen.get(shapes, shapes)
 
@@ -141,7 +141,7 @@ class RegisteredLinearStep(SeenShapesStep, LinearStep):
 
     reason = "registered by the user"
 
-    def __init__(self, module: NonlinearStep, rule: Registered, path: str, inverted: bool) -> None:
+    def __init__(self, module: NonlinearStep, rule: RegisteredRule, path: str, inverted: bool) -> None:
         super().__init__(module.module, path, inverted)
         self._caller, self._rule = module, rule
         self.cost = rule.cost
@@ -202,7 +202,7 @@ def register_linear(
             called and its log-det dropped: right, but not cheaper.
         invert: ``invert(module, y)``; by default the module's own inverse.
         log_det: ``log_det(module, event_shape)``, log|det| of the forward map; by default what the module's forward
-            gives for a zero input. It is asked at each ``log_prob``, and not kept: nobody can tell what it depends on.
+            returns for a zero input. It is asked at each ``log_prob``, and not kept: nobody knows what it depends on.
         cost: What the log-det costs, for the report.
         force: Replaces an earlier registration.
 
@@ -214,7 +214,7 @@ def register_linear(
         >>> register_linear(Shift, log_det=lambda module, shape: 0.0) is Shift
         True
     """
-    REGISTERED.add(cls, Registered(True, apply, invert, log_det, cost), force)
+    REGISTERED.add(cls, RegisteredRule(True, apply, invert, log_det, cost), force)
     REGISTERED_NETWORKS.remove(cls)
     return cls
 
@@ -242,7 +242,7 @@ def register_nonlinear(cls: type, *, smoothness: str = "unknown", force: bool = 
         kind = Smoothness(smoothness)
     except ValueError:
         raise UnknownNameError(f"unknown smoothness {smoothness!r}. {suggest(smoothness, list(Smoothness))}") from None
-    REGISTERED.add(cls, Registered(False, smoothness=kind), force)
+    REGISTERED.add(cls, RegisteredRule(False, smoothness=kind), force)
     REGISTERED_NETWORKS.add(cls, kind, force=True)
     return cls
 
@@ -252,7 +252,7 @@ def register_container(cls: type, children: Callable[[Any], Iterable[tuple[str, 
 
     Arguments:
         cls: The class of transforms.
-        children: ``children(module)`` gives ``(name, member)`` pairs in the order of the module's own forward;
+        children: ``children(module)`` returns ``(name, member)`` pairs in the order of the module's own forward;
             ``name`` is the dotted path from the module to the member. A :class:`Child` says more than a pair.
         force: Replaces an earlier registration.
 

@@ -319,9 +319,7 @@ def start(core: EBFlow, x: Tensor, context: Tensor | None) -> None:
 
 def waits_for_data(plan: Plan) -> bool:
     """Whether a step of a model in training mode still waits for its data-dependent initialisation."""
-    return any(
-        getattr(step.module, "training", False) and not getattr(step, "initialised", True) for step in plan.steps
-    )
+    return any(getattr(step.module, "training", False) and not step.initialised for step in plan.steps)
 
 
 def _usable(tensor: Tensor) -> Tensor:

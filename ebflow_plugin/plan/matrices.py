@@ -244,8 +244,9 @@ class FullStep(LinearStep):
         return Blocks(group.size, geometry.groups, kind == "band")
 
     def determinant(self, shapes: Shapes | None) -> int | None:
-        size: int | None = getattr(self.module, "features", None if shapes is None else prod(shapes[0]))
-        return size
+        if isinstance(self.module, FullLinear):
+            return self.module.features
+        return None if shapes is None else prod(shapes[0])
 
     def apply(self, x: Tensor) -> Tensor:
         result: Tensor = self.module.transform(x)
