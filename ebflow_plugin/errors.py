@@ -1,4 +1,4 @@
-"""The errors of this library, and how a message is built.
+"""The errors and warnings of this library, and how a message is built.
 
 A message says what is wrong, where (the dotted path in the user's model), and what to do about it.
 """
@@ -14,13 +14,20 @@ from torch import nn
 
 __all__ = [
     "AdapterError",
+    "AdapterWarning",
+    "BiasWarning",
+    "ConditioningWarning",
     "EBFlowError",
+    "EBFlowWarning",
+    "EstimateWarning",
     "InputError",
     "NoInverseError",
     "NotAFlowError",
     "SingularError",
     "TrainingError",
     "UnknownNameError",
+    "UnknownStepWarning",
+    "UnseenParameterWarning",
     "UnsupportedStepError",
     "VerificationError",
     "WriteError",
@@ -72,6 +79,41 @@ class VerificationError(EBFlowError, AssertionError):
 
 class WriteError(EBFlowError, OSError):
     """A file cannot be written: the disk is full, or the folder does not allow it."""
+
+
+class EBFlowWarning(UserWarning):
+    """Every warning of this library.
+
+    Example:
+        >>> import warnings
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("error", EBFlowWarning)  # every warning of this library is an error
+        ...     warnings.simplefilter("ignore", UnknownStepWarning)  # but for one kind
+    """
+
+
+class AdapterWarning(EBFlowWarning):
+    """An installed adapter cannot be loaded, and is left out."""
+
+
+class UnknownStepWarning(EBFlowWarning):
+    """Steps of the flow have a class that nobody knows; they keep their own log-det."""
+
+
+class BiasWarning(EBFlowWarning):
+    """Steps of the flow bias an objective, or may do so: their score or density jumps, or nobody knows."""
+
+
+class UnseenParameterWarning(EBFlowWarning):
+    """Trainable parameters keep their value: an objective does not see them, or they are no part of the model."""
+
+
+class ConditioningWarning(EBFlowWarning):
+    """A linear layer is close to singular, or a solve with it did not converge."""
+
+
+class EstimateWarning(EBFlowWarning):
+    """An estimate is unreliable, and its standard error means nothing."""
 
 
 def blame(error: Exception, part: Any, value: Any, context: Any) -> NoReturn:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ebflow_plugin.adapting.teaching import REGISTERED, Container, OpaqueStep, Registered, RegisteredLinearStep, Rule
 from ebflow_plugin.errors import (
     AdapterError,
+    AdapterWarning,
     InputError,
     NotAFlowError,
     UnknownNameError,
@@ -223,7 +224,8 @@ def adapters() -> tuple[Adapter, ...]:
         try:
             loaded.append(point.load())
         except Exception as error:  # a broken plug-in must not take the others down
-            warnings.warn(f"adapter {point.name!r} ({point.value}) cannot be loaded: {error}", stacklevel=2)
+            message = f"adapter {point.name!r} ({point.value}) cannot be loaded: {error}"
+            warnings.warn(message, AdapterWarning, stacklevel=2)
     if not loaded:
         raise AdapterError(
             "no adapter is installed: install this package with pip, not by copying it (entry-point group "
