@@ -6,7 +6,7 @@ A message says what is wrong, where (the dotted path in the user's model), and w
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -33,6 +33,7 @@ __all__ = [
     "WriteError",
     "blame",
     "refuse_precision",
+    "renamed",
     "suggest",
 ]
 
@@ -153,6 +154,25 @@ def refuse_precision(error: NotImplementedError, where: str) -> None:
             f"torch cannot do this in the flow's precision: {error}\n  {where}\nMove the model to float32 or float64 "
             "with .to(dtype)."
         ) from error
+
+
+def renamed(module: str, names: Mapping[str, str]) -> Callable[[str], NoReturn]:
+    """Makes the ``__getattr__`` of a module whose names have changed: asking for an old one says the new one.
+
+    The error is no AttributeError, whose text ``from module import name`` drops.
+
+    Example:
+        >>> renamed("ebflow_plugin", {"objective": "make_objective"})("objective")
+        Traceback (most recent call last):
+        ebflow_plugin.errors.UnknownNameError: ebflow_plugin.objective is called ebflow_plugin.make_objective now
+    """
+
+    def look_up(name: str) -> NoReturn:
+        if name in names:
+            raise UnknownNameError(f"{module}.{name} is called {module}.{names[name]} now")
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+    return look_up
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

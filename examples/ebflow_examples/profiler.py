@@ -224,7 +224,7 @@ def _megabytes(name: str, model: ebf.EBFlow, batch: Tensor, context: Tensor | No
 def _make_step(name: str, model: ebf.EBFlow, batch: Tensor, context: Tensor | None) -> Callable[[], None]:
     name, _, log_det = name.partition(" ")
     options = {"log_det": log_det} if log_det else {}
-    objective = ebf.objective(name, model, generator=stream(0, "noise", device=batch.device), **options)
+    objective = ebf.make_objective(name, model, generator=stream(0, "noise", device=batch.device), **options)
     optimiser = torch.optim.Adam([p for p in objective.parameters() if p.requires_grad], lr=0.0)
 
     def step() -> None:
