@@ -229,8 +229,8 @@ class FullConv2d(nn.Module):
             if self.init != "normal":
                 raise InputError(
                     f"init={self.init!r} needs an output channel, and a tap of the kernel, for each element of a cell "
-                    f"of stride x stride pixels, which {setting} has not. Use init='normal' if you mean it; the order is "
-                    "(in_channels, out_channels, kernel_size), as in torch.nn.Conv2d."
+                    f"of stride x stride pixels, which {setting} has not. Use init='normal' if you mean it; the order "
+                    "is (in_channels, out_channels, kernel_size), as in torch.nn.Conv2d."
                 )
             nn.init.normal_(self.weight, std=fan_in**-0.5, generator=generator)
             return
