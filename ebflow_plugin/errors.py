@@ -17,12 +17,14 @@ __all__ = [
     "AdapterWarning",
     "BiasWarning",
     "ConditioningWarning",
+    "ContextError",
     "EBFlowError",
     "EBFlowWarning",
     "EstimateWarning",
     "InputError",
     "NoInverseError",
     "NotAFlowError",
+    "ResumeWarning",
     "SingularError",
     "TrainingError",
     "UnknownNameError",
@@ -56,6 +58,10 @@ class UnsupportedStepError(EBFlowError, ValueError):
 
 class InputError(EBFlowError, ValueError):
     """A tensor or an option has a shape, type, device or value that the model cannot take."""
+
+
+class ContextError(InputError):
+    """A context that the model cannot take, or needs and did not get."""
 
 
 class SingularError(EBFlowError, ArithmeticError):
@@ -113,6 +119,10 @@ class ConditioningWarning(EBFlowWarning):
     """A linear layer is close to singular, or a solve with it did not converge."""
 
 
+class ResumeWarning(EBFlowWarning):
+    """A run goes on otherwise than it would have: from an older checkpoint, with other settings, without its best."""
+
+
 class EstimateWarning(EBFlowWarning):
     """An estimate is unreliable, and its standard error means nothing."""
 
@@ -123,7 +133,7 @@ def blame(error: Exception, part: Any, value: Any, context: Any) -> NoReturn:
     But for one cause that torch tells in matrix sizes: a context was forgotten.
     """
     if context is None and _may_come_from_a_missing_context(error) and _is_conditional(part.module):
-        raise InputError(
+        raise ContextError(
             f"{part.where} is conditional, and failed without a context ({type(error).__name__}: {error}). "
             "Pass context=."
         ) from error

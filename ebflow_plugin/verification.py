@@ -311,14 +311,13 @@ def _jacobian(step: Step, value: Value, context: Tensor | None) -> Tensor:
 @torch.no_grad()
 def _inverse(step: Step, value: Value, context: Tensor | None, name: str) -> Iterator[Check]:
     """decode(encode(x)) against x, or, where the map squashes x, encode of that against encode(x)."""
-    embedded = None if isinstance(step, LinearStep) else context
-    latents, _ = step.encode(value, embedded)
+    latents, _ = step.encode(value, context)
     try:
-        back = step.decode(latents, embedded)
+        back = step.decode(latents, context)
     except NotImplementedError:
         yield Check(name, None, "the step has no inverse", step.path)
         return
-    again, _ = step.encode(back, embedded)
+    again, _ = step.encode(back, context)
     pairs = [(_flat(back), _flat(value)), (_flat(again), _flat(latents))]
     if not all(bool(torch.isfinite(ours).all()) for ours, _ in pairs):
         yield Check(name, None, "the inverse is not finite at this data", step.path)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, distributed
 
 from ebflow_plugin.errors import EBFlowError, InputError
+from ebflow_plugin.plan.inputs import pair
 
 __all__ = ["Moments", "batches", "meet"]
 
@@ -174,16 +175,10 @@ def batches(data: Any, check: Callable[[Tensor, Tensor | None], Tensor]) -> Iter
         )
     empty = True
     for part in parts:
-        x, context = (part, None) if isinstance(part, Tensor) else _pair(part)
+        x, context = pair(part)
         if x.shape[0] == 0:
             continue
         empty = False
         yield check(x, context), context
     if empty:
         raise InputError("data holds no batches")
-
-
-def _pair(part: Any) -> tuple[Tensor, Tensor | None]:
-    if isinstance(part, (tuple, list)) and len(part) in (1, 2) and all(isinstance(piece, Tensor) for piece in part):
-        return part[0], (part[1] if len(part) == 2 else None)
-    raise InputError(f"a batch must be a tensor or a pair (x, context), got {type(part).__name__} of {len(part)}")

@@ -25,6 +25,7 @@ import torch
 from torch import Generator, Tensor
 
 from ebflow_plugin.errors import SingularError
+from ebflow_plugin.linalg.bidiagonal import Bands, LinearMap, bidiagonalise
 from ebflow_plugin.linalg.random import at_least, rows_in_chunks, shown, signs
 
 __all__ = ["LogDet", "log_abs_det"]
@@ -106,7 +107,7 @@ def log_abs_det(
     products = 0
     for part in shown(list(rows_in_chunks(probes, group)), progress, "Lanczos"):
         start = signs((part.stop - part.start, dim), like, generator)
-        bands = _bidiagonalise(_Linear(function, shape, start), start, iterations, partial(_settled, squares, probes))
+        bands = bidiagonalise(LinearMap(function, shape, start), start, iterations, partial(_settled, squares, probes))
         found.append(_rules(bands))
         products += 2 * len(start) * bands.diagonal.shape[1]
     each = _values(found, squares, dim)
@@ -117,70 +118,6 @@ def log_abs_det(
     return LogDet(mean[-1], float(each[:, -1].var()) / probes, _tail(mean) + rounding, products)
 
 
-class _Linear:
-    """The linear part W of an affine function of a batch, and its transpose, on flattened rows."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor], shape: Shape, rows: Tensor) -> None:
-        self._function, self._shape = function, shape
-        with torch.inference_mode(False), torch.enable_grad():
-            # The function is affine: one graph, at zero, transposes for every vector that comes.
-            self._zero = rows.new_zeros(len(rows), *shape).requires_grad_()
-            self._offset = function(self._zero)
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        with torch.no_grad():
-            return (self._function(rows.reshape(-1, *self._shape)) - self._offset.detach()).flatten(1)
-
-    def transposed(self, rows: Tensor) -> Tensor:
-        with torch.inference_mode(False):
-            out = rows.reshape(self._offset.shape)
-            (gradient,) = torch.autograd.grad(self._offset, self._zero, out, retain_graph=True)
-        return gradient.flatten(1)
-
-
-class _Bands(NamedTuple):
-    diagonal: Tensor  # (P, m)
-    above: Tensor  # (P, m - 1)
-    complete: bool  # whether there was nothing left to find, so that the quadrature is exact
-
-
-def _bidiagonalise(linear: _Linear, start: Tensor, iterations: int, enough: Callable[[_Bands, int], bool]) -> _Bands:
-    """Golub-Kahan from each row of ``start``: W V = U B with B upper bidiagonal, the columns of V orthonormal."""
-    right = start / start.norm(dim=1, keepdim=True)
-    basis = start.new_zeros(len(start), iterations, start.shape[1])
-    left = linear(right)
-    size = left.norm(dim=1)
-    diagonal: list[Tensor] = [size]
-    above: list[Tensor] = []
-    scale = size.clone()  # of W, from below: what is noise beside it counts as nothing
-    noise = 16 * torch.finfo(start.dtype).eps
-    for k in range(1, iterations):
-        basis[:, k - 1] = right
-        left = left / size.clamp_min(torch.finfo(start.dtype).tiny)[:, None]
-        right = linear.transposed(left) - size[:, None] * right
-        found = basis[:, :k]
-        for _ in range(2):  # twice is enough
-            right = right - torch.einsum("pkd,pk->pd", found, torch.einsum("pkd,pd->pk", found, right))
-        link = right.norm(dim=1)
-        alive = link > noise * scale
-        if not bool(alive.any()):
-            return _Bands(torch.stack(diagonal, 1), torch.stack(above, 1) if above else start[:, :0], True)
-        # A finished probe goes on with zeros, and with numbers on the diagonal that no quadrature sees.
-        link = link * alive
-        right = torch.where(alive[:, None], right / link.clamp_min(torch.finfo(start.dtype).tiny)[:, None], 0.0)
-        left = linear(right) - link[:, None] * left
-        size = torch.where(alive, left.norm(dim=1), size)
-        scale = torch.maximum(scale, torch.maximum(link, size))
-        diagonal.append(size)
-        above.append(link)
-        if k >= 7 and (k + 1).bit_count() == 1:  # 8, 16, 32, … nodes
-            bands = _Bands(torch.stack(diagonal, 1), torch.stack(above, 1), False)
-            if enough(bands, start.shape[1]):
-                return bands
-    complete = iterations == start.shape[1]
-    return _Bands(torch.stack(diagonal, 1), torch.stack(above, 1) if above else start[:, :0], complete)
-
-
 class _Rule(NamedTuple):
     """The Gauss quadratures of the probes: singular values of W, and weights that sum to one, each ``(P, nodes)``."""
 
@@ -188,15 +125,12 @@ class _Rule(NamedTuple):
     weights: Tensor
 
 
-def _rules(bands: _Bands) -> list[_Rule]:
+def _rules(bands: Bands) -> list[_Rule]:
     """The rules with a quarter of the nodes that Lanczos found, with half of them, and with all."""
     count = bands.diagonal.shape[1]
     rules = []
     for nodes in (count,) * 3 if bands.complete else (-(-count // 4), -(-count // 2), count):
-        matrix = torch.diag_embed(bands.diagonal[:, :nodes].double())
-        if nodes > 1:
-            matrix = matrix + torch.diag_embed(bands.above[:, : nodes - 1].double(), offset=1)
-        _, singular, right = torch.linalg.svd(matrix)
+        _, singular, right = torch.linalg.svd(bands.matrices(nodes))
         noise = torch.finfo(bands.diagonal.dtype).eps * singular[:, :1]
         rules.append(_Rule(torch.where(singular > noise, singular, 0.0), right[:, :, 0].square()))
     return rules
@@ -210,7 +144,7 @@ def _values(found: list[list[_Rule]], squares: float | None, dim: int) -> Tensor
     return each - _linear_part([rules[-1] for rules in found], squares / dim, dim)[:, None]
 
 
-def _settled(squares: float | None, probes: int, bands: _Bands, dim: int) -> bool:
+def _settled(squares: float | None, probes: int, bands: Bands, dim: int) -> bool:
     """Whether more nodes would change far less than more probes would."""
     each = _values([_rules(bands)], squares, dim)
     return len(each) > 1 and _tail(each.mean(0).tolist()) < 0.1 * float(each[:, -1].std()) / math.sqrt(probes)

@@ -18,7 +18,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ebflow_plugin.errors import BiasWarning, EBFlowError, UnseenParameterWarning, UnsupportedStepError
+from ebflow_plugin.errors import (
+    BiasWarning,
+    ContextError,
+    EBFlowError,
+    InputError,
+    UnseenParameterWarning,
+    UnsupportedStepError,
+)
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.plan.smoothness import Smoothness
 from ebflow_plugin.plan.step import Base, Step
@@ -26,7 +33,7 @@ from ebflow_plugin.plan.step import Base, Step
 if TYPE_CHECKING:
     from ebflow_plugin.objectives.base import Objective
 
-__all__ = ["EVERY_JUMP", "BlindSpots", "refuse_false_derivatives", "warn_about_jumps"]
+__all__ = ["EVERY_JUMP", "BlindSpots", "refuse_false_derivatives", "refuse_useless_context", "warn_about_jumps"]
 
 ROWS = 16  # how many samples a search for blind spots takes
 EVERY_JUMP = (Smoothness.KINKED, Smoothness.JUMPS, Smoothness.UNKNOWN)
@@ -203,20 +210,15 @@ def find_blind_spots(
         >>> find_blind_spots(model, (2,)).constant
         ['_distribution.level']
     """
-    model = copy.deepcopy(model)
-    core = model.core
-    like = core.like()
+    like = model.like()
     generator = torch.Generator().manual_seed(0)
 
     def noise(shape: tuple[int, ...]) -> Tensor:
         return torch.randn(shape, generator=generator).to(like)
 
     x = data if isinstance(data, Tensor) else noise((ROWS, *data))
-    with torch.no_grad():
-        for parameter in model.flow.parameters():
-            if parameter.is_floating_point():
-                fan_in = max(1, prod(parameter.shape[1:]))
-                parameter.add_(noise(tuple(parameter.shape)).to(parameter), alpha=0.1 / sqrt(fan_in))
+    model = _perturbed(model, generator)
+    core = model.core
     direction = noise(tuple(x.shape)).to(x)
     named = {name: p for name, p in model.flow.named_parameters() if p.requires_grad and p.numel()}
     with torch.enable_grad():
@@ -249,3 +251,53 @@ def _depends(value: Tensor, named: dict[str, nn.Parameter]) -> dict[str, bool]:
         name: gradient is not None and bool(gradient.count_nonzero())
         for name, gradient in zip(named, gradients, strict=True)
     }
+
+
+@torch.no_grad()
+def _perturbed(model: EBFlow, generator: torch.Generator) -> EBFlow:
+    """A copy of a model with other parameters: fresh couplings look constant, and do not see their context."""
+    model = copy.deepcopy(model)
+    for parameter in model.flow.parameters():
+        if parameter.is_floating_point():
+            fan_in = max(1, prod(parameter.shape[1:]))
+            drawn = torch.randn(parameter.shape, generator=generator).to(parameter)
+            parameter.add_(drawn, alpha=0.1 / sqrt(fan_in))
+    return model
+
+
+def refuse_useless_context(model: EBFlow, x: Tensor, context: Tensor | None) -> None:
+    """Raises if a batch comes with values, such as labels or targets, that the model makes no use of.
+
+    Looks at a perturbed copy of the model, since fresh couplings do not see their context.
+    """
+    if context is None:
+        return
+    fix = (
+        f"Drop the {'targets' if context.is_floating_point() else 'labels'}: pass the tensor alone, or DataLoader(…, "
+        "collate_fn=lambda rows: torch.stack([row[0] for row in rows])). To condition on them, give the flow a "
+        "context, or an embedding of labels."
+    )
+    what = f"each batch comes with {context.dtype} values of shape {tuple(context.shape)}"
+    generator = torch.Generator().manual_seed(0)
+    twin = _perturbed(model, generator)
+    with torch.no_grad():
+        u, _ = model.preprocess(x, torch.Generator(x.device).manual_seed(0))
+        try:
+            seen = twin.core.energy(u, context)
+        except Exception as error:
+            if isinstance(error, EBFlowError) and not isinstance(error, ContextError):
+                raise
+            raise InputError(f"{what}, and the model cannot take them as a context ({error}). {fix}") from error
+        used = _differs(seen, twin, u, None)
+        if not used and context.is_floating_point():  # other labels need not be labels
+            used = _differs(seen, twin, u, context + torch.randn(context.shape, generator=generator).to(context))
+        if used is False:
+            raise InputError(f"{what}, and the model makes no use of a context. {fix}")
+
+
+def _differs(seen: Tensor, model: EBFlow, u: Tensor, context: Tensor | None) -> bool | None:
+    """Whether a model has other energies with this context; None if it does not take it."""
+    try:
+        return not torch.equal(seen, model.core.energy(u, context))
+    except Exception:
+        return None

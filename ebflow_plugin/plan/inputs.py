@@ -7,15 +7,17 @@ import os
 from collections.abc import Iterable
 from numbers import Real
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ebflow_plugin.errors import InputError, suggest
+from ebflow_plugin.errors import ContextError, InputError, suggest
 from ebflow_plugin.linalg.random import as_whole, at_least
 from ebflow_plugin.plan.step import Shape
 
 __all__ = [
+    "Batch",
     "check_context",
     "check_input",
     "check_shape",
@@ -23,11 +25,15 @@ __all__ = [
     "flag",
     "is_number",
     "one_of",
+    "pair",
     "path_of",
     "positive",
     "refuse_non_finite",
     "whole",
 ]
+
+
+Batch = tuple[Tensor, Tensor | None]
 
 
 def check_input(
@@ -81,22 +87,24 @@ def check_context(context: Tensor, anchor: Tensor | None, rows: int | None, devi
     Example:
         >>> check_context([1.0], None, None, torch.device("cpu"))
         Traceback (most recent call last):
-        ebflow_plugin.errors.InputError: context must be a tensor, got list; torch.as_tensor makes one
+        ebflow_plugin.errors.ContextError: context must be a tensor, got list
     """
-    check_tensor("context", context)
+    if not isinstance(context, Tensor):
+        raise ContextError(f"context must be a tensor, got {type(context).__name__}")
     if context.dim() == 0 or rows not in (None, context.shape[0]):
         wanted = "rows, one for each set of samples" if rows is None else f"{rows} rows, as x has"
-        raise InputError(f"context must have {wanted}, got shape {tuple(context.shape)}")
+        raise ContextError(f"context must have {wanted}, got shape {tuple(context.shape)}")
     if context.device != device:
         other = "the flow" if rows is None else "x"
-        raise InputError(f"context is on {context.device}, {other} is on {device}; move one with .to()")
+        raise ContextError(f"context is on {context.device}, {other} is on {device}; move one with .to()")
     if anchor is not None and context.is_floating_point():
         _same_dtype("context", context, anchor)
 
 
 def _same_dtype(name: str, tensor: Tensor, anchor: Tensor) -> None:
     if tensor.dtype != anchor.dtype and not torch.is_autocast_enabled(tensor.device.type):
-        raise InputError(f"{name} is {tensor.dtype}, the flow is {anchor.dtype}; cast one with .to()")
+        kind = ContextError if name == "context" else InputError
+        raise kind(f"{name} is {tensor.dtype}, the flow is {anchor.dtype}; cast one with .to()")
 
 
 def refuse_non_finite(name: str, tensor: Tensor) -> None:
@@ -113,6 +121,27 @@ def refuse_non_finite(name: str, tensor: Tensor) -> None:
         rows = int(bad.flatten(1).any(1).sum()) if bad.dim() > 1 else count
         first = bad.nonzero()[0].tolist()
         raise InputError(f"{name} holds {count} NaN or inf in {rows} of {tensor.shape[0]} rows, the first at {first}")
+
+
+def pair(item: Any, name: str = "a batch") -> Batch:
+    """A batch as x and its context, which may be None.
+
+    Example:
+        >>> pair([torch.zeros(2, 3)])
+        (tensor([[0., 0., 0.],
+                [0., 0., 0.]]), None)
+    """
+    if isinstance(item, Tensor):
+        return item, None
+    if isinstance(item, (tuple, list)) and 1 <= len(item) <= 2 and isinstance(item[0], Tensor):
+        context = item[1] if len(item) == 2 else None
+        if context is None or isinstance(context, Tensor):
+            return item[0], context
+    found = f"{type(item).__name__} of {len(item)}" if isinstance(item, (tuple, list, dict)) else type(item).__name__
+    raise InputError(
+        f"{name} must be a tensor x, or a pair (x, context), got a {found}; choose with a collate_fn: "
+        "DataLoader(…, collate_fn=lambda rows: torch.stack([row[0] for row in rows]))"
+    )
 
 
 def positive(name: str, value: object) -> float:

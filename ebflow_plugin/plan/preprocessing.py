@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ebflow_plugin.errors import InputError, UnknownNameError, suggest
-from ebflow_plugin.linalg.random import at_least
+from ebflow_plugin.linalg.random import at_least, uniform_like
 from ebflow_plugin.plan.derivatives import transformed
 from ebflow_plugin.plan.elementwise import Curve, ElementwiseStep, logit_curve, sigmoid_curve
 from ebflow_plugin.plan.inputs import is_number
@@ -204,8 +204,7 @@ class DequantizeStep(LinearStep):
         if not (x.is_meta or transformed()) and (x.device.type == "cpu" or not self._seen):
             self.module.refuse(x)
             self._seen = True
-        device = x.device if generator is None else generator.device
-        noise = torch.rand(x.shape, generator=generator, device=device, dtype=x.dtype).to(x.device)
+        noise = uniform_like(x, generator)
         top = 1.0 - torch.finfo(x.dtype).eps / 2  # (255 + u) / 256 can round to 1, where a logit is infinite
         unit = ((x + noise) / self.module.levels).clamp(max=top)
         return unit.masked_fill(self.module.odd(x), float("nan"))

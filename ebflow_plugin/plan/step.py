@@ -348,8 +348,8 @@ def own_tensors(module: Any) -> Iterator[Tensor]:
     """All tensors that a module holds: parameters, buffers, and plain attributes.
 
     Example:
-        >>> layer = torch.nn.Linear(2, 2, bias=False)
-        >>> layer.scale = torch.ones(3)
+        >>> layer = nn.Linear(2, 2, bias=False)
+        >>> layer.scale = Tensor(3)
         >>> [tuple(tensor.shape) for tensor in own_tensors(layer)]
         [(2, 2), (3,)]
     """

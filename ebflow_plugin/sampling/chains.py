@@ -46,7 +46,7 @@ class Chains:
 
 @dataclass(frozen=True)
 class Moves:
-    """The options of a run of chains, checked; :func:`~ebflow_plugin.langevin` says what they mean."""
+    """The options of a run of chains, checked; :func:`~ebflow_plugin.sampling.langevin` says what they mean."""
 
     steps: int
     step_size: float

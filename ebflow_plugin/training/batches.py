@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
 import torch
 from torch import Generator, Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+)
 from torch.utils.data import default_collate as collate
 
-from ebflow_plugin.errors import EBFlowError, InputError
-from ebflow_plugin.model import EBFlow
-from ebflow_plugin.plan.inputs import refuse_non_finite
+from ebflow_plugin.errors import InputError
+from ebflow_plugin.plan.inputs import Batch, pair, refuse_non_finite
 from ebflow_plugin.training.randomness import RandomState, mix, random_state, set_random_state
 
-__all__ = ["Batch", "Batches", "LoaderBatches", "batches", "refuse_useless_context"]
-
-Batch = tuple[Tensor, Tensor | None]
+__all__ = ["Batches", "LoaderBatches", "batches", "own_rows"]
 
 
 class Batches:
@@ -284,63 +288,12 @@ def batches(
     return Batches(fetch, count, size, shuffle=shuffle, seed=seed, rank=rank, world=world)
 
 
-def pair(item: Any, name: str = "a batch") -> Batch:
-    """A batch as x and its context, which may be None.
+def own_rows(loader: Any) -> int | None:
+    """How many rows of a loader are this process's own; None for all of them.
 
-    Example:
-        >>> pair([torch.zeros(2, 3)])
-        (tensor([[0., 0., 0.],
-                [0., 0., 0.]]), None)
+    A DistributedSampler repeats rows at the end, so that all processes have as many.
     """
-    if isinstance(item, Tensor):
-        return item, None
-    if isinstance(item, (tuple, list)) and 1 <= len(item) <= 2 and isinstance(item[0], Tensor):
-        context = item[1] if len(item) == 2 else None
-        if context is None or isinstance(context, Tensor):
-            return item[0], context
-    found = f"{type(item).__name__} of {len(item)}" if isinstance(item, (tuple, list, dict)) else type(item).__name__
-    raise InputError(
-        f"{name} must be a tensor x, or a pair (x, context), got a {found}; choose with a collate_fn: "
-        "DataLoader(…, collate_fn=lambda rows: torch.stack([row[0] for row in rows]))"
-    )
-
-
-def refuse_useless_context(model: EBFlow, x: Tensor, context: Tensor | None) -> None:
-    """Raises if a batch comes with values, such as labels or targets, that the model makes no use of.
-
-    Looks at a perturbed copy of the model, since fresh couplings do not see their context.
-    """
-    if context is None:
-        return
-    fix = (
-        f"Drop the {'targets' if context.is_floating_point() else 'labels'}: pass the tensor alone, or DataLoader(…, "
-        "collate_fn=lambda rows: torch.stack([row[0] for row in rows])). To condition on them, give the flow a "
-        "context, or an embedding of labels."
-    )
-    what = f"each batch comes with {context.dtype} values of shape {tuple(context.shape)}"
-    twin = copy.deepcopy(model)
-    generator = Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in twin.parameters():
-            if parameter.is_floating_point():
-                parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter), alpha=0.1)
-        u, _ = model.preprocess(x, Generator(x.device).manual_seed(0))
-        try:
-            seen = twin.core.energy(u, context)
-        except Exception as error:
-            if isinstance(error, EBFlowError) and "context" not in str(error):
-                raise
-            raise InputError(f"{what}, and the model cannot take them as a context ({error}). {fix}") from error
-        used = _differs(seen, twin, u, None)
-        if not used and context.is_floating_point():  # other labels need not be labels
-            used = _differs(seen, twin, u, context + torch.randn(context.shape, generator=generator).to(context))
-        if used is False:
-            raise InputError(f"{what}, and the model makes no use of a context. {fix}")
-
-
-def _differs(seen: Tensor, model: EBFlow, u: Tensor, context: Tensor | None) -> bool | None:
-    """Whether a model has other energies with this context; None if it does not take it."""
-    try:
-        return not torch.equal(seen, model.core.energy(u, context))
-    except Exception:
+    sampler = getattr(loader, "sampler", None)
+    if not isinstance(sampler, DistributedSampler) or sampler.shuffle:
         return None
+    return len(range(sampler.rank, len(sampler.dataset), sampler.num_replicas))  # type: ignore[arg-type]

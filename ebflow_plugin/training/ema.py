@@ -64,8 +64,14 @@ class EMA:
         self.model = model
         self.decay = float(decay)
         self.warmup = flag("warmup", warmup)
-        self.updates = 0
         self._applied = False
+        self.restart()
+
+    def restart(self) -> None:
+        """Begins anew, with the model's present values."""
+        if self._applied:
+            raise EBFlowError("restart() inside of applied() would begin with the average; leave the block first")
+        self.updates = 0
         self._averages: dict[str, Tensor] = {}
         self._copies: dict[str, Tensor] = {}
         self._follow()

@@ -15,20 +15,27 @@ from torch import Generator, Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ebflow_plugin.errors import InputError
+from ebflow_plugin.errors import InputError, ResumeWarning
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives import Objective
-from ebflow_plugin.plan.inputs import flag, one_of, path_of, refuse_non_finite, whole
+from ebflow_plugin.objectives.checks import refuse_useless_context
+from ebflow_plugin.plan.inputs import refuse_non_finite
 from ebflow_plugin.plan.preprocessing import Dequantize
-from ebflow_plugin.training.acceleration import bf16_conditioners, compiled_energy
-from ebflow_plugin.training.batches import Batches, LoaderBatches, batches, refuse_useless_context
-from ebflow_plugin.training.checkpoints import CheckpointFolder, check_saveable, write_weights
-from ebflow_plugin.training.distributed import Processes, processes
+from ebflow_plugin.training.batches import Batches, LoaderBatches, batches
+from ebflow_plugin.training.checkpoints import CheckpointFolder, check_saveable, compare, write_weights
+from ebflow_plugin.training.distributed import Processes, processes, start_once
 from ebflow_plugin.training.ema import EMA
-from ebflow_plugin.training.loop import Event, Run
-from ebflow_plugin.training.options import average, listeners, numbers, optimizer_of, scheduler_of, seed_of
-from ebflow_plugin.training.progress import JsonLines, Record, TensorBoard, display
-from ebflow_plugin.training.randomness import mix, seeded
+from ebflow_plugin.training.loop import FATAL, Run, facts_of
+from ebflow_plugin.training.options import (
+    Settings,
+    average,
+    listeners,
+    optimizer_of,
+    scalar_objective,
+    scheduler_of,
+)
+from ebflow_plugin.training.progress import Callback, JsonLines, Record, display
+from ebflow_plugin.training.randomness import lend, mix, noise_of
 
 __all__ = ["FitResult", "fit"]
 
@@ -101,15 +108,11 @@ def fit(
     checkpoint: str | os.PathLike[str] | None = None,
     checkpoint_every: int | None = None,
     resume: bool = True,
-    callbacks: Iterable[Callable[[Event], object]] = (),
+    callbacks: Iterable[Callback] = (),
     on_non_finite: str = "stop",
     conditioning: float = 0.0,
-    accumulate: int = 1,
-    amp: bool = False,
-    compile: bool = False,
     calibrate: bool | str | None = None,
     metrics: str | os.PathLike[str] | None = None,
-    tensorboard: str | os.PathLike[str] | None = None,
     progress: bool = True,
     seed: int = 0,
 ) -> FitResult:
@@ -150,23 +153,19 @@ def fit(
         checkpoint_every: Steps between two checkpoints; as ``evaluate_every`` by default, or 20 in a run, and at least
             every 1000 steps.
         resume: Goes on from the last checkpoint of the folder, if there is one. Otherwise they are removed.
-        callbacks: Functions of an :class:`~ebflow_plugin.training.loop.Event`, called at each evaluation; one that
+        callbacks: Functions of an :class:`~ebflow_plugin.training.progress.Event`, called at each evaluation; one that
             returns True ends the run.
         on_non_finite: ``"stop"`` raises a :class:`TrainingError` that names the step and the layer; ``"skip"`` leaves
             the batch out and counts (and stops after 10 in a row). On CUDA, ``"skip"`` waits for the device at each
             step, ``"stop"`` at every tenth.
         conditioning: The weight of a penalty on full layers that are nearly singular
-            (:func:`~ebflow_plugin.training.spectrum.conditioning_penalty`).
-        accumulate: Batches for each step; their gradients are averaged.
-        amp: Runs the networks inside of nonlinear steps in bfloat16.
-        compile: Compiles the energy, for objectives that allow it.
+            (:func:`~ebflow_plugin.plan.spectrum.conditioning_penalty`).
         calibrate: Calibrates the model at each evaluation (``"full"``, which True means too, or ``"diagonal"``; see
             :meth:`EBFlow.calibrate <ebflow_plugin.EBFlow.calibrate>`), and takes the NLL after it for the NLL: the
             best weights are the calibrated best. Training goes on without. One pass over the data each time, which
             makes evaluations rarer by default.
         metrics: A file for the metrics as JSON lines, ``metrics.jsonl`` in the checkpoint folder by default. A run
             that begins anew begins the file anew.
-        tensorboard: A log folder for TensorBoard.
         progress: Shows a live display on a terminal (with rich), a line for each evaluation elsewhere.
         seed: Where all randomness comes from.
 
@@ -189,38 +188,28 @@ def fit(
         >>> result
         FitResult(40 steps, stopped by steps, best NLL ...)
     """
-    if not isinstance(objective, Objective):
-        raise InputError(f"fit needs an objective, such as ebf.objectives.SSM(model), got {type(objective).__name__}")
-    if objective.reduction != "mean":
-        raise InputError('fit needs an objective with reduction="mean", whose value is a scalar')
-    model = objective.model
-    device = model.like().device
-    told, seed = listeners(callbacks), seed_of(seed)
-    for name, value in (("resume", resume), ("amp", amp), ("compile", compile), ("progress", progress)):
-        flag(name, value)
-    path, board, place = (
-        None if value is None else path_of(name, value)
-        for name, value in (("metrics", metrics), ("tensorboard", tensorboard), ("checkpoint", checkpoint))
-    )
+    model = scalar_objective("fit", objective).model
+    device, told = model.like().device, listeners(callbacks)
+    settings = Settings(
+        steps=steps, epochs=epochs, batch_size=batch_size, evaluate_every=evaluate_every, patience=patience,
+        clip_norm=clip_norm, checkpoint=checkpoint, checkpoint_every=checkpoint_every, resume=resume,
+        on_non_finite=on_non_finite, conditioning=conditioning, calibrate=calibrate, metrics=metrics, progress=progress,
+        seed=seed,
+    )  # fmt: skip
+    seed = settings.seed
     with ExitStack() as stack, torch.inference_mode(False), torch.enable_grad():
         group = processes(device)
-        size = whole("batch_size", batch_size)
-        source = batches(data, size, seed=seed, rank=group.rank, world=group.world)
+        rank, world = group.rank, group.world
+        source = batches(data, settings.batch_size, seed=seed, rank=rank, world=world)
         held_out = None
         if validation is not None:
-            held_out = batches(
-                validation, max(size, VALIDATION_BATCH), name="validation", shuffle=False, rank=group.rank,
-                world=group.world,
-            )  # fmt: skip
-        elif patience is not None or calibrate:
-            raise InputError("patience and calibrate need validation data, whose NLL they go by")
-        kind = _calibration(calibrate)
-        settings = numbers(
-            source, steps, epochs, evaluate_every, checkpoint_every, accumulate, clip_norm, conditioning, patience,
-            seed, on_non_finite,
-            evaluated=0 if held_out is None else held_out.rows + (source.rows if kind is not None else 0),
-        )  # fmt: skip
-        generators = stack.enter_context(seeded(objective, seed, group))
+            size = max(settings.batch_size, VALIDATION_BATCH)
+            held_out = batches(validation, size, name="validation", shuffle=False, rank=rank, world=world)
+        settings = settings.completed(source, held_out)
+        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+        torch.manual_seed(mix(seed, "global", group.rank))
+        noise = noise_of(objective, seed, group.rank, device)
+        stack.enter_context(lend(noise))
         for name, part in (("data", source), ("validation", held_out)):
             if part is not None:
                 _check_first(model, part, name, device)
@@ -229,55 +218,47 @@ def fit(
         check_saveable(
             optimizer=chosen.state_dict(), **({} if schedule is None else {"scheduler": schedule.state_dict()})
         )
+        place = settings.checkpoint
         folder = None if place is None else group.on_first(lambda: CheckpointFolder(place))
-        _initialise(model, source, group, device, seed)
-        run = Run(
-            objective,
-            source,
-            held_out,
-            chosen,
-            schedule,
-            average(model, ema),
-            settings,
-            group,
-            generators,
-            {
-                "data": str(source),
-                "seed": str(seed),
-                "processes": str(group.world),
-                "training": f"accumulate={accumulate}, clip_norm={clip_norm}, conditioning={conditioning}, amp={amp}",
-                "evaluation": f"calibrate={kind}, on_non_finite={on_non_finite}",
-            },
-        )
-        run.callbacks, run.folder, run.calibrate = told, folder, kind
-        if folder is not None:
-            _resume(run, folder, group, resume)
-        if path is None and folder is not None:
-            path = folder.path / "metrics.jsonl"
+        x, context = source.first()
+        context = None if context is None else context.to(device)
+        start_once(model, x.to(device), context, group, Generator(device).manual_seed(mix(seed, "start")))
+        averaged = average(model, ema)
+        state = _last_checkpoint(folder, group, settings.resume)
+        facts = facts_of(objective, chosen, schedule, averaged, source, settings, group)
+        exact = state is None or group.on_first(lambda: compare(place, facts, state["facts"], FATAL))
+        path = settings.metrics or (None if folder is None else folder.path / "metrics.jsonl")
+        first_told: list[Callback] = []
         if path is not None:
-            lines = group.on_first(lambda: JsonLines(path, run.progress.history))
-            run.metrics = lines if group.first else None
-        if board is not None and group.first:
-            run.tensorboard = TensorBoard(board, run.progress.step)
-            stack.callback(run.tensorboard.close)
-        if amp:
-            stack.enter_context(bf16_conditioners(model))
-        if compile:
-            stack.enter_context(compiled_energy(objective))
-        run.display = display(progress, group.first)
+            lines = group.on_first(lambda: JsonLines(path, () if state is None else state["history"]))
+            first_told.append(lines)
+        if settings.progress:
+            shown, open_display = display()
+            first_told.append(shown)
+            if group.first:
+                stack.enter_context(open_display)
+        generators = list({id(generator): generator for generator in noise.values()}.values())
+        run = Run(
+            objective, source, held_out, chosen, schedule, averaged, settings, group, generators, folder,
+            (*first_told, *told) if group.first else told,
+        )  # fmt: skip
+        if state is not None and folder is not None:
+            run.load(state, exact)
+            _restore_best(run, folder, state)
         run.train()
+        progressed = run.progress
         return FitResult(
-            history=run.progress.history,
-            steps=run.progress.step,
-            stopped=run.progress.stopped or "steps",
-            start_nll=run.progress.start_nll,
-            best_nll=run.progress.best_nll,
-            best_step=run.progress.best_step,
+            history=progressed.history,
+            steps=progressed.step,
+            stopped=progressed.stopped or "steps",
+            start_nll=progressed.start_nll,
+            best_nll=progressed.best_nll,
+            best_step=progressed.best_step,
             best_state=run.best_state,
-            skipped=run.progress.skipped,
+            skipped=progressed.skipped,
             checkpoint=None if folder is None else folder.path,
             metrics=path,
-            ema=run.ema,
+            ema=averaged,
         )
 
 
@@ -297,49 +278,31 @@ def _check_first(model: EBFlow, source: Batches | LoaderBatches, name: str, devi
         raise InputError(f"{name}: {error}") from error
 
 
-def _calibration(calibrate: bool | str | None) -> str | None:
-    if calibrate is None or calibrate is False:
+def _last_checkpoint(folder: CheckpointFolder | None, group: Processes, resume: bool) -> dict[str, Any] | None:
+    """What the last checkpoint holds, if there is one to go on from; otherwise what is there is removed."""
+    if folder is None:
         return None
-    return "full" if calibrate is True else one_of("calibrate", calibrate, ("full", "diagonal"))
+    if resume:
+        return group.on_first(folder.load)
+    group.on_first(folder.clear)
+    return None
 
 
-def _initialise(
-    model: EBFlow, source: Batches | LoaderBatches, group: Processes, device: torch.device, seed: int
-) -> None:
-    """Runs the data-dependent start of ActNorm layers once, in the first process, and gives its result to all."""
-    core = model.core
-
-    def start() -> None:
-        x, context = source.first()
-        generator = Generator(device).manual_seed(mix(seed, "start"))
-        u, _ = model.preprocess(x.to(device), generator)
-        core.plan.initialize(u, None if context is None else context.to(device))
-
-    if any(not getattr(step, "initialised", True) for step in core.plan.steps):
-        group.on_first(start)
-    group.spread([*model.parameters(), *model.buffers()])
-
-
-def _resume(run: Run, folder: CheckpointFolder, group: Processes, resume: bool) -> None:
-    if not resume:
-        group.on_first(folder.clear)
+def _restore_best(run: Run, folder: CheckpointFolder, state: dict[str, Any]) -> None:
+    if state["best_nll"] is None:
         return
-    state = group.on_first(folder.load)
-    if state is None:
+    best = run.processes.on_first(lambda: _read_best(folder))
+    if not isinstance(best, str):
+        run.best_state = best
         return
-    run.load(folder.path, state)
-    if state["best_nll"] is not None:
-        best = group.on_first(lambda: _read_best(folder))
-        if isinstance(best, str):
-            if group.first:
-                warnings.warn(
-                    f"the best weights so far are lost: {best}. The run goes on, and the best are those from step "
-                    f"{state['step']} on.",
-                    stacklevel=3,
-                )
-            run.seek_best_again()
-        else:
-            run.best_state = best
+    if run.processes.first:
+        warnings.warn(
+            f"the best weights so far are lost: {best}. The run goes on, and the best are those from step "
+            f"{state['step']} on.",
+            ResumeWarning,
+            stacklevel=3,
+        )
+    run.seek_best_again()
 
 
 def _read_best(folder: CheckpointFolder) -> dict[str, Tensor] | str:

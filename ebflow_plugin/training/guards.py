@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from ebflow_plugin.errors import InputError, TrainingError
+from ebflow_plugin.errors import ConditioningWarning, InputError, TrainingError
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.plan.preprocessing import Dequantize
+from ebflow_plugin.plan.spectrum import FullLayer, Spectrum, estimate_spectrum
 from ebflow_plugin.plan.step import Step
 from ebflow_plugin.plan.values import Value
-from ebflow_plugin.training.distributed import Processes
-from ebflow_plugin.training.spectrum import FullLayer, Spectrum, estimate_spectrum
+from ebflow_plugin.training.distributed import Processes, own_gradients
 
-__all__ = ["ConditionWatch", "Finding", "FiniteWatch", "TrainingError", "diagnose"]
+__all__ = ["ConditionWatch", "Finding", "FiniteWatch", "TrainingError", "diagnose", "gradient_norms"]
 
 NEAR_SINGULAR = 1e4
+KEEP_AWAY = (
+    "Add conditioning=0.01 (or more) to fit(), lower the learning rate, or mix in a little likelihood: "
+    "0.99 * SSM(model) + 0.01 * ML(model)."
+)
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,15 @@ class FiniteWatch:
         return Finding(int(step), bool(flags[0]), names)
 
 
+def gradient_norms(parameters: Iterable[nn.Parameter], like: Tensor) -> Tensor:
+    """The norm of each parameter's gradient, zero where there is none; of the own part where they are sharded."""
+    gradients = own_gradients(parameters)
+    there = [gradient for gradient in gradients if gradient is not None]
+    found = iter(torch._foreach_norm(there) if there else ())
+    norms = [like.new_zeros(()) if gradient is None else next(found).to(like) for gradient in gradients]
+    return torch.stack(norms) if norms else like.new_zeros(0)
+
+
 @torch.no_grad()
 def diagnose(model: EBFlow, x: Tensor, context: Tensor | None) -> list[str]:
     """Finds where a batch stops being finite on its way to noise: one line for each thing that is wrong.
@@ -145,18 +158,15 @@ def owner(model: EBFlow, name: str) -> str:
     return name
 
 
-def failure(model: EBFlow, finding: Finding, lines: Sequence[str], saved: str) -> TrainingError:
-    """The error that names the step, the layer, and what to do."""
+def failure(model: EBFlow, finding: Finding, lines: Sequence[str], advice: str) -> TrainingError:
+    """The error that names the step and the layer, and ends with what to do."""
     what = "the loss" if finding.loss else "a gradient"
     found = [f"step {finding.step}: {what} is not finite"]
     if finding.parameters:
         count = len(finding.parameters)
         found.append(f"  {count} gradients are not finite, the first is that of {owner(model, finding.parameters[0])}")
     found += [f"  {line}" for line in lines]
-    return TrainingError(
-        "\n".join(found) + f"\n{saved}Lower the learning rate, clip gradients (clip_norm=), keep the layers away from "
-        'singular ones (conditioning=), or leave out such batches (on_non_finite="skip").'
-    )
+    return TrainingError("\n".join([*found, advice]))
 
 
 class ConditionWatch:
@@ -165,11 +175,12 @@ class ConditionWatch:
     Arguments:
         layers: The layers.
         limit: The condition number to warn at.
+        advice: The end of the warning.
     """
 
-    def __init__(self, layers: Sequence[FullLayer], limit: float = NEAR_SINGULAR) -> None:
+    def __init__(self, layers: Sequence[FullLayer], limit: float = NEAR_SINGULAR, advice: str = KEEP_AWAY) -> None:
         self.layers = list(layers)
-        self.limit = limit
+        self.limit, self.advice = limit, advice
         self._warned: set[str] = set()
 
     def look(self, step: int) -> dict[str, Spectrum]:
@@ -192,8 +203,8 @@ class ConditionWatch:
         if lines:
             warnings.warn(
                 f"step {step}: {len(lines)} of {len(self.layers)} full layers are close to singular, where log Z and "
-                "samples break\n  " + "\n  ".join(lines) + "\nAdd conditioning=0.01 (or more) to fit(), lower the "
-                "learning rate, or mix in a little likelihood: 0.99 * SSM(model) + 0.01 * ML(model).",
+                "samples break\n  " + "\n  ".join(lines) + f"\n{self.advice}",
+                ConditioningWarning,
                 stacklevel=4,
             )
 

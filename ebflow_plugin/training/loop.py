@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,60 +15,33 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ebflow_plugin.errors import EBFlowError, TrainingError, WriteError
-from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives import Objective
 from ebflow_plugin.objectives.base import waits_for_data
+from ebflow_plugin.plan.inputs import Batch
+from ebflow_plugin.plan.spectrum import FullLayer, conditioning_penalty, full_layers
 from ebflow_plugin.training.batches import Batches, LoaderBatches
-from ebflow_plugin.training.checkpoints import CheckpointFolder, atomic_write, compare, identity, write_weights
+from ebflow_plugin.training.checkpoints import CheckpointFolder, atomic_write, identity, write_weights
 from ebflow_plugin.training.distributed import Processes, parallel
 from ebflow_plugin.training.ema import EMA
-from ebflow_plugin.training.evaluation import evaluate, evaluate_calibrated
-from ebflow_plugin.training.guards import ConditionWatch, Finding, FiniteWatch, diagnose, failure
+from ebflow_plugin.training.evaluation import calibrated, evaluate
+from ebflow_plugin.training.guards import ConditionWatch, Finding, FiniteWatch, diagnose, failure, gradient_norms
 from ebflow_plugin.training.interrupts import Interrupts
-from ebflow_plugin.training.progress import Display, JsonLines, NoDisplay, Record, TensorBoard
+from ebflow_plugin.training.options import Settings
+from ebflow_plugin.training.progress import Callback, Event, Record
 from ebflow_plugin.training.randomness import mix, random_state, set_random_state
-from ebflow_plugin.training.spectrum import FullLayer, PenalisedLoss, full_layers
 
-__all__ = ["Event", "Run", "Settings"]
+__all__ = ["Event", "Run"]
 
 FATAL = ("model", "objective", "optimizer", "scheduler", "ema")
 LOOK_EVERY = {"cpu": 1}  # steps between two looks at what is not finite; elsewhere a look waits for the device:
 LOOK_EVERY_ELSEWHERE = 10
 SKIPPED_IN_A_ROW = 10
+NOT_FINITE = (
+    "Lower the learning rate, clip gradients (clip_norm=), keep the layers away from singular ones (conditioning=), or "
+    'leave out such batches (on_non_finite="skip").'
+)
 
 Source = Batches | LoaderBatches
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The numbers of a run; see :func:`~ebflow_plugin.fit`."""
-
-    steps: int
-    evaluate_every: int
-    checkpoint_every: int
-    accumulate: int = 1
-    clip_norm: float | None = None
-    conditioning: float = 0.0
-    skip: bool = False
-    patience: int | None = None
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class Event:
-    """What a callback is told at each evaluation.
-
-    Attributes:
-        step: The number of the step.
-        record: The metrics of the evaluation.
-        model: The model, with its present weights.
-        ema: Their average, if there is one.
-    """
-
-    step: int
-    record: Mapping[str, Any]
-    model: EBFlow
-    ema: EMA | None
 
 
 @dataclass
@@ -89,8 +61,38 @@ class Progress:
     history: list[Record] = field(default_factory=list)
 
 
+class PenalisedLoss(nn.Module):
+    """An objective and the conditioning penalty: what DistributedDataParallel is put around."""
+
+    def __init__(self, objective: Objective, layers: list[FullLayer], weight: float, generator: Generator) -> None:
+        super().__init__()
+        self.objective = objective
+        self._layers, self._weight, self._generator = layers, weight, generator
+
+    def forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Computes the loss to minimise, and the value of the objective alone."""
+        value: Tensor = self.objective(x, context)
+        if not (self._weight and self._layers):
+            return value, value.detach()
+        return value + self._weight * conditioning_penalty(self._layers, self._generator), value.detach()
+
+
 class Run:
-    """A training run: everything that a checkpoint holds, and the loop."""
+    """A training run: everything that a checkpoint holds, and the loop.
+
+    Arguments:
+        objective: The loss; it holds the model.
+        data: The training data.
+        validation: The validation data, if any.
+        optimizer: Of the trainable parameters.
+        scheduler: Of the optimizer, if any.
+        ema: Of the model, if any.
+        settings: What was asked for, completed.
+        processes: Who takes part.
+        generators: What the objective draws from.
+        folder: Of the checkpoints, if there are any.
+        callbacks: Told of each evaluation.
+    """
 
     def __init__(
         self,
@@ -103,38 +105,39 @@ class Run:
         settings: Settings,
         processes: Processes,
         generators: Sequence[Generator],
-        facts: Mapping[str, str],
+        folder: CheckpointFolder | None,
+        callbacks: Sequence[Callback],
     ) -> None:
         self.objective, self.data, self.validation = objective, data, validation
         self.optimizer, self.scheduler, self.ema = optimizer, scheduler, ema
-        self.settings, self.processes = settings, processes
+        self.settings, self.processes, self.folder, self.callbacks = settings, processes, folder, callbacks
         self.model = objective.model
         self.device = self.model.like().device
         self.progress = Progress()
         self.best_state: dict[str, Tensor] | None = None
-        self.calibrate: str | None = None
-        self.folder: CheckpointFolder | None = None
-        self.metrics: JsonLines | None = None
-        self.tensorboard: TensorBoard | None = None
-        self.display: Display = NoDisplay()
-        self.callbacks: Sequence[Callable[[Event], object]] = ()
+        self.facts = facts_of(objective, optimizer, scheduler, ema, data, settings, processes)
+        assert settings.steps is not None
+        assert settings.evaluate_every is not None
+        assert settings.checkpoint_every is not None
+        self._steps, self._evaluate_every, self._save_every = (
+            settings.steps, settings.evaluate_every, settings.checkpoint_every
+        )  # fmt: skip
         self._probes = Generator(self.device).manual_seed(mix(settings.seed, "probes", processes.rank))
         self._generators = [*generators, *data.generators, self._probes]
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self._parameters = list(trained.values())
-        self._facts = {**identity(objective, optimizer, scheduler, ema), **facts}
         self._watch = FiniteWatch(list(trained), processes)
         layers = self._full_layers()
         self._conditions = ConditionWatch(layers)
         loss = PenalisedLoss(objective, layers, settings.conditioning, self._probes)
-        self._loss: Any = loss
+        self._loss: nn.Module = loss
         if processes.world > 1:
             self._loss = parallel(loss, self.device, unused=self._has_unused(loss))
         wide = torch.float32 if self.device.type == "mps" else torch.float64
         self._sum = torch.zeros((), dtype=wide, device=self.device)
         self._grad_norm = torch.zeros((), device=self.device)
-        self._batches: list[tuple[Tensor, Tensor | None]] = []
-        self._look_every = 1 if settings.skip else LOOK_EVERY.get(self.device.type, LOOK_EVERY_ELSEWHERE)
+        self._skip = settings.on_non_finite == "skip"
+        self._look_every = 1 if self._skip else LOOK_EVERY.get(self.device.type, LOOK_EVERY_ELSEWHERE)
 
     def train(self) -> None:
         """Runs to the end, from wherever it is.
@@ -142,7 +145,6 @@ class Run:
         Raises:
             KeyboardInterrupt: On Ctrl-C; with a folder for checkpoints, when the next step is saved.
         """
-        self.display.start(self.progress.step, self.settings.steps, self.settings.evaluate_every)
         interrupts = Interrupts(listen=self.folder is not None and self.processes.world == 1)
         try:
             with interrupts:
@@ -154,61 +156,49 @@ class Run:
             at = f"stopped in step {self.progress.step}; fit(…, resume=True) goes on from the last checkpoint"
             raise KeyboardInterrupt(at) from error
         finally:
-            self.display.stop()
             for parameter in self._parameters:
                 parameter.grad = None
         if interrupts.asked:
             raise KeyboardInterrupt(f"stopped after step {self.progress.step}; fit(…, resume=True) goes on from there")
 
     def _run(self, interrupts: Interrupts) -> None:
-        progress, settings = self.progress, self.settings
-        mark = time.monotonic(), progress.step
+        progress = self.progress
         if progress.step == 0 and self.validation is not None and not waits_for_data(self.model.core.plan):
-            self._look_at_the_start()
-            mark = time.monotonic(), 0
+            self._evaluate(self.validation)  # a good start can be the best there is
+            progress.start_nll = progress.best_nll
+        mark = time.monotonic(), progress.step
         stopping = False
-        while progress.step < settings.steps and not self._should_stop() and not stopping:
+        while progress.step < self._steps and not self._should_stop() and not stopping:
             stopping = interrupts.asked  # if it comes later, the next step is the last: no step is saved unlooked at
             progress.step += 1
-            last = progress.step == settings.steps
-            due = progress.step % settings.evaluate_every == 0 or last
-            saving = self.folder is not None and (progress.step % settings.checkpoint_every == 0 or last or stopping)
+            last = progress.step == self._steps
+            due = progress.step % self._evaluate_every == 0 or last
+            saving = self.folder is not None and (progress.step % self._save_every == 0 or last or stopping)
             self._take_step(look=due or saving)
             if due:
                 mark = self._record(mark)
             if saving or (self._should_stop() and self.folder is not None):
                 self.save(mark[0])
-            shown = self._mean_loss() if progress.step % 50 == 0 and not due and self.processes.world == 1 else None
-            self.display.advance(progress.step, shown)
 
     def _take_step(self, look: bool) -> None:
-        progress, settings = self.progress, self.settings
-        parameters = self._parameters
+        progress, settings, parameters = self.progress, self.settings, self._parameters
         for parameter in parameters:
             parameter.grad = None
-        value = torch.zeros((), device=self.device)
-        self._batches = []
-        for part in range(1, settings.accumulate + 1):
-            x, context = self._to_device(*self.data.next())
-            self._batches.append((x, context))
-            alone = self.processes.world > 1 and part < settings.accumulate
-            with self._loss.no_sync() if alone else nullcontext():
-                loss, own = self._loss(x, context)
-                if loss.requires_grad:
-                    torch.autograd.backward(loss / settings.accumulate, inputs=parameters)
-            value = value + own / settings.accumulate
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        norms = self._norms(parameters, gradients)
+        batch = self._to_device(*self.data.next())
+        loss, value = self._loss(*batch)
+        if loss.requires_grad:
+            torch.autograd.backward(loss, inputs=parameters)
+        norms = gradient_norms(parameters, self._sum)
         self._watch.see(progress.step, value, norms)
         if look or progress.step % self._look_every == 0:
             finding = self._watch.look()
             if finding is not None:
-                self._not_finite(finding)
+                self._not_finite(finding, batch)
                 return
         progress.skipped_in_a_row = 0
         self._grad_norm = torch.linalg.vector_norm(norms)
-        if settings.clip_norm is not None and gradients:
-            torch._foreach_mul_(gradients, (settings.clip_norm / (self._grad_norm + 1e-6)).clamp(max=1.0))
+        if settings.clip_norm is not None:
+            nn.utils.clip_grads_with_norm_(parameters, settings.clip_norm, self._grad_norm)
         self.optimizer.step()
         if self.scheduler is not None and not isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step()
@@ -217,25 +207,18 @@ class Run:
         self._sum += value
         progress.counted += 1
 
-    def _norms(self, parameters: list[nn.Parameter], gradients: list[Tensor]) -> Tensor:
-        found = iter(torch._foreach_norm(gradients) if gradients else ())
-        zero = torch.zeros_like(self._sum)
-        return torch.stack([zero if p.grad is None else next(found).to(zero) for p in parameters])
-
-    def _not_finite(self, finding: Finding) -> None:
+    def _not_finite(self, finding: Finding, batch: Batch) -> None:
         """Leaves out the batch, or stops and says why."""
         progress = self.progress
-        if self.settings.skip:
+        if self._skip:
             progress.skipped += 1
             progress.skipped_in_a_row += 1
             if progress.skipped_in_a_row < SKIPPED_IN_A_ROW:
                 return
-        lines: list[str] = []
-        for x, context in self._batches if finding.step == progress.step else ():
-            lines += diagnose(self.model, x, context)
-        if self.settings.skip:
+        lines = diagnose(self.model, *batch) if finding.step == progress.step else []
+        if self._skip:
             lines.append(f"{progress.skipped_in_a_row} batches in a row were skipped")
-        raise failure(self.model, finding, list(dict.fromkeys(lines)), self._save_failure(finding.step))
+        raise failure(self.model, finding, lines, self._save_failure(finding.step) + NOT_FINITE)
 
     def _save_failure(self, step: int) -> str:
         if self.folder is None:
@@ -279,12 +262,12 @@ class Run:
         record["seconds"] = progress.seconds
         record["steps_per_second"] = (progress.step - mark[1]) / passed if passed > 0 else 0.0
         progress.history.append(record)
-        for sink in (self.metrics, self.tensorboard):
-            if sink is not None:
-                sink.record(record)
-        self.display.record({**record, "evaluation_seconds": time.monotonic() - now})
+        left = time_left(
+            progress.step, self._steps, self._evaluate_every, record["steps_per_second"], time.monotonic() - now
+        )
+        event = Event(progress.step, record, self.model, self.ema, self._steps, progress.start_nll, left)
         for callback in self.callbacks:
-            if callback(Event(progress.step, record, self.model, self.ema)) is True:
+            if callback(event) is True:
                 progress.stopped = "callback"
         return time.monotonic(), progress.step
 
@@ -293,14 +276,6 @@ class Run:
         found = self.processes.gather(self.objective.metrics())
         counts = {name for name, value in found[0].items() if isinstance(value, int)}
         return {**found[0], **{name: sum(each.get(name, 0) for each in found) for name in counts}}
-
-    def _look_at_the_start(self) -> None:
-        """Evaluates before the first step: a good start can be the best there is."""
-        assert self.validation is not None
-        started = time.monotonic()
-        record = {"step": 0, **self._evaluate(self.validation), "best_nll": self.progress.best_nll}
-        self.progress.start_nll = self.progress.best_nll
-        self.display.record({**record, "evaluation_seconds": time.monotonic() - started})
 
     def _evaluate(self, validation: Source) -> Record:
         """NLL on the validation data with the averaged weights, calibrated if asked for; keeps the best ones."""
@@ -315,12 +290,10 @@ class Run:
     def _likelihood(self, validation: Source) -> Record:
         progress, seed = self.progress, self.settings.seed
         with self.ema.applied() if self.ema is not None else nullcontext(), self._calibrated():
-            found: Record = {}
-            if self.calibrate is None:
-                nll, bits = evaluate(self.model, validation, seed, self.processes)
-            else:
-                nll, bits, found["nll_uncalibrated"] = evaluate_calibrated(self.model, validation, seed, self.processes)
-            found = {"nll": nll, "bits_per_dim": bits, **found}
+            nll, bits, uncalibrated = evaluate(self.model, validation, seed, self.processes)
+            found: Record = {"nll": nll, "bits_per_dim": bits}
+            if self.settings.calibration is not None:
+                found["nll_uncalibrated"] = uncalibrated
             if math.isnan(nll):
                 raise TrainingError("the NLL on the validation data is not a number")
             progress.stale += 1
@@ -336,17 +309,12 @@ class Run:
     @contextmanager
     def _calibrated(self) -> Iterator[None]:
         """Calibrates the model for the duration of a ``with`` block. Nothing that follows changes by it."""
-        if self.calibrate is None:
-            yield
-            return
-        kept = {name: getattr(self.model.calibration, name) for name in self.model.calibration.names}
+        rows = (self._to_device(*batch) for batch in self.data.once())
         drawn = random_state(self.device, self._generators)
         try:
-            rows = (self._to_device(*batch) for batch in self.data.once())
-            self.model.calibrate((x if c is None else (x, c) for x, c in rows), self.calibrate)
-            yield
+            with calibrated(self.model, rows, self.settings.calibration):
+                yield
         finally:
-            self.model.calibration.set(**kept)
             set_random_state(drawn, self.device, self._generators)
 
     def _should_stop(self) -> bool:
@@ -398,7 +366,7 @@ class Run:
             "ema": None if self.ema is None else self.ema.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
-            "facts": self._facts,
+            "facts": self.facts,
         }
 
     def seek_best_again(self) -> None:
@@ -413,14 +381,15 @@ class Run:
         if self.folder is not None and self.processes.first:
             self.folder.save(state)
 
-    def load(self, path: Path, state: dict[str, Any]) -> None:
-        """Goes on from a checkpoint.
+    def load(self, state: dict[str, Any], exact: bool) -> None:
+        """Goes on from a checkpoint of a run with the same model, objective and optimiser.
 
-        Raises:
-            InputError: If it is of another model, objective, optimiser or scheduler.
+        Arguments:
+            state: What the checkpoint holds.
+            exact: Whether to go on as if never interrupted. Else, with another batch size or number of processes, from
+                the start of the epoch, with new noise.
         """
-        same = self.processes.on_first(lambda: compare(path, self._facts, state["facts"], FATAL))
-        write_weights(self.model, state["model"], f"the weights in {path}")
+        write_weights(self.model, state["model"], "the weights in the checkpoint")
         self.optimizer.load_state_dict(state["optimizer"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
@@ -430,7 +399,7 @@ class Run:
             if name in state:
                 setattr(self.progress, name, state[name])
         ranks = state["ranks"]
-        if same:
+        if exact:
             mine = ranks[self.processes.rank]
             self.data.load(mine["data"], self.device)
             set_random_state(mine["random"], self.device, self._generators)
@@ -440,3 +409,42 @@ class Run:
             self.data.load({"epoch": ranks[0]["data"]["epoch"], "position": 0}, self.device)
             for place, generator in enumerate(self._generators):
                 generator.manual_seed(mix(self.settings.seed, "again", place, state["step"], self.processes.rank))
+
+
+def facts_of(
+    objective: Objective,
+    optimizer: Optimizer,
+    scheduler: LRScheduler | None,
+    ema: EMA | None,
+    data: Source,
+    settings: Settings,
+    processes: Processes,
+) -> dict[str, str]:
+    """What a run is, in words: a checkpoint must agree on it."""
+    numbers = f"clip_norm={settings.clip_norm}, conditioning={settings.conditioning}"
+    return {
+        **identity(objective, optimizer, scheduler, ema),
+        "data": str(data),
+        "seed": str(settings.seed),
+        "processes": str(processes.world),
+        "training": f"accumulate=1, {numbers}, amp=False",  # in the words of the first format
+        "evaluation": f"calibrate={settings.calibration}, on_non_finite={settings.on_non_finite}",
+    }
+
+
+def time_left(step: int, total: int, every: int, speed: float, evaluation: float) -> float:
+    """How long a run will take, in seconds: the steps, and the evaluations among them.
+
+    Arguments:
+        step: Where it is.
+        total: How many steps there are.
+        every: Steps between two evaluations; there is one at the end too.
+        speed: Steps in a second.
+        evaluation: Seconds for an evaluation.
+
+    Example:
+        >>> time_left(step=100, total=250, every=100, speed=10.0, evaluation=5.0)
+        25.0
+    """
+    evaluations = total // every - step // every + (total % every > 0) if step < total else 0
+    return ((total - step) / speed if speed else 0.0) + evaluations * evaluation

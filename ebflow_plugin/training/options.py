@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from math import ceil
 from numbers import Integral
+from typing import Any
 
 from torch import nn
 from torch.optim import Adam, Optimizer
@@ -14,82 +16,99 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives import Objective
-from ebflow_plugin.plan.inputs import is_number, one_of, positive, whole
+from ebflow_plugin.plan.inputs import flag, is_number, one_of, path_of, positive, whole
 from ebflow_plugin.training.batches import Batches, LoaderBatches
 from ebflow_plugin.training.ema import EMA
-from ebflow_plugin.training.loop import Event, Settings
+from ebflow_plugin.training.progress import Callback
 
-__all__ = ["average", "listeners", "numbers", "optimizer_of", "scheduler_of", "seed_of"]
+__all__ = ["Settings", "average", "listeners", "optimizer_of", "scalar_objective", "scheduler_of"]
 
 EVALUATIONS = 20  # in a run, unless evaluate_every says otherwise
 AT_LEAST_EVERY = 1000
 FEWEST = 3  # evaluations in a run, however many rows they go through
 
 
-def numbers(
-    source: Batches | LoaderBatches,
-    steps: int | None,
-    epochs: int | None,
-    evaluate_every: int | None,
-    checkpoint_every: int | None,
-    accumulate: int,
-    clip_norm: float | None,
-    conditioning: float,
-    patience: int | None,
-    seed: int,
-    on_non_finite: str,
-    evaluated: int = 0,
-) -> Settings:
-    """Checks the numbers, and completes those that depend on how long the run is.
+@dataclass
+class Settings:
+    """What :func:`~ebflow_plugin.fit` was asked for, but for objects such as the optimizer. Checked when it is made."""
 
-    How often to evaluate follows from the number of rows that an evaluation goes through (``evaluated``), not from a
-    clock, so that the same seed gives the same run.
-    """
-    if (steps is None) == (epochs is None):
-        raise InputError(f"fit needs either steps or epochs, got steps={steps!r} and epochs={epochs!r}")
-    steps, epochs = _count("steps", steps), _count("epochs", epochs)
-    evaluate_every, checkpoint_every = (
-        _count("evaluate_every", evaluate_every),
-        _count("checkpoint_every", checkpoint_every),
-    )
-    accumulate, patience = whole("accumulate", accumulate), _count("patience", patience)
-    if clip_norm is not None:
-        positive("clip_norm", clip_norm)
-    if not is_number(conditioning) or conditioning < 0:
-        raise InputError(f"conditioning must be a number, at least 0, got {conditioning!r}")
-    skip = one_of("on_non_finite", on_non_finite, ("stop", "skip")) == "skip"
-    total = steps if steps is not None else (epochs or 0) * len(source) // accumulate
-    if total < 1:
-        raise InputError(
-            f"{epochs} epochs of {len(source)} batches are less than one step of accumulate={accumulate} batches"
+    steps: int | None = None
+    epochs: int | None = None
+    batch_size: int = 128
+    evaluate_every: int | None = None
+    patience: int | None = None
+    clip_norm: float | None = None
+    checkpoint: Any = None
+    checkpoint_every: int | None = None
+    resume: bool = True
+    on_non_finite: str = "stop"
+    conditioning: float = 0.0
+    calibrate: bool | str | None = None
+    metrics: Any = None
+    progress: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if (self.steps is None) == (self.epochs is None):
+            raise InputError(f"fit needs either steps or epochs, got steps={self.steps!r} and epochs={self.epochs!r}")
+        self.batch_size = whole("batch_size", self.batch_size)
+        for name in ("steps", "epochs", "evaluate_every", "checkpoint_every", "patience"):
+            value = getattr(self, name)
+            setattr(self, name, None if value is None else whole(name, value))
+        if self.clip_norm is not None:
+            positive("clip_norm", self.clip_norm)
+        if not is_number(self.conditioning) or self.conditioning < 0:
+            raise InputError(f"conditioning must be a number, at least 0, got {self.conditioning!r}")
+        self.conditioning = float(self.conditioning)
+        one_of("on_non_finite", self.on_non_finite, ("stop", "skip"))
+        if self.calibrate is not None and not isinstance(self.calibrate, bool):
+            one_of("calibrate", self.calibrate, ("full", "diagonal"))
+        flag("resume", self.resume)
+        flag("progress", self.progress)
+        for name in ("checkpoint", "metrics"):
+            value = getattr(self, name)
+            setattr(self, name, None if value is None else path_of(name, value))
+        if not isinstance(self.seed, Integral) or isinstance(self.seed, bool):
+            raise InputError(f"seed must be a whole number, got {self.seed!r}")
+        self.seed = int(self.seed)  # other types of the same value would give other streams
+
+    @property
+    def calibration(self) -> str | None:
+        """How to calibrate at each evaluation; None for not at all."""
+        return ("full" if self.calibrate is True else str(self.calibrate)) if self.calibrate else None
+
+    def completed(self, source: Batches | LoaderBatches, held_out: Batches | LoaderBatches | None) -> Settings:
+        """With the number of steps, and how often to evaluate and to save.
+
+        The latter follow from how many rows an evaluation goes through, not from a clock, so that the same seed gives
+        the same run.
+        """
+        if held_out is None and (self.patience is not None or self.calibration is not None):
+            raise InputError("patience and calibrate need validation data, whose NLL they go by")
+        total = self.steps or (self.epochs or 0) * len(source)
+        often = min(AT_LEAST_EVERY, max(1, total // EVALUATIONS))
+        evaluated = 0 if held_out is None else held_out.rows + (source.rows if self.calibration is not None else 0)
+        worth = ceil(evaluated * len(source) / source.rows)  # steps that go through as many rows
+        return replace(
+            self,
+            steps=total,
+            epochs=None,
+            evaluate_every=self.evaluate_every or max(often, min(worth, ceil(total / FEWEST))),
+            checkpoint_every=self.checkpoint_every or self.evaluate_every or often,
         )
-    often = min(AT_LEAST_EVERY, max(1, total // EVALUATIONS))
-    worth = ceil(evaluated * len(source) / (source.rows * accumulate))  # steps that go through as many rows
-    return Settings(
-        steps=total,
-        evaluate_every=evaluate_every or max(often, min(worth, ceil(total / FEWEST))),
-        checkpoint_every=checkpoint_every or evaluate_every or often,
-        accumulate=accumulate,
-        clip_norm=clip_norm,
-        conditioning=float(conditioning),
-        skip=skip,
-        patience=patience,
-        seed=seed,
-    )
 
 
-def seed_of(seed: object) -> int:
-    """The seed as a plain number: others of the same value would give other streams."""
-    if not isinstance(seed, Integral) or isinstance(seed, bool):
-        raise InputError(f"seed must be a whole number, got {seed!r}")
-    return int(seed)
+def scalar_objective(caller: str, objective: object) -> Objective:
+    """Returns an objective whose value is a scalar, or raises an error that names who needs one."""
+    if not isinstance(objective, Objective):
+        kind = type(objective).__name__
+        raise InputError(f"{caller} needs an objective, such as ebf.objectives.SSM(model), got {kind}")
+    if objective.reduction != "mean":
+        raise InputError(f'{caller} needs an objective with reduction="mean", whose value is a scalar')
+    return objective
 
 
-def _count(name: str, value: int | None) -> int | None:
-    return None if value is None else whole(name, value)
-
-
-def listeners(callbacks: Iterable[Callable[[Event], object]]) -> tuple[Callable[[Event], object], ...]:
+def listeners(callbacks: Iterable[Callback]) -> tuple[Callback, ...]:
     """Checks the callbacks."""
     if callable(callbacks) or not isinstance(callbacks, Iterable):
         raise InputError(f"callbacks must be a list of functions: callbacks=[function], got {callbacks!r}")
@@ -184,6 +203,5 @@ def average(model: EBFlow, ema: bool | EMA | None) -> EMA | None:
     if ema.model is not model:
         raise InputError("the EMA is of another model; make it of the objective's: EMA(objective.model)")
     if ema.updates == 0:
-        ema._averages, ema._copies = {}, {}
-        ema._follow()
+        ema.restart()
     return ema

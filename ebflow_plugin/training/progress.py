@@ -1,87 +1,76 @@
-"""Where the numbers of a training run go: a live display, JSON lines, TensorBoard."""
+"""What a training run tells at each evaluation, and where it goes: a display and JSON lines are callbacks like any."""
 
 from __future__ import annotations
 
 import json
 import sys
-import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from ebflow_plugin.errors import InputError
+from ebflow_plugin.model import EBFlow
 from ebflow_plugin.training.checkpoints import atomic_write, not_written
+from ebflow_plugin.training.ema import EMA
 
-__all__ = ["Display", "JsonLines", "PlainDisplay", "Record", "RichDisplay", "TensorBoard", "display"]
+__all__ = ["Callback", "Event", "JsonLines", "Lines", "LiveDisplay", "Record", "display"]
 
 Record = dict[str, Any]
+SHOWN_LAYERS = 8
 
 
-class Display(Protocol):
-    """Shows how a run goes."""
+@dataclass(frozen=True)
+class Event:
+    """What a callback is told at each evaluation.
 
-    def start(self, step: int, total: int, every: int = 0) -> None:
-        """Begins, at a step, with so many steps between two evaluations."""
+    Attributes:
+        step: The number of the step.
+        record: The metrics of the evaluation.
+        model: The model, with its present weights.
+        ema: Their average, if there is one.
+        steps: How many steps the run has.
+        start_nll: The validation NLL before the first step, if there was one.
+        seconds_left: How long the rest of the run will take, about: its steps, and the evaluations among them.
+    """
 
-    def advance(self, step: int, loss: float | None) -> None:
-        """Tells of a step; the loss is given now and then."""
-
-    def record(self, record: Record) -> None:
-        """Tells of an evaluation, and with ``evaluation_seconds`` how long it took."""
-
-    def stop(self) -> None:
-        """Ends."""
-
-
-class NoDisplay:
-    """Shows nothing."""
-
-    def start(self, step: int, total: int, every: int = 0) -> None:
-        """Does nothing."""
-
-    def advance(self, step: int, loss: float | None) -> None:
-        """Does nothing."""
-
-    def record(self, record: Record) -> None:
-        """Does nothing."""
-
-    def stop(self) -> None:
-        """Does nothing."""
+    step: int
+    record: Mapping[str, Any]
+    model: EBFlow
+    ema: EMA | None
+    steps: int = 0
+    start_nll: float | None = None
+    seconds_left: float = 0.0
 
 
-class PlainDisplay(NoDisplay):
+Callback = Callable[[Event], object]
+
+
+class Lines:
     """One line for each evaluation.
 
     Arguments:
         file: Where to; the standard error by default.
-
-    Example:
-        >>> shown = PlainDisplay(sys.stdout)
-        >>> shown.start(0, 200)
-        >>> shown.record({"step": 100, "loss": -1.5, "nll": 2.25, "bits_per_dim": 1.623, "steps_per_second": 50.0})
-        step 100/200  loss -1.5000  NLL 2.2500  bits/dim 1.6230  50.0 steps/s  0:00:02 left
     """
 
     def __init__(self, file: IO[str] | None = None) -> None:
         self._file = file
-        self._total = self._every = 0
+        self._begun = False
 
-    def start(self, step: int, total: int, every: int = 0) -> None:
-        """Keeps the number of steps."""
-        self._total, self._every = total, every
+    def __call__(self, event: Event) -> None:
+        """Writes the line; before the first one, what the start was like."""
+        if not self._begun and event.start_nll is not None:
+            self._write(f"step 0/{event.steps}", *describe({"nll": event.start_nll}))
+        self._begun = True
+        self._write(f"step {event.step}/{event.steps}", *describe(event.record), *_pace(event))
 
-    def record(self, record: Record) -> None:
-        """Writes the line."""
-        parts = [f"step {record['step']}/{self._total}", *describe(record)]
-        speed = record.get("steps_per_second")
-        if speed:
-            left = time_left(record["step"], self._total, self._every, speed, record.get("evaluation_seconds", 0.0))
-            parts += [f"{speed:.1f} steps/s", f"{_clock(left)} left"]
+    def _write(self, *parts: str) -> None:
         print("  ".join(parts), file=self._file or sys.stderr, flush=True)
 
 
-class RichDisplay:
+class LiveDisplay:
     """A live display: a bar with speed and time left, the numbers, and the full layers with their condition.
 
     Arguments:
@@ -91,71 +80,36 @@ class RichDisplay:
     def __init__(self, console: Any = None) -> None:
         from rich.console import Console
         from rich.live import Live
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-        self._bar = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(),
-            TextColumn("{task.fields[speed]}"),
-            TextColumn("{task.fields[left]}"),
-        )
-        self._task: Any = None
-        self._loss: float | None = None
-        self._last: Record = {}
-        self._mark = (0.0, 0)  # when, and at which step, training went on last
-        self._total = self._every = 0
-        self._live = Live(
-            self._bar, console=console or Console(stderr=True), refresh_per_second=4, get_renderable=self._render
-        )
+        self._live = Live(console=console or Console(stderr=True), refresh_per_second=4)
 
-    def start(self, step: int, total: int, every: int = 0) -> None:
-        """Opens the display."""
-        self._total, self._every = total, every
-        self._task = self._bar.add_task("", total=total, completed=step, speed="", left="")
-        self._mark = time.monotonic(), step
+    def __enter__(self) -> LiveDisplay:
         self._live.start()
+        return self
 
-    def advance(self, step: int, loss: float | None) -> None:
-        """Moves the bar."""
-        self._loss = self._loss if loss is None else loss
-        self._bar.update(self._task, completed=step)
-        passed, done = time.monotonic() - self._mark[0], step - self._mark[1]
-        if done and passed > 0:
-            left = time_left(step, self._total, self._every, done / passed, self._last.get("evaluation_seconds", 0.0))
-            self._bar.update(self._task, speed=f"{done / passed:.1f} steps/s", left=f"{_clock(left)} left")
-
-    def record(self, record: Record) -> None:
-        """Shows an evaluation."""
-        self._last = record
-        self._loss = record.get("loss")
-        self._mark = time.monotonic(), record["step"]
-
-    def stop(self) -> None:
-        """Closes the display, leaving its last state on the screen."""
+    def __exit__(self, *error: object) -> None:
+        """Leaves the last state on the screen."""
         self._live.stop()
 
-    def _render(self) -> Any:
+    def __call__(self, event: Event) -> None:
+        """Shows an evaluation."""
         from rich.console import Group
+        from rich.progress_bar import ProgressBar
         from rich.table import Table
-        from rich.text import Text
 
-        parts: list[Any] = [self._bar]
-        shown = {**self._last, "loss": self._loss}
-        line = "  ".join(describe(shown, conditions=False))
-        if line:
-            parts.append(Text(line))
-        conditions = self._last.get("condition") or {}
+        bar = Table.grid(padding=(0, 2, 0, 0))
+        bar.add_row(f"step {event.step}/{event.steps}", ProgressBar(event.steps, event.step, width=40), *_pace(event))
+        parts: list[Any] = [bar, "  ".join(describe(event.record, conditions=False))]
+        conditions = event.record.get("condition") or {}
         if conditions:
             table = Table("full layer", "smallest σ", "condition ≥", box=None, padding=(0, 2, 0, 0))
-            worst = sorted(conditions, key=lambda path: -_number(conditions[path]["condition"]))
-            for path in worst[:8]:
-                values = conditions[path]
-                table.add_row(path, f"{_number(values['smallest']):.1e}", f"{_number(values['condition']):.1e}")
-            if len(worst) > 8:
-                table.add_row(f"and {len(worst) - 8} better ones", "", "")
+            worst = sorted(conditions, key=lambda path: -conditions[path]["condition"])
+            for path in worst[:SHOWN_LAYERS]:
+                table.add_row(path, *(f"{conditions[path][name]:.1e}" for name in ("smallest", "condition")))
+            if len(worst) > SHOWN_LAYERS:
+                table.add_row(f"and {len(worst) - SHOWN_LAYERS} better ones", "", "")
             parts.append(table)
-        return Group(*parts)
+        self._live.update(Group(*parts), refresh=True)
 
 
 class JsonLines:
@@ -169,7 +123,7 @@ class JsonLines:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     lines = JsonLines(Path(folder) / "metrics.jsonl", [{"step": 1}])
-        ...     lines.record({"step": 2, "loss": 0.5})
+        ...     lines(Event(2, {"step": 2, "loss": 0.5}, model=None, ema=None))
         ...     (Path(folder) / "metrics.jsonl").read_text()
         '{"step": 1}\n{"step": 2, "loss": 0.5}\n'
     """
@@ -183,59 +137,21 @@ class JsonLines:
         except OSError as error:
             raise InputError(f"the metrics file {path} cannot be written: {error}") from error
 
-    def record(self, record: Record) -> None:
+    def __call__(self, event: Event) -> None:
         """Adds a line."""
         try:
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(_line(record))
+                file.write(_line(event.record))
         except OSError as error:
             raise not_written(self.path, error) from error
 
 
-class TensorBoard:
-    """Metrics for TensorBoard.
-
-    Arguments:
-        folder: Its log folder.
-        step: Where the run goes on: what an interrupted run wrote behind it is hidden.
-
-    Raises:
-        InputError: If the tensorboard package is not installed.
-    """
-
-    def __init__(self, folder: Path, step: int = 0) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise InputError("tensorboard= needs the tensorboard package: pip install tensorboard") from error
-        self._writer: Any = SummaryWriter(str(folder), purge_step=step + 1 if step else None)  # type: ignore[no-untyped-call,unused-ignore]
-
-    def record(self, record: Record) -> None:
-        """Adds the numbers of an evaluation."""
-        for name, value in record.items():
-            if isinstance(value, (int, float)) and name != "step":
-                self._writer.add_scalar(name, value, record["step"])
-        for path, values in (record.get("condition") or {}).items():
-            self._writer.add_scalar(f"condition/{path}", _number(values["condition"]), record["step"])
-        self._writer.flush()
-
-    def close(self) -> None:
-        """Closes the files."""
-        self._writer.close()
-
-
-def display(wanted: bool, first: bool = True) -> Display:
-    """The display of a run: live on a terminal if rich is installed, lines otherwise, nothing if not wanted.
-
-    Example:
-        >>> type(display(False)).__name__
-        'NoDisplay'
-    """
-    if not (wanted and first):
-        return NoDisplay()
+def display() -> tuple[Callback, AbstractContextManager[object]]:
+    """The display of a run, and what to be in while it shows: live on a terminal if rich is installed, else lines."""
     if find_spec("rich") is not None and sys.stderr.isatty():
-        return RichDisplay()
-    return PlainDisplay()
+        live = LiveDisplay()
+        return live, live
+    return Lines(), nullcontext()
 
 
 def describe(record: Mapping[str, Any], conditions: bool = True) -> list[str]:
@@ -256,8 +172,7 @@ def describe(record: Mapping[str, Any], conditions: bool = True) -> list[str]:
     if record.get("bits_per_dim") is not None:
         parts.append(f"bits/dim {record['bits_per_dim']:.4f}")
     if conditions and record.get("condition"):
-        worst = max(_number(values["condition"]) for values in record["condition"].values())
-        parts.append(f"condition ≥ {worst:.1e}")
+        parts.append(f"condition ≥ {max(values['condition'] for values in record['condition'].values()):.1e}")
     if record.get("skipped"):
         parts.append(f"{record['skipped']} batches skipped")
     if record.get("exact_log_dets"):
@@ -265,25 +180,13 @@ def describe(record: Mapping[str, Any], conditions: bool = True) -> list[str]:
     return parts
 
 
-def time_left(step: int, total: int, every: int, speed: float, evaluation: float) -> float:
-    """How long a run will take, in seconds: the steps, and the evaluations among them.
-
-    Arguments:
-        step: Where it is.
-        total: How many steps there are.
-        every: Steps between two evaluations; there is one at the end too. 0 for none.
-        speed: Steps in a second.
-        evaluation: Seconds for an evaluation.
-
-    Example:
-        >>> time_left(step=100, total=250, every=100, speed=10.0, evaluation=5.0)
-        25.0
-    """
-    evaluations = total // every - step // every + (total % every > 0) if every and step < total else 0
-    return (total - step) / speed + evaluations * evaluation
+def _pace(event: Event) -> list[str]:
+    minutes, seconds = divmod(round(max(0.0, event.seconds_left)), 60)
+    left = f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d} left"
+    return [f"{event.record['steps_per_second']:.1f} steps/s", left]
 
 
-def _line(record: Record) -> str:
+def _line(record: Mapping[str, Any]) -> str:
     """One line of JSON; what JSON has no number for becomes a word."""
     return json.dumps(_plain(record), allow_nan=False) + "\n"
 
@@ -294,13 +197,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and (value != value or abs(value) == float("inf")):
         return str(value)
     return value
-
-
-def _number(value: Any) -> float:
-    return float(value)
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(max(0.0, seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,9 +11,8 @@ import torch
 from torch import Generator
 
 from ebflow_plugin.objectives import Objective, WeightedSum
-from ebflow_plugin.training.distributed import Processes
 
-__all__ = ["RandomState", "mix", "random_state", "seeded", "set_random_state"]
+__all__ = ["RandomState", "lend", "mix", "noise_of", "random_state", "set_random_state", "terms_of"]
 
 RandomState = dict[str, Any]
 
@@ -46,23 +45,36 @@ def set_random_state(state: RandomState, device: torch.device, generators: Seque
         generator.set_state(kept)
 
 
+def terms_of(objective: Objective) -> list[Objective]:
+    """The objectives that draw noise: the terms of a sum, or the objective itself."""
+    return [part for part in objective.modules() if isinstance(part, Objective) and not isinstance(part, WeightedSum)]
+
+
+def noise_of(objective: Objective, seed: int, rank: int, device: torch.device) -> dict[Objective, Generator]:
+    """The generator that each term draws from in this process.
+
+    In the first process the term's own one, if it has one. Other processes draw from a copy, seeded for them, so that
+    no two have the same noise and nothing of the user's is reseeded. Terms without one share one of the run.
+    """
+    shared = Generator(device).manual_seed(mix(seed, "noise", rank))
+    copies: dict[int, Generator] = {}
+    found = {}
+    for term in terms_of(objective):
+        own = term.generator
+        if own is not None and rank:
+            own = copies.setdefault(id(own), Generator(own.device).manual_seed(mix(own.initial_seed(), rank)))
+        found[term] = shared if own is None else own
+    return found
+
+
 @contextmanager
-def seeded(objective: Objective, seed: int, processes: Processes) -> Iterator[list[Generator]]:
-    """Gives the objective's terms a generator of this process, and gives torch's global ones back at the end."""
-    device = objective.model.like().device
-    terms = [term for term in objective.modules() if isinstance(term, Objective) and not isinstance(term, WeightedSum)]
-    own = Generator(device).manual_seed(mix(seed, "noise", processes.rank))
-    lent = [term for term in terms if term.generator is None]
-    found = {id(own): own, **{id(term.generator): term.generator for term in terms if term.generator is not None}}
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(mix(seed, "global", processes.rank))
-        for term in lent:
-            term.generator = own
-        for generator in found.values():
-            if generator is not own and processes.rank:
-                generator.manual_seed(mix(generator.initial_seed(), processes.rank))
-        try:
-            yield list(found.values())
-        finally:
-            for term in lent:
-                term.generator = None
+def lend(noise: Mapping[Objective, Generator]) -> Iterator[None]:
+    """Lets terms draw from these generators, for the duration of a ``with`` block."""
+    own = {term: term.generator for term in noise}
+    for term, generator in noise.items():
+        term.generator = generator
+    try:
+        yield
+    finally:
+        for term in noise:
+            term.generator = own[term]

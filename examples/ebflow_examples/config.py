@@ -37,6 +37,13 @@ def _option(default: Any, panel: str, text: str, auto: str = "") -> Any:
     return field(default=default, metadata={"panel": panel, "help": text, "auto": auto})
 
 
+# Settings that files of older runs hold: false is what they are now.
+RETIRED = {
+    "amp": "train in Lightning with precision='bf16-mixed' (ebflow_plugin.lightning)",
+    "compile": "energies are no longer compiled",
+}
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """What ``ebflow train`` is told. Field names are the keys of the TOML file, and the flags with ``_`` for ``-``.
@@ -129,8 +136,6 @@ class TrainConfig:
     alpha: float | None = _option(
         None, MACHINE, "Images are squeezed to alpha … 1 - alpha before the logit.", "1e-6; 0.05 for CIFAR-10"
     )
-    amp: bool = _option(False, MACHINE, "Networks inside of nonlinear steps in bfloat16.")
-    compile: bool = _option(False, MACHINE, "Compile the objective (SSM, DSM, FDSSM, ML, SML).")
 
     @property
     def model_options(self) -> dict[str, Any]:
@@ -146,6 +151,10 @@ class TrainConfig:
             InputError: If a value is of the wrong type, or none of those to choose from.
         """
         types = option_types()
+        for name in RETIRED:
+            if values.get(name):
+                raise _input_error(f"{name} is no setting any more: {RETIRED[name]}")
+        values = {name: value for name, value in values.items() if name not in RETIRED}
         for name, value in values.items():
             _check(name, value, types)
         if values.get("loss") not in (None, self.loss):  # options of the earlier loss mean nothing to the later one

@@ -58,6 +58,12 @@ def test_a_configuration_refuses_what_does_not_fit(values, error):
         TrainConfig().updated(values)
 
 
+def test_settings_that_are_gone_are_read_where_they_were_off():
+    assert TrainConfig().updated({"amp": False, "compile": False, "seed": 3}) == TrainConfig(seed=3)
+    with pytest.raises(InputError, match="amp is no setting any more: train in Lightning"):
+        TrainConfig().updated({"amp": True})
+
+
 def test_flags_come_before_the_file_and_the_file_before_the_run(tmp_path):
     run, file = tmp_path / "run", tmp_path / "own.toml"
     run.mkdir()

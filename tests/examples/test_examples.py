@@ -20,6 +20,7 @@ NUMBER = r"-?\d+\.\d+"
 EXPECTED = {
     "custom_transform": ["same log_prob: True", r"Filter +linear +256 × 256", rf"NLL after +{NUMBER}, .* {NUMBER}\n"],
     "ddp": ["processes: 1, rows of a batch in each: 256", "the same in every process: True"],
+    "lightning_flow": [rf"by likelihood +exact test NLL {NUMBER}\n", rf"by score matching +exact test NLL {NUMBER}\n"],
     "log_z": [r"M = 200, importance \(paper\)", rf"M = 200, lanczos( +{NUMBER}){{3}}\n"],
     "log_z_large": [r"importance .*\(warned\)", rf"lanczos +{NUMBER} ± {NUMBER}"],
     "own_objective": [r"paired_dsm loss", rf"KL to the density of the data {NUMBER} -> {NUMBER}"],

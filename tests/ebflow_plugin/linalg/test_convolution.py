@@ -12,9 +12,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ebflow_plugin.errors import InputError, SingularError
+from ebflow_plugin.linalg import convolution as conv
 from ebflow_plugin.linalg.convolution import conv_matrix, structure
 from ebflow_plugin.linalg.dense import Band
-from ebflow_plugin.linalg.dense import convolution as conv
 from ebflow_plugin.linalg.geometry import Axis, Setting, convolve
 
 double = torch.float64

@@ -370,3 +370,18 @@ def test_an_update_costs_less_than_a_twentieth_of_a_training_step():
     assert sum(parameter.numel() for parameter in model.parameters()) > 9.9e6
     step()
     assert seconds(ema.update) < 0.05 * seconds(step)
+
+
+def test_restart_begins_with_the_present_values():
+    model = make_model()
+    ema = EMA(model, decay=0.9)
+    ema.update()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    ema.restart()
+    assert ema.updates == 0
+    for name, average in ema.state_dict()["averages"].items():
+        assert torch.equal(average, dict(model.named_parameters())[name])
+    with ema.applied(), pytest.raises(EBFlowError, match="leave the block first"):
+        ema.restart()

@@ -2,8 +2,8 @@
 
 import io
 import json
+import math
 import sys
-import warnings
 import weakref
 
 import pytest
@@ -15,14 +15,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ebflow_plugin as ebf
 from ebflow_nflows import FullLinear
-from ebflow_plugin.errors import InputError
-from ebflow_plugin.objectives import DSM, FDSSM, ML, SM, SSM
-from ebflow_plugin.training import fit
+from ebflow_plugin.objectives import DSM, ML, SSM
+from ebflow_plugin.training import fit, fitting, loop
 from ebflow_plugin.training import progress as shown
-from ebflow_plugin.training.acceleration import bf16_conditioners, compiled_energy
 from ebflow_plugin.training.batches import batches
 from ebflow_plugin.training.checkpoints import load_best
-from ebflow_plugin.training.evaluation import evaluate, evaluate_calibrated
+from ebflow_plugin.training.evaluation import evaluate
+from ebflow_plugin.training.randomness import lend, mix, noise_of
 from training_models import make_data, make_model, same, weights, without_timing
 
 QUIET = {"progress": False}
@@ -86,7 +85,6 @@ def evaluated_at(steps, rows, validation, **options):
 )
 def test_an_evaluation_has_no_more_rows_than_the_steps_before_it(case, expected):
     assert evaluated_at(*case, batch_size=32) == expected
-    assert evaluated_at(*case, batch_size=8, accumulate=4) == expected
     assert evaluated_at(*case, batch_size=32, evaluate_every=1) == [*range(1, case[0] + 1)]
 
 
@@ -122,51 +120,38 @@ def test_both_likelihoods_come_from_one_pass(kind):
     )
     x = torch.randint(8, (200, 4), generator=torch.Generator().manual_seed(0))
     source = batches(x, 64, shuffle=False)
-    before, _ = evaluate(model, source, seed=3)
+    before = evaluate(model, source, seed=3).nll
     model.calibrate(x, kind)
-    after, bits = evaluate(model, source, seed=3)
+    generator = torch.Generator().manual_seed(mix(3, "validation", 0))
+    log_probs = torch.cat([model.log_prob(part, generator=generator) for part in x.split(64)]).detach()
+    after, bits = -log_probs.mean().item(), -log_probs.mean().item() / 4 / math.log(2.0)
     assert after < before - 0.1
     passes = []
     hook = model.flow._transform.transform_net.register_forward_pre_hook(lambda *args: passes.append(1))
-    found = evaluate_calibrated(model, source, seed=3)
+    found = evaluate(model, source, seed=3)
     hook.remove()
     assert len(passes) == len(source)
     assert found == pytest.approx((after, bits, before), rel=1e-12)
 
 
 def test_the_time_left_counts_evaluations():
+    assert loop.time_left(100, 250, 100, 10.0, 60.0) == 135.0  # 150 steps in 15 s, and evaluations at 200 and 250
     file = io.StringIO()
-    display = shown.PlainDisplay(file)
-    display.start(0, 250, 100)
-    display.record({"step": 100, "loss": 0.0, "steps_per_second": 10.0, "evaluation_seconds": 60.0})
-    assert "0:02:15 left" in file.getvalue()  # 150 steps in 15 s, and evaluations at 200 and 250
+    record = {"step": 100, "loss": 0.0, "steps_per_second": 10.0}
+    shown.Lines(file)(shown.Event(100, record, model=None, ema=None, steps=250, seconds_left=3735.0))
+    assert file.getvalue() == "step 100/250  loss 0.0000  10.0 steps/s  1:02:15 left\n"
 
 
-def test_displays_are_told_how_long_an_evaluation_took(monkeypatch):
-    class Kept(shown.NoDisplay):
-        def start(self, step, total, every=0):
-            self.every, self.told = every, []
-
-        def record(self, record):
-            self.told.append(record)
-
-    display = Kept()
-    monkeypatch.setattr("ebflow_plugin.training.fitting.display", lambda *args: display)
-    result = fit(ML(make_model()), make_data(), steps=4, evaluate_every=2, validation=make_data(30))
-    assert display.every == 2
-    assert [record["step"] for record in display.told] == [0, 2, 4]
-    assert all(record["evaluation_seconds"] > 0 for record in display.told)
-    assert all("evaluation_seconds" not in record for record in result.history)
-
-
-def test_accumulated_batches_are_one_large_batch():
-    x = make_data(60, dtype=torch.float64)
-    found = []
-    for size, accumulate in ((60, 1), (15, 4)):
-        model = make_model(actnorm=False, dtype=torch.float64)
-        fit(ML(model), x, steps=3, batch_size=size, accumulate=accumulate, **QUIET)
-        found.append(weights(model))
-    torch.testing.assert_close(*found, rtol=1e-8, atol=1e-9)
+def test_callbacks_are_told_how_far_the_run_is():
+    events = []
+    result = fit(
+        ML(make_model()), make_data(), steps=4, evaluate_every=2, validation=make_data(30), callbacks=[events.append],
+        **QUIET,
+    )  # fmt: skip
+    assert [(event.step, event.steps) for event in events] == [(2, 4), (4, 4)]
+    assert [event.start_nll for event in events] == [result.start_nll] * 2
+    assert events[0].seconds_left > 0
+    assert events[1].seconds_left == 0
 
 
 def test_gradients_are_clipped():
@@ -202,6 +187,25 @@ def test_an_objective_keeps_its_own_generator():
     fit(objective, make_data(), steps=2, **QUIET)
     assert objective.generator is generator
     assert not torch.equal(generator.get_state(), torch.Generator().manual_seed(3).get_state())
+
+
+def test_other_processes_draw_from_a_copy_of_the_users_generator():
+    own = torch.Generator().manual_seed(3)
+    objective = 0.5 * DSM(make_model(), generator=own)
+    objective = objective + 0.5 * SSM(objective.model) + 0.2 * DSM(objective.model, generator=own)
+    before, draws = own.get_state(), []
+    for rank in range(3):
+        noise = noise_of(objective, 0, rank, torch.device("cpu"))
+        first, shared, second = (noise[term] for term in objective.terms)
+        assert first is second is not shared
+        assert (first is own) == (rank == 0)
+        with lend(noise):
+            assert [term.generator for term in objective.terms] == [first, shared, second]
+        assert [term.generator for term in objective.terms] == [own, None, own]
+        draws += [] if first is own else [torch.rand(1, generator=first).item()]
+        draws.append(torch.rand(1, generator=shared).item())
+    assert torch.equal(own.get_state(), before)
+    assert len(set(draws)) == len(draws) == 5
 
 
 def test_an_epoch_sees_every_row_once_and_in_another_order_each_time():
@@ -388,22 +392,6 @@ def test_the_recorded_loss_is_the_mean_since_the_last_record():
     assert [record["loss"] for record in result.history] == pytest.approx(means, rel=1e-5)
 
 
-def test_tensorboard_gets_the_metrics(tmp_path):
-    x = make_data()
-    fit(ML(make_model()), x, steps=4, evaluate_every=2, validation=x, tensorboard=tmp_path, **QUIET)
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(tmp_path)).Reload()
-    assert {"loss", "nll", "bits_per_dim"} <= set(events.Tags()["scalars"])
-    assert [event.step for event in events.Scalars("nll")] == [2, 4]
-
-
-def test_tensorboard_that_is_not_installed(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(InputError, match="pip install tensorboard"):
-        fit(ML(make_model()), make_data(), steps=4, tensorboard=tmp_path, **QUIET)
-
-
 def test_without_a_terminal_there_are_lines(capsys):
     x = make_data()
     fit(ML(make_model()), x, steps=4, evaluate_every=2, validation=x)
@@ -421,7 +409,8 @@ def test_the_live_display_shows_everything(monkeypatch):
     rich = pytest.importorskip("rich.console")
     screen = io.StringIO()
     console = rich.Console(file=screen, force_terminal=True, width=120, height=40)
-    monkeypatch.setattr("ebflow_plugin.training.fitting.display", lambda *args: shown.RichDisplay(console))
+    live = shown.LiveDisplay(console)
+    monkeypatch.setattr(fitting, "display", lambda: (live, live))
     x = make_data()
     fit(SSM(make_model()), x, steps=4, evaluate_every=2, validation=x)
     text = screen.getvalue()
@@ -432,125 +421,7 @@ def test_the_live_display_shows_everything(monkeypatch):
 def test_without_rich_there_are_lines(monkeypatch):
     monkeypatch.setattr(shown, "find_spec", lambda name: None)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    assert isinstance(shown.display(True), shown.PlainDisplay)
-
-
-# Faster.
-
-
-def test_conditioners_run_in_bfloat16_and_nothing_else():
-    model = coupling_model(hidden=64)
-    x = make_data(50)
-    exact = model.energy(x)
-    seen = []
-    nets_inside = [part for part in model.modules() if isinstance(part, nn.Linear)]
-    with bf16_conditioners(model) as count:
-        handles = [
-            part.register_forward_hook(lambda m, i, o: seen.append(torch.is_autocast_enabled("cpu")))
-            for part in nets_inside
-        ]
-        rounded = model.energy(x)
-        assert not torch.is_autocast_enabled("cpu")
-        for handle in handles:
-            handle.remove()
-    assert count == len(nets_inside) > 2
-    assert rounded.dtype == torch.float32
-    assert not torch.equal(rounded, exact)
-    torch.testing.assert_close(rounded, exact, rtol=0.02, atol=0.05)
-    assert torch.equal(model.energy(x), exact), "nothing is left of it"
-    result = fit(DSM(model), x, steps=5, amp=True, validation=x, **QUIET)
-    assert result.steps == 5
-    with pytest.raises(InputError, match="float32"):
-        fit(DSM(make_model(dtype=torch.float64)), make_data(dtype=torch.float64), steps=2, amp=True, **QUIET)
-    with pytest.warns(UserWarning, match="changes nothing"):
-        fit(DSM(make_model()), make_data(), steps=2, amp=True, **QUIET)
-
-
-def test_an_error_inside_of_a_conditioner_leaves_no_autocast_behind():
-    model = coupling_model()
-    with bf16_conditioners(model), pytest.raises(Exception, match=r"(?i)shape|size|index"):
-        model.plan.energy(torch.zeros(3, 7))
-    assert not torch.is_autocast_enabled("cpu")
-
-
-def test_what_cannot_be_compiled_runs_as_it_is_with_one_message():
-    x = make_data()
-    with pytest.warns(UserWarning, match="compile=True has no effect on SM. It is for DSM, FDSSM") as caught:
-        fit(SM(make_model()), x, steps=3, compile=True, **QUIET)
-    assert len(caught) == 1
-
-
-@pytest.mark.skipif(
-    torch.__version__.startswith(("2.6.", "2.7.")), reason="its torch.compile cannot trace next(…, default); fit warns"
-)
-@pytest.mark.parametrize("kind", [SSM, DSM])
-@pytest.mark.parametrize("make", [coupling_model, lambda: make_model(actnorm=False)])
-def test_second_derivatives_are_traced_in_one_graph(monkeypatch, kind, make):
-    """Without the back end, which takes a minute: what is compiled is what was traced, in closed form or not."""
-    real, found = torch.compile, []
-    monkeypatch.setattr(torch, "compile", lambda function, **options: real(function, backend="eager", **options))
-    x = torch.randn(60, make().plan.event_shape[0], generator=torch.Generator().manual_seed(0))
-    for wanted in (False, True):
-        model = make()
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-        generator = torch.Generator().manual_seed(0)
-        fit(kind(model, generator=generator), x, steps=3, batch_size=20, compile=wanted, **QUIET)  # a fallback warns
-        found.append(weights(model))
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
-
-
-def test_a_failing_compiler_falls_back(monkeypatch):
-    def fail(function):
-        def compiled(*args):
-            raise RuntimeError("no compiler\nlong trace")
-
-        return compiled
-
-    monkeypatch.setattr(torch, "compile", fail)
-    found = []
-    for wanted in (False, True):
-        model = make_model()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            fit(FDSSM(model), make_data(), steps=3, compile=wanted, **QUIET)
-        found.append(weights(model))
-    assert [str(w.message) for w in caught] == ["the energy cannot be compiled, and runs as it is: no compiler"]
-    assert same(*found)
-
-
-def test_the_compiled_energy_is_used(monkeypatch):
-    calls = []
-
-    def spy(function):
-        return lambda *args: calls.append(1) or function(*args)
-
-    monkeypatch.setattr(torch, "compile", spy)
-    model = make_model()
-    plain = model.core.energy
-    fit(0.5 * FDSSM(model) + 0.5 * ML(model), make_data(), steps=3, compile=True, **QUIET)
-    assert len(calls) == 6
-    assert model.core.energy == plain
-
-
-@pytest.mark.slow
-def test_fdssm_really_compiles():
-    found = []
-    for wanted in (False, True):
-        model = make_model(actnorm=False)
-        torch._dynamo.utils.counters.clear()
-        fit(FDSSM(model, eps=0.5), make_data(), steps=5, compile=wanted, **QUIET)  # a fallback warns, which is an error
-        found.append(weights(model))
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)
-
-
-def test_compiled_energy_is_taken_back_after_an_error():
-    model = make_model()
-    with pytest.raises(ZeroDivisionError), compiled_energy(FDSSM(model)):
-        raise ZeroDivisionError
-    assert "energy" not in model.core.__dict__
+    assert isinstance(shown.display()[0], shown.Lines)
 
 
 def test_calibrating_holds_a_few_batches_at_a_time():

@@ -95,7 +95,6 @@ def train(folder, name, steps, rank=0, world=1, blind=False):
         validation=make_data(300, seed=1, dtype=torch.float64),
         evaluate_every=4,
         checkpoint_every=4,
-        accumulate=2,
         ema=True,
         conditioning=0.0 if name == "ml" else 0.01,
         checkpoint=folder,

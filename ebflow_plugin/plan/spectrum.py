@@ -12,14 +12,15 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Generator, Tensor
 
-from ebflow_plugin.objectives import Objective
+from ebflow_plugin.linalg.bidiagonal import LinearMap, bidiagonalise
+from ebflow_plugin.linalg.random import gaussian_like, signs
 from ebflow_plugin.plan.matrices import FullStep, MatrixStep
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.step import Shape, Step
 
-__all__ = ["FullLayer", "PenalisedLoss", "Spectrum", "conditioning_penalty", "estimate_spectrum", "full_layers"]
+__all__ = ["FullLayer", "Spectrum", "conditioning_penalty", "estimate_spectrum", "full_layers"]
 
 LANCZOS_STEPS = 32
 CG_STEPS = 12
@@ -96,7 +97,7 @@ def estimate_spectrum(layer: FullLayer, steps: int = LANCZOS_STEPS) -> Spectrum:
 
     With k products with W and k with its transpose, :math:`O(k D^2)`: exact for D ≤ k, and good where the extreme ones
     stand apart from the others, which is how a layer becomes singular. A crowd of small singular values is seen, but
-    the smallest of them is overestimated. No factorisation; one wait for the device.
+    the smallest of them is overestimated. No factorisation.
 
     Example:
         >>> import ebflow_plugin as ebf
@@ -109,34 +110,13 @@ def estimate_spectrum(layer: FullLayer, steps: int = LANCZOS_STEPS) -> Spectrum:
         >>> round(estimate_spectrum(layer).condition, 3)
         8.0
     """
-    like = layer.like()
     size = prod(layer.shape)
-    steps = min(steps, size)
-    drawn = torch.randn(size, generator=Generator().manual_seed(0)).to(like)
-    rights = [drawn / torch.linalg.vector_norm(drawn)]
-    lefts: list[Tensor] = []
-    alphas: list[Tensor] = []
-    betas: list[Tensor] = []
-    with torch.no_grad():
-        for place in range(steps):
-            left = layer.product(rights[-1].reshape(1, *layer.shape))
-            out_shape, left = left.shape, left.flatten()
-            left = _orthogonal(left, lefts)
-            alphas.append(torch.linalg.vector_norm(left))
-            lefts.append(left / alphas[-1].clamp_min(torch.finfo(like.dtype).tiny))
-            if place + 1 == steps:
-                break
-            right = _orthogonal(layer.transposed(lefts[-1].reshape(out_shape)).flatten(), rights)
-            betas.append(torch.linalg.vector_norm(right))
-            rights.append(right / betas[-1].clamp_min(torch.finfo(like.dtype).tiny))
-        diagonal, above = torch.stack(alphas).double().cpu(), torch.stack([*betas, alphas[0] * 0])[:-1].double().cpu()
-    if not (diagonal.isfinite().all() and above.isfinite().all()):
+    start = gaussian_like(layer.like().new_empty(1, size), Generator().manual_seed(0))
+    bands = bidiagonalise(LinearMap(layer.product, layer.shape, start), start, min(steps, size))
+    matrix = bands.matrices()[0].cpu()
+    if not matrix.isfinite().all():
         return Spectrum(float("nan"), float("nan"))
-    # Where the off-diagonal vanishes, the space explored so far is all that there is to see from this start.
-    limit = 10 * torch.finfo(like.dtype).eps * float(diagonal.max())
-    ended = (above <= limit).nonzero().flatten()
-    count = int(ended[0]) + 1 if len(ended) else steps
-    values = torch.linalg.svdvals(diagonal[:count].diag() + above[: count - 1].diag(1))
+    values = torch.linalg.svdvals(matrix)
     return Spectrum(float(values[0]), float(values[-1]))
 
 
@@ -163,35 +143,18 @@ def conditioning_penalty(layers: list[FullLayer], generator: Generator | None = 
     total: Tensor | None = None
     for layer in layers:
         like = layer.like()
-        device = like.device if generator is None else generator.device
-        signs = torch.randint(2, (1, *layer.shape), generator=generator, device=device).to(like) * 2 - 1
+        probe = signs((1, *layer.shape), like, generator)
         with torch.no_grad():
-            image = layer.product(signs)
+            image = layer.product(probe)
             delta = SMALL**2 * image.square().mean()  # E ‖W v‖² is the sum of the squared singular values
-            solution = _conjugate_gradients(layer, signs, delta)
-            value = delta * (signs * solution).sum()
+            solution = _conjugate_gradients(layer, probe, delta)
+            value = delta * (probe * solution).sum()
         surrogate = -delta * layer.product(solution).square().sum()
         term = surrogate - surrogate.detach() + value
         total = term if total is None else total + term
     if total is None:
         raise ValueError("no layers")
     return total
-
-
-class PenalisedLoss(nn.Module):
-    """An objective and the conditioning penalty: what DistributedDataParallel is put around."""
-
-    def __init__(self, objective: Objective, layers: list[FullLayer], weight: float, generator: Generator) -> None:
-        super().__init__()
-        self.objective = objective
-        self._layers, self._weight, self._generator = layers, weight, generator
-
-    def forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Computes the loss to minimise, and the value of the objective alone."""
-        value: Tensor = self.objective(x, context)
-        if not (self._weight and self._layers):
-            return value, value.detach()
-        return value + self._weight * conditioning_penalty(self._layers, self._generator), value.detach()
 
 
 def _conjugate_gradients(layer: FullLayer, right: Tensor, delta: Tensor) -> Tensor:
@@ -207,15 +170,6 @@ def _conjugate_gradients(layer: FullLayer, right: Tensor, delta: Tensor) -> Tens
         before, square = square, residual.square().sum()
         direction = residual + (square / before.clamp_min(tiny)) * direction
     return solution
-
-
-def _orthogonal(vector: Tensor, basis: list[Tensor]) -> Tensor:
-    """Removes the components along an orthonormal basis, twice, as rounding asks for."""
-    if basis:
-        matrix = torch.stack(basis)
-        for _ in range(2):
-            vector = vector - matrix.mT @ (matrix @ vector)
-    return vector
 
 
 def _matrix_product(step: MatrixStep) -> Callable[[Tensor], Tensor]:

@@ -1,0 +1,250 @@
+"""Objectives in Lightning's Trainer, and callbacks for what only an energy-based flow needs.
+
+Lightning does checkpoints, resume, precision, clipping, accumulation, averaging of weights, loggers, DDP and sharding.
+Needs the extra: ``pip install ebflow-plugin[lightning]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from ebflow_plugin.errors import InputError
+from ebflow_plugin.objectives import Objective
+from ebflow_plugin.objectives.checks import refuse_useless_context
+from ebflow_plugin.plan.inputs import one_of, pair, whole
+from ebflow_plugin.plan.spectrum import full_layers
+from ebflow_plugin.training.batches import own_rows
+from ebflow_plugin.training.checkpoints import write_weights
+from ebflow_plugin.training.distributed import awaits_start, gathered, is_sharded, processes, start_once
+from ebflow_plugin.training.evaluation import LikelihoodSum, calibrated
+from ebflow_plugin.training.guards import NEAR_SINGULAR, ConditionWatch, FiniteWatch, diagnose, failure, gradient_norms
+from ebflow_plugin.training.options import optimizer_of, scalar_objective, scheduler_of
+from ebflow_plugin.training.randomness import lend, mix, noise_of, random_state, set_random_state
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+except ImportError as error:
+    raise ImportError("ebflow_plugin.lightning needs Lightning: pip install ebflow-plugin[lightning]") from error
+
+__all__ = ["Calibrate", "ConditionGuard", "DataDependentStart", "ExactNLL", "FiniteGuard", "LitObjective"]
+
+KINDS = ("full", "diagonal")
+ADVICE = "Lower the learning rate, clip gradients, or mix in a little likelihood: 0.99 * SSM(model) + 0.01 * ML(model)."
+
+
+class LitObjective(LightningModule):
+    """An objective as a LightningModule: what ``Trainer.fit`` takes.
+
+    Batches are tensors x, or pairs (x, context). It logs ``train_loss`` and ``val_loss``, the latter with the same
+    noise each time. Each process draws noise of its own, seeded by ``seed_everything``; checkpoints hold its state, so
+    that a run that goes on from the end of an epoch equals one that was never interrupted.
+
+    Arguments:
+        objective: The loss; it holds the model.
+        optimizer: As in :func:`~ebflow_plugin.fit`: an optimizer, or a function that makes one from the parameters.
+        scheduler: As there. It moves at each step; ``ReduceLROnPlateau`` at each epoch, by ``val_nll``.
+
+    Example:
+        >>> import ebflow_plugin as ebf
+        >>> from nflows import distributions, flows, transforms
+        >>> model = ebf.wrap(flows.Flow(transforms.LULinear(2), distributions.StandardNormal([2])))
+        >>> module = LitObjective(ebf.objectives.SSM(model), optimizer=lambda p: torch.optim.Adam(p, lr=0.01))
+        >>> type(module.configure_optimizers()).__name__
+        'Adam'
+    """
+
+    def __init__(
+        self,
+        objective: Objective,
+        optimizer: Optimizer | Callable[[list[nn.Parameter]], Optimizer] | None = None,
+        scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None = None,
+    ) -> None:
+        super().__init__()
+        self.objective = scalar_objective("LitObjective", objective)
+        self._optimizer, self._scheduler = optimizer, scheduler
+        self._noise: dict[Objective, Generator] = {}
+
+    def setup(self, stage: str) -> None:
+        device = self.trainer.strategy.root_device
+        self._noise = noise_of(self.objective, torch.initial_seed(), self.global_rank, device)
+
+    def configure_callbacks(self) -> list[Callback]:
+        given: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        return [] if any(isinstance(callback, DataDependentStart) for callback in given) else [DataDependentStart()]
+
+    def configure_optimizers(self) -> Any:
+        optimizer = optimizer_of(self.objective, self._optimizer)
+        scheduler = scheduler_of(optimizer, self._scheduler, validated=True)
+        if scheduler is None:
+            return optimizer
+        interval = "epoch" if isinstance(scheduler, ReduceLROnPlateau) else "step"
+        return [optimizer], [{"scheduler": scheduler, "interval": interval, "monitor": "val_nll"}]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with lend(self._noise):
+            loss: Tensor = self.objective(*pair(batch))
+        self.log("train_loss", loss, prog_bar=True)
+        self.last = batch, loss.detach()
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        generator, (x, context) = Generator(self.device), pair(batch)
+        generator.manual_seed(mix("validation", self.global_rank, batch_idx))
+        with lend(dict.fromkeys(self._noise, generator)):
+            self.log("val_loss", self.objective(x, context), batch_size=len(x), sync_dist=True)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        mine = random_state(self.device, list(self._noise.values()))
+        checkpoint["ebflow_plugin"] = {"random": processes(self.device).gather(mine)}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        random = checkpoint.get("ebflow_plugin", {}).get("random", ())
+        if self._noise and len(random) == self.trainer.world_size:  # otherwise the noise is new
+            set_random_state(random[self.global_rank], self.device, list(self._noise.values()))
+
+
+class DataDependentStart(Callback):
+    """Runs the data-dependent start of a flow before the first step, once for all processes.
+
+    Every :class:`LitObjective` has one, for ActNorms, by the first batch of the first process. Pass one to the Trainer
+    to start from all of the training data, as :meth:`EBFlow.initialize <ebflow_plugin.EBFlow.initialize>` does.
+    """
+
+    def __init__(self, whiten: bool = False, gaussianize: bool = False) -> None:
+        self._options = {"whiten": whiten, "gaussianize": gaussianize}
+        self._untouched: dict[str, Tensor] = {}
+
+    def on_sanity_check_start(self, trainer: Trainer, module: Any) -> None:
+        if awaits_start(module.objective.model):  # which the validation data must not give
+            self._untouched = {name: value.clone() for name, value in module.objective.model.state_dict().items()}
+
+    def on_sanity_check_end(self, trainer: Trainer, module: Any) -> None:
+        if self._untouched:
+            write_weights(module.objective.model, self._untouched, "the weights before the sanity check")
+            self._untouched = {}
+
+    def on_train_start(self, trainer: Trainer, module: Any) -> None:
+        if any(self._options.values()) and not trainer.global_step:  # a run that goes on has begun before
+            module.objective.model.initialize(_training_data(trainer, module), **self._options)
+
+    def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, index: int) -> None:
+        if trainer.global_step or index:
+            return
+        model, (x, context) = module.objective.model, pair(batch)
+        start_once(model, x, context, processes(module.device), Generator(module.device).manual_seed(0))
+        if not is_sharded(module):
+            refuse_useless_context(model, x, context)
+
+
+class ExactNLL(Callback):
+    """Logs the exact NLL of the validation data, ``val_nll`` and ``val_bits_per_dim``, with the weights of validation.
+
+    Those are the averaged ones beside Lightning's ``EMAWeightAveraging``. Rows that a DistributedSampler repeats count
+    once. Choose by it: ``ModelCheckpoint(monitor="val_nll")``.
+
+    Arguments:
+        calibrate: ``"full"`` or ``"diagonal"``: calibrates the model for the duration of each validation, which takes
+            a pass over the training data, and logs ``val_nll_uncalibrated`` too.
+        seed: Of the noise of a :class:`~ebflow_plugin.Dequantize`, the same each time.
+    """
+
+    def __init__(self, calibrate: str | None = None, seed: int = 0) -> None:
+        self._kind = None if calibrate is None else one_of("calibrate", calibrate, KINDS)
+        self._seed, self._sums = seed, list[LikelihoodSum]()
+
+    def on_validation_start(self, trainer: Trainer, module: Any) -> None:
+        self._sums = []  # those of a validation that failed
+
+    def on_validation_batch_start(self, trainer: Trainer, module: Any, batch: Any, index: int, place: int = 0) -> None:
+        # Not before the first batch: by then every callback that changes the weights for the validation has done so.
+        with gathered(module):
+            if not self._sums:
+                model, group, found = module.objective.model, processes(module.device), trainer.val_dataloaders
+                kind = None if trainer.sanity_checking else self._kind  # before that there are no training data
+                loaders = found if isinstance(found, (list, tuple)) else [found]
+                with calibrated(model, _training_data(trainer, module), kind):
+                    self._sums = [LikelihoodSum(model, self._seed, group, own_rows(loader)) for loader in loaders]
+            self._sums[place].add(*pair(batch))
+
+    def on_validation_epoch_end(self, trainer: Trainer, module: Any) -> None:
+        for place, total in enumerate(self._sums):
+            nll, bits, uncalibrated = total.mean()
+            found = {"val_nll": nll, "val_bits_per_dim": bits}
+            found |= {} if self._kind is None else {"val_nll_uncalibrated": uncalibrated}
+            end = f"/dataloader_idx_{place}" if len(self._sums) > 1 else ""
+            named = {name + end: value for name, value in found.items()}
+            module.log_dict(named, prog_bar=True, sync_dist=True, add_dataloader_idx=False)
+
+
+class Calibrate(Callback):
+    """Calibrates the model for good at the end of training, when the averaged weights are in place: see ``report``."""
+
+    def __init__(self, kind: str = "full") -> None:
+        self._kind = one_of("kind", kind, KINDS)
+        self.report: Any = None
+
+    def on_fit_end(self, trainer: Trainer, module: Any) -> None:
+        with gathered(module):
+            self.report = module.objective.model.calibrate(_training_data(trainer, module), self._kind)
+
+
+class ConditionGuard(Callback):
+    """Logs the largest condition number of full layers, ``condition``, and warns once of each near a singular one."""
+
+    def __init__(self, every: int = 1000, limit: float = NEAR_SINGULAR) -> None:
+        self._every, self._watch = whole("every", every), ConditionWatch([], limit, ADVICE)
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        if trainer.global_step % self._every and not trainer.is_last_batch:
+            return
+        model = module.objective.model
+        with gathered(module):
+            u, _ = model.preprocess(pair(batch)[0][:1], Generator(module.device).manual_seed(0))
+            self._watch.layers = full_layers(model.core.plan, tuple(u.shape[1:]))
+            found = self._watch.look(trainer.global_step)
+        if found:
+            module.log("condition", max(spectrum.condition for spectrum in found.values()))
+
+
+class FiniteGuard(Callback):
+    """Stops with a :class:`TrainingError` that names the step and the layer where a loss or gradient is not finite.
+
+    Gradients are left to the GradScaler where there is one (``precision="16-mixed"``). A look waits for the device;
+    with ``every=10`` there are fewer, and the step that is named is still the first bad one.
+    """
+
+    def __init__(self, every: int = 1) -> None:
+        self._every, self._watch = whole("every", every), FiniteWatch([])
+
+    def on_fit_start(self, trainer: Trainer, module: Any) -> None:
+        scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
+        named = module.objective.model.named_parameters()
+        self._trained = {name: p for name, p in named if p.requires_grad and not scaled}
+        self._watch = FiniteWatch(list(self._trained), processes(module.device))
+
+    def on_before_optimizer_step(self, trainer: Trainer, module: Any, optimizer: Optimizer) -> None:
+        model, step, (batch, loss) = module.objective.model, trainer.global_step + 1, module.last
+        self._watch.see(step, loss, gradient_norms(self._trained.values(), loss))
+        finding = self._watch.look() if step % self._every == 0 else None
+        if finding is not None:
+            with gathered(module):
+                lines = diagnose(model, *pair(batch)) if finding.step == step else []
+            raise failure(model, finding, lines, ADVICE)
+
+
+def _training_data(trainer: Trainer, module: LightningModule) -> Iterator[Any]:
+    """This process's part of the training data, on its device; nothing that is drawn later changes by it."""
+    if trainer.train_dataloader is None:
+        raise InputError("there are no training data to calibrate the model on: it is for validation in Trainer.fit")
+    kept = random_state(module.device, ())
+    try:
+        for batch in trainer.train_dataloader:
+            yield trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(batch))
+    finally:
+        set_random_state(kept, module.device, ())

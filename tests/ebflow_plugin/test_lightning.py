@@ -1,0 +1,392 @@
+"""Objectives in a real Trainer of Lightning, on the CPU."""
+
+import importlib.util
+import math
+import os
+import signal
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import normflows as nf
+import pytest
+import torch
+from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
+from nflows import distributions, flows, transforms
+from nflows.nn import nets
+from torch.utils.data import DataLoader, TensorDataset
+
+import ebflow_plugin as ebf
+from ebflow_nflows import FullLinear
+from ebflow_plugin.errors import InputError, TrainingError
+from ebflow_plugin.lightning import (
+    Calibrate,
+    ConditionGuard,
+    DataDependentStart,
+    ExactNLL,
+    FiniteGuard,
+    LitObjective,
+)
+from ebflow_plugin.objectives import DSM, FDSSM, ML, SM, SML, SSM
+from training_models import make_data, make_model, same, weights
+
+TESTS = Path(__file__).parents[1]
+SCRIPT = TESTS / "scripts" / "lightning_runs.py"
+QUIET = {
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "accelerator": "cpu",
+}
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`.*"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty.*"),
+    pytest.mark.filterwarnings("ignore:The number of training batches .* is smaller than the logging interval.*"),
+]
+
+
+def adam(rate):
+    return lambda parameters: torch.optim.Adam(parameters, lr=rate)
+
+
+def train(module, x, validation=None, epochs=1, size=32, ckpt_path=None, shuffle=False, **options):
+    """A run of a Trainer; gives it back."""
+    options = {"enable_checkpointing": False, **QUIET, **options}
+    trainer = Trainer(max_epochs=epochs, **options)
+    data = x if isinstance(x, TensorDataset) else TensorDataset(x)
+    held_out = None if validation is None else DataLoader(validation, batch_size=40)
+    trainer.fit(module, DataLoader(data, batch_size=size, shuffle=shuffle), held_out, ckpt_path=ckpt_path)
+    return trainer
+
+
+def nll(model, x):
+    with torch.no_grad():
+        return -model.log_prob(x).mean().item()
+
+
+def test_a_run_is_the_plain_loop_and_logs_the_exact_likelihood():
+    model, twin = make_model(actnorm=False), make_model(actnorm=False)
+    x, held_out = make_data(96), make_data(101, seed=1)
+    trainer = train(LitObjective(ML(model), adam(0.01)), x, held_out, callbacks=[ExactNLL(), ConditionGuard()])
+    optimizer = torch.optim.Adam(twin.parameters(), lr=0.01)
+    for batch in x.split(32):
+        optimizer.zero_grad()
+        ML(twin)(batch).backward()
+        optimizer.step()
+    torch.testing.assert_close(weights(model), weights(twin), rtol=1e-5, atol=1e-7)
+    found = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    assert found["val_nll"] == pytest.approx(nll(model, held_out), rel=1e-6)
+    assert found["val_loss"] == pytest.approx(nll(model, held_out), rel=1e-5)
+    assert found["val_bits_per_dim"] == pytest.approx(found["val_nll"] / 4 / math.log(2), rel=1e-6)
+    values = [torch.linalg.svdvals(layer.weight) for layer in model.modules() if isinstance(layer, FullLinear)]
+    assert found["condition"] == pytest.approx(max((v[0] / v[-1]).item() for v in values), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [SM, SSM, DSM, FDSSM, ML, SML, lambda model: 0.9 * SSM(model) + 0.1 * ML(model)],
+    ids=["SM", "SSM", "DSM", "FDSSM", "ML", "SML", "sum"],
+)
+def test_every_objective_trains(make):
+    seed_everything(0, verbose=False)
+    model, x = make_model(), make_data(256)
+    objective = make(model)
+    trainer = train(LitObjective(objective, adam(0.02)), x, x, epochs=4, callbacks=[ExactNLL(), FiniteGuard()])
+    start = make_model()
+    start.initialize(x[:32])
+    assert trainer.callback_metrics["val_nll"] < nll(start, x) - 0.05
+    assert objective.generator is None
+
+
+def run(epochs, folder, ckpt_path=None):
+    """A run with an ActNorm, shuffled data, noise, averaged weights and a schedule."""
+    seed_everything(0, verbose=False)
+    model = make_model()
+    module = LitObjective(
+        0.5 * SSM(model) + 0.5 * DSM(model), adam(0.01), lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 5)
+    )
+    callbacks = [ExactNLL(calibrate="full"), EMAWeightAveraging(decay=0.9), ModelCheckpoint(dirpath=folder)]
+    x, held_out = make_data(100), make_data(60, seed=1)
+    trainer = train(module, x, held_out, epochs, 16, ckpt_path, True, callbacks=callbacks, enable_checkpointing=True)
+    return model, trainer
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
+    whole, trainer = run(3, tmp_path / "whole")
+    _, first = run(2, tmp_path / "parts")
+    resumed, second = run(3, tmp_path / "parts", first.checkpoint_callback.best_model_path)
+    assert same(weights(whole), weights(resumed))
+    assert trainer.callback_metrics == second.callback_metrics
+    assert trainer.global_step == second.global_step == 21
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_validation_has_the_averaged_weights_calibrated_for_its_duration(order):
+    model, x, held_out = make_model(), make_data(100), make_data(60, seed=1)
+    callbacks = [ExactNLL(calibrate="full"), EMAWeightAveraging(decay=0.9)][::order]
+    trainer = train(LitObjective(ML(model), adam(0.01)), x, held_out, 2, callbacks=callbacks)
+    found = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    assert not model.calibration.ready
+    # At its end Lightning's callback leaves the averaged weights in the model.
+    assert found["val_nll_uncalibrated"] == pytest.approx(nll(model, held_out), rel=1e-5)
+    assert found["val_loss"] == pytest.approx(nll(model, held_out), rel=1e-5)
+    model.calibrate(x)
+    assert found["val_nll"] == pytest.approx(nll(model, held_out), rel=1e-5)
+    assert found["val_nll"] < found["val_nll_uncalibrated"] - 0.1
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_end_is_calibrated_whatever_the_order_of_the_callbacks(order):
+    model, x = make_model(), 3 * make_data(128)
+    callbacks = [Calibrate(), EMAWeightAveraging(decay=0.5)][::order]
+    trainer = train(LitObjective(DSM(model), adam(0.05)), x, callbacks=callbacks)
+    report = next(callback.report for callback in callbacks if isinstance(callback, Calibrate))
+    assert model.calibration.ready
+    after = nll(model, x)
+    model.calibration.set()
+    assert after < nll(model, x) - 0.1
+    assert report.after < report.before
+    fitted = model.calibrate(x)  # the same again: it was of these weights, and of all rows
+    assert fitted.after == pytest.approx(report.after, rel=1e-6)
+    assert trainer.global_step == 4
+
+
+def test_bfloat16():
+    seed_everything(0, verbose=False)
+    found = []
+    for precision in ("32-true", "bf16-mixed"):
+        model, x = coupling_model(), make_data(128)
+        callbacks = [ExactNLL(), FiniteGuard(), ConditionGuard()]
+        trainer = train(LitObjective(SSM(model), adam(0.01)), x, x, 2, precision=precision, callbacks=callbacks)
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        assert trainer.callback_metrics["val_nll"].item() == pytest.approx(nll(model, x), rel=1e-6)
+        found.append(trainer.callback_metrics["val_nll"].item())
+    assert found[0] != found[1]
+    assert found[0] == pytest.approx(found[1], rel=0.05)
+
+
+def test_gradients_are_clipped_and_accumulated():
+    model, x = make_model(actnorm=False), 100 * make_data(64)
+    before = weights(model)
+    sgd = LitObjective(ML(model), lambda p: torch.optim.SGD(p, lr=1.0))
+    trainer = train(sgd, x, gradient_clip_val=0.5, accumulate_grad_batches=2)
+    moved = sum((weights(model)[name] - before[name]).square().sum() for name in before)
+    assert moved.sqrt() == pytest.approx(0.5, rel=1e-4)
+    assert trainer.global_step == 1
+
+
+def coupling_model(context=None):
+    torch.manual_seed(0)
+
+    def net(inputs, outputs):
+        return nets.ResidualNet(
+            inputs, outputs, hidden_features=8, context_features=context, num_blocks=1, activation=torch.tanh
+        )
+
+    coupling = transforms.AffineCouplingTransform(torch.tensor([1, 0, 1, 0]), net)
+    return ebf.wrap(flows.Flow(coupling, distributions.StandardNormal([4])))
+
+
+def test_a_model_with_a_context():
+    model = coupling_model(context=2)
+    x, context = make_data(100), torch.randn(100, 2, generator=torch.Generator().manual_seed(0))
+    pairs = TensorDataset(x, context)
+    trainer = train(
+        LitObjective(SSM(model), adam(0.02)), pairs, pairs, 3, callbacks=[ExactNLL(), Calibrate("diagonal")]
+    )
+    model.calibration.set()
+    with torch.no_grad():
+        expected = -model.log_prob(x, context).mean().item()
+    assert trainer.callback_metrics["val_nll"].item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_labels_that_nobody_uses_are_refused():
+    labelled = TensorDataset(make_data(40), torch.arange(40))
+    with pytest.raises(InputError, match="Drop the labels"):
+        train(LitObjective(SSM(make_model())), labelled)
+
+
+def test_integers_and_several_validation_sets():
+    model = ebf.wrap(
+        flows.Flow(FullLinear(4), distributions.StandardNormal([4])),
+        preprocess=[ebf.Dequantize(8), ebf.Rescale(0.05, 0.95), ebf.Logit()],
+    )
+    x = torch.randint(8, (60, 4), generator=torch.Generator().manual_seed(0))
+    trainer = Trainer(max_epochs=1, callbacks=[ExactNLL(), ConditionGuard()], enable_checkpointing=False, **QUIET)
+    loaders = [DataLoader(x[:30], batch_size=20), DataLoader(x, batch_size=20)]
+    module = LitObjective(SSM(model))
+    trainer.fit(module, DataLoader(x, batch_size=20), loaders)
+    names = [f"val_nll/dataloader_idx_{place}" for place in range(2)]
+    first, second = (trainer.callback_metrics[name].item() for name in names)
+    assert first != second
+    trainer.validate(module, loaders, verbose=False)  # with the same noise
+    assert [trainer.callback_metrics[name].item() for name in names] == [first, second]
+
+
+def test_actnorms_start_from_the_first_batch_and_layers_from_all_data():
+    x = make_data(64)
+    frozen = {"optimizer": lambda p: torch.optim.SGD(p, lr=0.0)}
+    model, twin = make_model(), make_model()
+    train(LitObjective(DSM(model), **frozen), x)
+    twin.initialize(x[:32])
+    assert same(weights(model), weights(twin))
+    model, twin = make_model(actnorm=False), make_model(actnorm=False)
+    train(LitObjective(DSM(model), **frozen), x, callbacks=[DataDependentStart(whiten=True)])
+    twin.initialize(x, whiten=True)
+    torch.testing.assert_close(weights(model), weights(twin), rtol=1e-5, atol=1e-6)
+
+
+def test_validation_data_start_nothing():
+    """Lightning looks at them before the first step; normflows' ActNorm starts from whatever comes first."""
+    flow = nf.NormalizingFlow(nf.distributions.DiagGaussian(4), [nf.flows.ActNorm(4)])
+    x = 5 * make_data(64) + 3
+    module = LitObjective(DSM(ebf.wrap(flow)), lambda p: torch.optim.SGD(p, lr=0.0))
+    train(module, x, 100 * x, size=64, callbacks=[ExactNLL(calibrate="full")])
+    torch.testing.assert_close(flow.flows[0].s.exp().flatten(), x.std(0), rtol=1e-4, atol=1e-4)
+
+
+def test_there_are_no_training_data_to_calibrate_on():
+    trainer = Trainer(callbacks=[ExactNLL(calibrate="full")], enable_checkpointing=False, **QUIET)
+    with pytest.raises(InputError, match="no training data"):
+        trainer.validate(LitObjective(ML(make_model())), DataLoader(make_data(8), batch_size=8), verbose=False)
+
+
+class Spoil(Callback):
+    """Makes one layer's gradient not finite."""
+
+    def on_after_backward(self, trainer, module):
+        if trainer.global_step == 1:
+            module.objective.model.flow._transform._transforms[3].bias.grad[0] = float("nan")
+
+
+def test_what_is_not_finite_is_named():
+    with pytest.raises(
+        TrainingError, match=r"step 2: a gradient is not finite\n.*bias of .*_transforms\.3  FullLinear"
+    ) as error:
+        train(LitObjective(ML(make_model())), make_data(128), callbacks=[Spoil(), FiniteGuard()])
+    assert "clip gradients" in str(error.value)
+    x = make_data(96)
+    x[70, 1] = float("inf")
+    with pytest.raises(
+        TrainingError, match=r"step 3: the loss is not finite\n(.*\n)*.*the batch holds NaN or inf in 1 of"
+    ):
+        train(LitObjective(ML(make_model())), x, callbacks=[FiniteGuard()])
+
+
+def test_layers_near_a_singular_one_are_told():
+    model = make_model()
+    with torch.no_grad():
+        model.flow._transform._transforms[1].weight[0] *= 1e-5
+    module = LitObjective(SSM(model), lambda p: torch.optim.SGD(p, lr=0.0))
+    with pytest.warns(
+        ebf.ConditioningWarning, match=r"1 of 2 full layers are close to singular(.*\n)*.*_transforms\.1"
+    ):
+        train(module, make_data(64), epochs=2, callbacks=[ConditionGuard(every=1)])
+
+
+def test_a_schedule_by_the_likelihood():
+    def plateau(optimizer):
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=1e9)
+
+    module = LitObjective(ML(make_model()), scheduler=plateau)
+    x = make_data(64)
+    trainer = train(module, x, x, epochs=3, callbacks=[ExactNLL()])
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(1e-6)
+
+
+def test_the_users_own_generator_is_used_and_stays():
+    generator = torch.Generator().manual_seed(3)
+    objective = DSM(make_model(), generator=generator)
+    before = generator.get_state()
+    train(LitObjective(objective), make_data(64))
+    assert objective.generator is generator
+    assert not torch.equal(generator.get_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: LitObjective(make_model()), "LitObjective needs an objective, such as ebf.objectives.SSM"),
+        (lambda: LitObjective(SSM(make_model(), reduction="none")), 'reduction="mean"'),
+        (lambda: ExactNLL(calibrate="half"), "unknown calibrate 'half'. Valid names: diagonal, full."),
+        (lambda: Calibrate("half"), "unknown kind 'half'"),
+        (lambda: ConditionGuard(every=0), "every must be a whole number"),
+        (lambda: FiniteGuard(every=0), "every must be a whole number"),
+    ],
+)
+def test_what_cannot_be(make, message):
+    with pytest.raises(InputError, match=message):
+        make()
+
+
+def load_script():
+    sys.path.insert(0, str(SCRIPT.parent))
+    try:
+        spec = importlib.util.spec_from_file_location("lightning_runs", SCRIPT)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(SCRIPT.parent))
+    return module
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What each of two gloo processes found; one launch, which takes seconds, for all that follows."""
+    folder = tmp_path_factory.mktemp("together")
+    paths = [str(TESTS), str(SCRIPT.parent), *sys.path]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", SCRIPT, folder]
+    with (folder / "log").open("w") as file:
+        running = subprocess.Popen(command, env=environment, stdout=file, stderr=file, start_new_session=True)
+        try:
+            code = running.wait(timeout=240)
+        except subprocess.TimeoutExpired:  # torchrun and its workers, which are a session of their own
+            os.killpg(running.pid, signal.SIGKILL)
+            raise
+    assert code == 0, (folder / "log").read_text()[-3000:]
+    return [torch.load(folder / f"found-{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_with_the_joined_batch(found):
+    """Every objective, those with second derivatives too: under DDP, and sharded (FSDP2)."""
+    first, second = found
+    script = load_script()
+    start = script.started_model().state_dict()
+    for name, make in script.OBJECTIVES.items():
+        with warnings.catch_warnings():
+            expected = script.steps(make)
+        assert not same(expected, start)
+        for process in (first, second):
+            torch.testing.assert_close(process[name], expected, rtol=1e-9, atol=1e-10)
+            if f"sharded {name}" in process:
+                torch.testing.assert_close(process[f"sharded {name}"], expected, rtol=1e-9, atol=1e-10)
+    assert same(first["sml"], second["sml"])
+    assert "sharded ssm" in first
+
+
+@pytest.mark.slow
+def test_two_processes_start_once_draw_their_own_noise_and_evaluate_each_row_once(found):
+    first, second = found
+    assert same(first["run"]["weights"], second["run"]["weights"])
+    assert first["run"]["noise"] != second["run"]["noise"]
+    assert first["run"]["val_nll"] == second["run"]["val_nll"] == pytest.approx(first["run"]["nll"], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_two_processes_go_on_as_if_they_were_never_interrupted(found):
+    for process in found:
+        assert same(process["run"]["weights"], process["resumed"]["weights"])
+        assert process["run"]["noise"] == process["resumed"]["noise"]
+
+
+def test_without_lightning_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
+    path = Path(ebf.__file__).parent / "lightning.py"
+    spec = importlib.util.spec_from_file_location("without_lightning", path)
+    with pytest.raises(ImportError, match=r"pip install ebflow-plugin\[lightning\]"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
