@@ -21,53 +21,89 @@ The rooms, in the order in which they import each other:
 - ``layers``, ``linalg``, ``errors``: arithmetic of our layers, matrices and convolutions, what can go wrong.
 """
 
+from typing import TYPE_CHECKING
+
 from ebflow_plugin import objectives
-from ebflow_plugin.adapting.surgery import smooth, unconstrain
+from ebflow_plugin.adapting.adapter import Adapter
+from ebflow_plugin.adapting.surgery import Replaced, smooth, unconstrain
 from ebflow_plugin.adapting.teaching import register_container, register_linear, register_nonlinear
+from ebflow_plugin.closed_form.calibration import CalibrationReport
 from ebflow_plugin.errors import (
     AdapterError,
+    AdapterWarning,
+    BiasWarning,
+    ConditioningWarning,
+    ContextError,
     EBFlowError,
+    EBFlowWarning,
+    EstimateWarning,
     InputError,
     NoInverseError,
     NotAFlowError,
+    ResumeWarning,
     SingularError,
     TrainingError,
     UnknownNameError,
+    UnknownStepWarning,
+    UnseenParameterWarning,
     UnsupportedStepError,
     VerificationError,
     WriteError,
+    renamed,
 )
+from ebflow_plugin.log_z.estimate import Estimate
 from ebflow_plugin.model import EBFlow
-from ebflow_plugin.objectives import objective, register_objective
+from ebflow_plugin.objectives import make_objective, register_objective
+from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.preprocessing import Dequantize, Logit, Rescale, Standardize
+from ebflow_plugin.plan.step import Step
 from ebflow_plugin.report import FlowReport
+from ebflow_plugin.sampling.chains import Chains
 from ebflow_plugin.sampling.divergences import fisher_divergence, kl_divergence
 from ebflow_plugin.sampling.langevin import denoise, impute, langevin
-from ebflow_plugin.training import FitResult, fit, load_best
+from ebflow_plugin.training import Event, FitResult, fit, load_best
 from ebflow_plugin.training.ema import EMA
-from ebflow_plugin.verification import verify
+from ebflow_plugin.verification import VerificationReport, verify
 from ebflow_plugin.version import __version__
 from ebflow_plugin.wrapper import describe, wrap
 
 __all__ = [
     "EMA",
+    "Adapter",
     "AdapterError",
+    "AdapterWarning",
+    "BiasWarning",
+    "CalibrationReport",
+    "Chains",
+    "ConditioningWarning",
+    "ContextError",
     "Dequantize",
     "EBFlow",
     "EBFlowError",
+    "EBFlowWarning",
+    "Estimate",
+    "EstimateWarning",
+    "Event",
     "FitResult",
     "FlowReport",
     "InputError",
     "Logit",
     "NoInverseError",
     "NotAFlowError",
+    "Plan",
+    "Replaced",
     "Rescale",
+    "ResumeWarning",
     "SingularError",
     "Standardize",
+    "Step",
     "TrainingError",
     "UnknownNameError",
+    "UnknownStepWarning",
+    "UnseenParameterWarning",
     "UnsupportedStepError",
     "VerificationError",
+    "VerificationReport",
     "WriteError",
     "__version__",
     "denoise",
@@ -78,7 +114,7 @@ __all__ = [
     "kl_divergence",
     "langevin",
     "load_best",
-    "objective",
+    "make_objective",
     "objectives",
     "register_container",
     "register_linear",
@@ -89,3 +125,6 @@ __all__ = [
     "verify",
     "wrap",
 ]
+
+if not TYPE_CHECKING:  # a type checker knows the names without it, and would believe in every other
+    __getattr__ = renamed(__name__, {"objective": "make_objective"})

@@ -1,4 +1,4 @@
-"""The errors of this library, and how a message is built.
+"""The errors and warnings of this library, and how a message is built.
 
 A message says what is wrong, where (the dotted path in the user's model), and what to do about it.
 """
@@ -6,7 +6,7 @@ A message says what is wrong, where (the dotted path in the user's model), and w
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -14,19 +14,28 @@ from torch import nn
 
 __all__ = [
     "AdapterError",
+    "AdapterWarning",
+    "BiasWarning",
+    "ConditioningWarning",
     "ContextError",
     "EBFlowError",
+    "EBFlowWarning",
+    "EstimateWarning",
     "InputError",
     "NoInverseError",
     "NotAFlowError",
+    "ResumeWarning",
     "SingularError",
     "TrainingError",
     "UnknownNameError",
+    "UnknownStepWarning",
+    "UnseenParameterWarning",
     "UnsupportedStepError",
     "VerificationError",
     "WriteError",
     "blame",
     "refuse_precision",
+    "renamed",
     "suggest",
 ]
 
@@ -79,6 +88,45 @@ class WriteError(EBFlowError, OSError):
     """A file cannot be written: the disk is full, or the folder does not allow it."""
 
 
+class EBFlowWarning(UserWarning):
+    """Every warning of this library.
+
+    Example:
+        >>> import warnings
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("error", EBFlowWarning)  # every warning of this library is an error
+        ...     warnings.simplefilter("ignore", UnknownStepWarning)  # but for one kind
+    """
+
+
+class AdapterWarning(EBFlowWarning):
+    """An installed adapter cannot be loaded, and is left out."""
+
+
+class UnknownStepWarning(EBFlowWarning):
+    """Steps of the flow have a class that nobody knows; they keep their own log-det."""
+
+
+class BiasWarning(EBFlowWarning):
+    """Steps of the flow bias an objective, or may do so: their score or density jumps, or nobody knows."""
+
+
+class UnseenParameterWarning(EBFlowWarning):
+    """Trainable parameters keep their value: an objective does not see them, or they are no part of the model."""
+
+
+class ConditioningWarning(EBFlowWarning):
+    """A linear layer is close to singular, or a solve with it did not converge."""
+
+
+class ResumeWarning(EBFlowWarning):
+    """A run goes on otherwise than it would have: from an older checkpoint, with other settings, without its best."""
+
+
+class EstimateWarning(EBFlowWarning):
+    """An estimate is unreliable, and its standard error means nothing."""
+
+
 def blame(error: Exception, part: Any, value: Any, context: Any) -> NoReturn:
     """Lets an error from inside a step or a base say where it happened. Its type stays, so that callers can catch it.
 
@@ -116,6 +164,25 @@ def refuse_precision(error: NotImplementedError, where: str) -> None:
             f"torch cannot do this in the flow's precision: {error}\n  {where}\nMove the model to float32 or float64 "
             "with .to(dtype)."
         ) from error
+
+
+def renamed(module: str, names: Mapping[str, str]) -> Callable[[str], NoReturn]:
+    """Makes the ``__getattr__`` of a module whose names have changed: asking for an old one says the new one.
+
+    The error is no AttributeError, whose text ``from module import name`` drops.
+
+    Example:
+        >>> renamed("ebflow_plugin", {"objective": "make_objective"})("objective")
+        Traceback (most recent call last):
+        ebflow_plugin.errors.UnknownNameError: ebflow_plugin.objective is called ebflow_plugin.make_objective now
+    """
+
+    def look_up(name: str) -> NoReturn:
+        if name in names:
+            raise UnknownNameError(f"{module}.{name} is called {module}.{names[name]} now")
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+    return look_up
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

@@ -152,16 +152,16 @@ class FullConv2d(nn.Module):
 
     Arguments:
         in_channels: The number of input channels.
-        kernel_size: The height and width of the kernel.
         out_channels: The number of output channels; ``in_channels`` times the area of the stride by default.
+        kernel_size: The height and width of the kernel.
         stride: The vertical and horizontal stride.
         padding: One number, (vertical, horizontal), or (left, right, top, bottom). By default such that the output
             has a pixel for each cell of stride x stride pixels of the input: half of what the kernel exceeds the
             stride by on either side, the odd one at the end.
-        padding_mode: ``zeros``, ``circular``, ``reflect`` or ``replicate``.
         dilation: The vertical and horizontal distance of the kernel's taps.
         groups: The number of groups of channels that do not mix.
         bias: Whether there is a bias for each output channel.
+        padding_mode: ``zeros``, ``circular``, ``reflect`` or ``replicate``.
         init: How the kernel begins. ``identity``: each output channel copies one element of its cell, so that the map
             is the identity for stride 1 and takes space to depth otherwise (in the order of
             ``torch.nn.functional.pixel_unshuffle``); ``negative_identity``: the same, negated; ``orthogonal``: a random
@@ -173,8 +173,10 @@ class FullConv2d(nn.Module):
         device: Where the parameters are.
         dtype: Their type.
 
+    The order of the arguments is that of ``torch.nn.Conv2d``.
+
     Example:
-        >>> layer = FullConv2d(3, kernel_size=3, init="negative_identity")
+        >>> layer = FullConv2d(3, 3, 7, init="negative_identity")
         >>> layer.transform(torch.ones(1, 3, 8, 8)).shape
         torch.Size([1, 3, 8, 8])
         >>> FullConv2d(3, kernel_size=4, stride=2).output_shape((3, 8, 8))
@@ -184,21 +186,28 @@ class FullConv2d(nn.Module):
     def __init__(
         self,
         in_channels: int,
-        kernel_size: int | tuple[int, int],
         out_channels: int | None = None,
+        kernel_size: int | tuple[int, int] | None = None,
         stride: int | tuple[int, int] = 1,
         padding: int | tuple[int, int] | tuple[int, int, int, int] | None = None,
-        padding_mode: str = "zeros",
         dilation: int | tuple[int, int] = 1,
         groups: int = 1,
         bias: bool = True,
-        init: str = "identity",
+        padding_mode: str = "zeros",
         *,
+        init: str = "identity",
         generator: Generator | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if kernel_size is None or isinstance(out_channels, (tuple, list)):
+            size = "…" if out_channels is None else out_channels
+            raise InputError(
+                f"got out_channels={out_channels}, kernel_size={kernel_size}: the order is FullConv2d(in_channels, "
+                "out_channels, kernel_size), as in torch.nn.Conv2d. To leave out_channels out, write "
+                f"FullConv2d({in_channels}, kernel_size={size})."
+            )
         self.setting = Setting.of(
             in_channels, kernel_size, out_channels, stride, padding, padding_mode, dilation, groups
         )
@@ -220,7 +229,8 @@ class FullConv2d(nn.Module):
             if self.init != "normal":
                 raise InputError(
                     f"init={self.init!r} needs an output channel, and a tap of the kernel, for each element of a cell "
-                    f"of stride x stride pixels, which {setting} has not. Use init='normal'."
+                    f"of stride x stride pixels, which {setting} has not. Use init='normal' if you mean it; the order "
+                    "is (in_channels, out_channels, kernel_size), as in torch.nn.Conv2d."
                 )
             nn.init.normal_(self.weight, std=fan_in**-0.5, generator=generator)
             return

@@ -231,7 +231,7 @@ class EBFlow(EnergyModel):
     @torch.no_grad()
     def sample(
         self,
-        n: int,
+        n: int | Shape,
         context: Tensor | None = None,
         *,
         temperature: float = 1.0,
@@ -243,7 +243,7 @@ class EBFlow(EnergyModel):
         Factorisations are computed once and kept until a parameter changes, whatever the number of batches.
 
         Arguments:
-            n: How many (for each row of a context).
+            n: How many (for each row of a context), or a shape of them.
             context: What to condition on, with ``C`` rows.
             temperature: Scales the latents of a Gaussian base density about their mean; below 1 for samples that are
                 more likely and less varied.
@@ -252,7 +252,8 @@ class EBFlow(EnergyModel):
                 depend on it, but for rounding.
 
         Returns:
-            Samples, with shape ``(n, *)``, or ``(C, n, *)`` with a context, as nflows has it.
+            Samples, with shape ``(n, *)``, or ``(C, n, *)`` with a context, as nflows has it; ``(3, 4, *)`` for a
+            shape of ``(3, 4)``.
 
         Raises:
             NoInverseError: If a step has no inverse; it names the step.

@@ -10,7 +10,7 @@ from torch import nn
 
 from ebflow_plugin.adapting.discovery import find_flow
 from ebflow_plugin.adapting.walk import Options
-from ebflow_plugin.errors import InputError, UnsupportedStepError
+from ebflow_plugin.errors import InputError, UnknownStepWarning, UnseenParameterWarning, UnsupportedStepError
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.plan.preprocessing import boundary, refuse_trainable
 from ebflow_plugin.report import FlowReport
@@ -41,7 +41,7 @@ def wrap(
         preprocess: Steps to put in front of a flow that has none: :class:`~ebflow_plugin.Dequantize`,
             :class:`~ebflow_plugin.Rescale`, :class:`~ebflow_plugin.Logit`, :class:`~ebflow_plugin.Standardize`.
         strict: Raises on transforms of unknown class. By default they keep their own log-det, which is exact, and
-            one warning lists them.
+            one :class:`~ebflow_plugin.UnknownStepWarning` lists them.
         overrides: ``"linear"`` or ``"nonlinear"`` by path in the flow, for transforms that you know better.
         check_finite: Looks for NaN and inf in every input. This waits for the device.
 
@@ -71,6 +71,7 @@ def wrap(
             warnings.warn(
                 f"the flow at .{found.inside} is wrapped alone: {len(outside)} trainable parameters of the "
                 f"{type(flow).__name__} around it are not part of the model (the first is {outside[0]!r})",
+                UnseenParameterWarning,
                 stacklevel=2,
             )
     steps = (preprocess,) if isinstance(preprocess, nn.Module) else tuple(preprocess)
@@ -88,7 +89,7 @@ def wrap(
         )
         if strict:
             raise UnsupportedStepError(message)
-        warnings.warn(message, stacklevel=2)
+        warnings.warn(message, UnknownStepWarning, stacklevel=2)
     model = EBFlow(found, options)
     refuse_trainable(model.prefix)
     return model

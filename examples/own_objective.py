@@ -50,10 +50,10 @@ with torch.no_grad():
 start.initialize(train, whiten=True)
 for name, constant in (("dsm", D / (2 * SIGMA**2)), ("paired_dsm", 0.0)):
     model = copy.deepcopy(start)
-    values = ebf.objective(name, model, sigma=SIGMA, reduction="none")(train).detach() - constant
+    values = ebf.make_objective(name, model, sigma=SIGMA, reduction="none")(train).detach() - constant
     print(f"{name:10} loss {values.mean():7.3f} ± {values.std() / len(values) ** 0.5:.3f} at the start")
     before, adam = ebf.kl_divergence(model, test, truth), torch.optim.Adam(model.parameters(), lr=3e-3)
-    objective = ebf.objective(name, model, sigma=SIGMA)
+    objective = ebf.make_objective(name, model, sigma=SIGMA)
     ebf.fit(objective, train, steps=STEPS, optimizer=adam, ema=True, progress=False).ema.copy_to(model)
     print(
         f"{'':10} KL to the density of the data {before:.3f} -> {ebf.kl_divergence(model, test, truth):.3f}", flush=True

@@ -40,7 +40,7 @@ def true_posterior(x: torch.Tensor) -> torch.distributions.MultivariateNormal:
 
 
 train, test = simulate(10_000), simulate(2_000)
-estimator, _ = ebf.smooth(posterior_nn("zuko_maf", num_transforms=3)(*train))  # sbi's own network, without its ReLUs
+estimator = ebf.smooth(posterior_nn("zuko_maf", num_transforms=3)(*train))  # sbi's own network, without its ReLUs
 model = ebf.wrap(estimator)
 print(model.report, end="\n\n", flush=True)
 truth = true_posterior(test[1]).log_prob(test[0])

@@ -43,8 +43,9 @@ def train_by_ssm(flow: flows.Flow, label: str) -> None:
 
 
 train_by_ssm(flow, f"LU, {STEPS} steps")
-full, replaced = ebf.unconstrain(flow)  # a copy; `flow` stays as it is
-for path, old, new in replaced:
+changes: list[ebf.Replaced] = []
+full = ebf.unconstrain(flow, changes=changes)  # a copy; `flow` stays as it is
+for path, old, new in changes:
     print(f"  {path}: {old} -> {new}")
 x = torch.randn(100, 64)
 with torch.no_grad():

@@ -16,7 +16,7 @@ from types import ModuleType
 from torch import nn
 
 from ebflow_plugin.adapting.adapter import Adapter
-from ebflow_plugin.errors import AdapterError, InputError, NotAFlowError
+from ebflow_plugin.errors import AdapterError, AdapterWarning, InputError, NotAFlowError
 from ebflow_plugin.plan.energy_model import EnergyModel
 
 __all__ = ["Found", "adapters", "find_flow"]
@@ -30,7 +30,8 @@ def adapters() -> tuple[Adapter, ...]:
         try:
             loaded.append(point.load())
         except Exception as error:  # a broken plug-in must not take the others down
-            warnings.warn(f"adapter {point.name!r} ({point.value}) cannot be loaded: {error}", stacklevel=2)
+            message = f"adapter {point.name!r} ({point.value}) cannot be loaded: {error}"
+            warnings.warn(message, AdapterWarning, stacklevel=2)
     if not loaded:
         raise AdapterError(
             "no adapter is installed: install this package with pip, not by copying it (entry-point group "

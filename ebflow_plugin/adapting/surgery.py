@@ -1,6 +1,7 @@
 """unconstrain() and smooth(): the same flow with other parts, in a copy.
 
-Both find the parts by walking the flow as :func:`~ebflow_plugin.wrap` does, and say what they replaced.
+Both find the parts by walking the flow as :func:`~ebflow_plugin.wrap` does, and return the flow, ready to be wrapped.
+What they replaced goes into a list of the caller's.
 """
 
 from __future__ import annotations
@@ -21,25 +22,22 @@ from ebflow_plugin.plan.linear import PermutationStep
 from ebflow_plugin.plan.smoothness import kinked_parts
 from ebflow_plugin.plan.step import LinearStep, Step
 
-__all__ = ["Replaced", "Result", "smooth", "unconstrain"]
+__all__ = ["Replaced", "smooth", "unconstrain"]
 
 
 class Replaced(NamedTuple):
-    """One replacement: where, what stood there, and what stands there now."""
+    """One replacement: where, what stood there, and what stands there now.
+
+    Example:
+        >>> path, old, new = Replaced("_transform", "LULinear", "FullLinear")
+    """
 
     path: str
     old: str
     new: str
 
 
-class Result(NamedTuple):
-    """A flow with other parts, and what was replaced in it."""
-
-    flow: nn.Module
-    replaced: tuple[Replaced, ...]
-
-
-def unconstrain(flow: Any, *, in_place: bool = False) -> Result:
+def unconstrain(flow: Any, *, in_place: bool = False, changes: list[Replaced] | None = None) -> nn.Module:
     """Replaces constrained linear layers by full, unconstrained ones with the same map, so that log_prob stays.
 
     LU, QR, SVD and Householder layers, and 1 × 1 convolutions held as LU factors, become a ``FullLinear`` or a
@@ -49,24 +47,27 @@ def unconstrain(flow: Any, *, in_place: bool = False) -> Result:
     Arguments:
         flow: What :func:`~ebflow_plugin.wrap` takes.
         in_place: Edits the given flow instead of a copy. Optimisers that hold its old parameters must be made anew.
+        changes: A list, to which each replacement is added: its path, old class and new class.
 
     Returns:
-        ``(flow, replaced)``: the flow, and for each replacement its path, old class and new class.
+        The flow with full layers.
 
     Example:
         >>> import ebflow_plugin as ebf
         >>> from nflows import distributions, flows, transforms
         >>> flow = flows.Flow(transforms.LULinear(2), distributions.StandardNormal([2]))
-        >>> full, replaced = ebf.unconstrain(flow)
-        >>> replaced
-        (Replaced(path='_transform', old='LULinear', new='FullLinear'),)
+        >>> changes = []
+        >>> full = ebf.unconstrain(flow, changes=changes)
+        >>> changes
+        [Replaced(path='_transform', old='LULinear', new='FullLinear')]
         >>> x = torch.randn(3, 2)
         >>> torch.allclose(full.log_prob(x), flow.log_prob(x))
         True
     """
+    changes = _list_for(changes)
     found = find_flow(flow)
     target = _target(found, in_place)
-    adapter, replaced = found.adapter, []
+    adapter = found.adapter
     made: dict[tuple[int, ...], nn.Module] = {}
     dropped: list[str] = []
     steps = [step for step in adapter.plan(target).steps if step.known]
@@ -79,12 +80,12 @@ def unconstrain(flow: Any, *, in_place: bool = False) -> Result:
         new = full if unit.inverted == adapter.inverted else adapter.inverse_of(full)
         _put(target, unit.path, new.train(old.training))
         name = type(full).__name__
-        replaced.append(Replaced(unit.path, " after ".join(s.class_name for s in reversed(unit.steps)), name))
+        changes.append(Replaced(unit.path, " after ".join(s.class_name for s in reversed(unit.steps)), name))
         dropped.extend(unit.dropped)
     for path in sorted(dropped, key=lambda path: int(path.rpartition(".")[2]), reverse=True):
         parent, _, place = path.rpartition(".")
         del target.get_submodule(parent)[int(place)]  # type: ignore[operator]
-    return Result(target, tuple(replaced))
+    return target
 
 
 class _Unit(NamedTuple):
@@ -153,7 +154,14 @@ def _full(adapter: Adapter, steps: list[LinearStep]) -> nn.Module:
     return full.requires_grad_(trained)
 
 
-def smooth(flow: Any, activation: str = "silu", *, sharpness: float = 10.0, in_place: bool = False) -> Result:
+def smooth(
+    flow: Any,
+    activation: str = "silu",
+    *,
+    sharpness: float = 10.0,
+    in_place: bool = False,
+    changes: list[Replaced] | None = None,
+) -> nn.Module:
     """Replaces ReLU-like activations in the networks of a flow by smooth ones, so that its score is continuous.
 
     Score matching by SM and SSM integrates by parts: at a kink the score jumps, the second derivative misses the
@@ -165,9 +173,10 @@ def smooth(flow: Any, activation: str = "silu", *, sharpness: float = 10.0, in_p
             A leaky ReLU of slope s becomes s·x + (1 - s)·activation(x).
         sharpness: β; the higher, the closer to the old activation.
         in_place: Edits the given flow instead of a copy.
+        changes: A list, to which each replacement is added: its path, old and new activation.
 
     Returns:
-        ``(flow, replaced)``: the flow, and for each replacement its path, old and new activation.
+        The flow with smooth activations.
 
     Example:
         >>> import ebflow_plugin as ebf
@@ -176,17 +185,16 @@ def smooth(flow: Any, activation: str = "silu", *, sharpness: float = 10.0, in_p
         >>> flow = flows.Flow(transform, distributions.StandardNormal([2]))
         >>> [str(row.smoothness) for row in ebf.describe(flow)]
         ['score jumps']
-        >>> smoothed, replaced = ebf.smooth(flow)
-        >>> [str(row.smoothness) for row in ebf.describe(smoothed)], len(replaced) > 0
-        (['smooth'], True)
+        >>> [str(row.smoothness) for row in ebf.describe(ebf.smooth(flow))]
+        ['smooth']
     """
     if activation not in Smooth.kinds:
         raise UnknownNameError(f"unknown activation {activation!r}. {suggest(activation, Smooth.kinds)}")
     if not sharpness > 0:
         raise InputError(f"sharpness must be above 0, got {sharpness!r}")
+    changes = _list_for(changes)
     found = find_flow(flow)
     target = _target(found, in_place)
-    replaced = []
     plan = found.adapter.plan(target)
     networks = {id(part.module): part for part in plan.parts() if isinstance(part.module, nn.Module)}
     for part in networks.values():
@@ -198,8 +206,8 @@ def smooth(flow: Any, activation: str = "silu", *, sharpness: float = 10.0, in_p
                 continue
             new = Smooth(activation, sharpness, slope)
             _put(part.module, inner, new)
-            replaced.append(Replaced(f"{part.path}.{inner}", name, repr(new)))
-    return Result(target, tuple(replaced))
+            changes.append(Replaced(f"{part.path}.{inner}", name, repr(new)))
+    return target
 
 
 class Smooth(nn.Module):
@@ -235,6 +243,12 @@ def _slope(activation: Any) -> float | None:
     if isinstance(activation, nn.ReLU) or activation in (F.relu, F.relu_, torch.relu, torch.relu_):
         return 0.0
     return 0.01 if activation in (F.leaky_relu, F.leaky_relu_) else None
+
+
+def _list_for(changes: list[Replaced] | None) -> list[Replaced]:
+    if changes is not None and not isinstance(changes, list):
+        raise InputError(f"changes must be a list, which is filled with what was replaced, got {changes!r}")
+    return [] if changes is None else changes
 
 
 def _target(found: Found, in_place: bool) -> nn.Module:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ebflow_plugin.errors import EstimateWarning
 from ebflow_plugin.log_z.pareto import largest_believable_k, pareto_k
 
 __all__ = ["TRUSTED", "Estimate", "log_mean_exp", "mean_of"]
@@ -131,6 +132,7 @@ def log_mean_exp(log_weights: Tensor, method: str, doubt: str | None = None) -> 
             f"{method} {doubt}: the estimate is unreliable, most likely too low, and nobody knows by how much. Pass a "
             "proposal nearer to the model (proposal=data, or proposal=model.sample(1000)), more steps of annealing, or "
             "method='lanczos'.",
+            EstimateWarning,
             stacklevel=2,
         )
         error = math.inf

@@ -1,6 +1,6 @@
 """Objectives: losses of an EBFlow, each an ``nn.Module`` that is called on a batch.
 
-    objective = SSM(model)              # or objective("ssm", model)
+    objective = SSM(model)              # or make_objective("ssm", model)
     loss = objective(x)                 # a scalar; loss.backward() gives the flow's parameters their gradients
 
 =========== ============================================================== ==================================
@@ -21,9 +21,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from ebflow_plugin.errors import InputError
+from ebflow_plugin.errors import InputError, renamed
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives.base import FunctionObjective, Objective, WeightedSum
 from ebflow_plugin.objectives.likelihood import ML, SML, RelativeML
@@ -40,7 +40,7 @@ __all__ = [
     "Objective",
     "RelativeML",
     "WeightedSum",
-    "objective",
+    "make_objective",
     "register_objective",
 ]
 
@@ -59,7 +59,7 @@ for _name, _cls in {
     _OBJECTIVES.add(_name, _cls)
 
 
-def objective(name: str, model: EBFlow, **options: Any) -> Objective:
+def make_objective(name: str, model: EBFlow, **options: Any) -> Objective:
     """Makes an objective by its name.
 
     Arguments:
@@ -75,9 +75,9 @@ def objective(name: str, model: EBFlow, **options: Any) -> Objective:
         >>> import ebflow_plugin as ebf
         >>> from nflows import distributions, flows, transforms
         >>> model = ebf.wrap(flows.Flow(transforms.LULinear(2), distributions.StandardNormal([2])))
-        >>> objective("dsm", model, sigma=0.5).sigma
+        >>> make_objective("dsm", model, sigma=0.5).sigma
         0.5
-        >>> objective("smm", model)
+        >>> make_objective("smm", model)
         Traceback (most recent call last):
         ebflow_plugin.errors.UnknownNameError: unknown objective 'smm'. Did you mean 'sm'? Valid names: ...
     """
@@ -87,7 +87,7 @@ def objective(name: str, model: EBFlow, **options: Any) -> Objective:
 
 
 def register_objective(name: str, *, force: bool = False) -> Callable[[T], T]:
-    """Registers an objective of your own, so that :func:`objective` makes it by name.
+    """Registers an objective of your own, so that :func:`make_objective` makes it by name.
 
     Decorates a subclass of :class:`Objective`, or a plain function ``f(model, x, context)`` that returns a scalar.
     What the function takes besides are its options. It gets the model in data space, and no gradient flows to ``x``.
@@ -104,7 +104,7 @@ def register_objective(name: str, *, force: bool = False) -> Callable[[T], T]:
         ... def spread(model, x, context, power=2):
         ...     return model.energy(x, context).pow(power).mean()
         >>> model = ebf.wrap(flows.Flow(transforms.LULinear(2), distributions.StandardNormal([2])))
-        >>> loss = 0.9 * objective("ssm", model) + 0.1 * objective("spread", model, power=4)
+        >>> loss = 0.9 * make_objective("ssm", model) + 0.1 * make_objective("spread", model, power=4)
         >>> loss(torch.randn(5, 2)).backward()
     """
     if not isinstance(name, str) or not name:
@@ -122,3 +122,7 @@ def register_objective(name: str, *, force: bool = False) -> Callable[[T], T]:
         return made
 
     return register
+
+
+if not TYPE_CHECKING:  # a type checker knows the names without it, and would believe in every other
+    __getattr__ = renamed(__name__, {"objective": "make_objective"})

@@ -18,7 +18,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ebflow_plugin.errors import ContextError, EBFlowError, InputError, UnsupportedStepError
+from ebflow_plugin.errors import (
+    BiasWarning,
+    ContextError,
+    EBFlowError,
+    InputError,
+    UnseenParameterWarning,
+    UnsupportedStepError,
+)
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.plan.smoothness import Smoothness
 from ebflow_plugin.plan.step import Base, Step
@@ -90,6 +97,7 @@ def warn_about_jumps(objective: Objective, harmed_by: Collection[Smoothness], ra
         + "\n  ".join(_lines(found))
         + "\n"
         + "\n".join(advice),
+        BiasWarning,
         stacklevel=3,
     )
 
@@ -149,6 +157,7 @@ class BlindSpots:
         except Exception as error:  # a search must not stop a training run
             warnings.warn(
                 f"could not find out which parameters score matching cannot see: {type(error).__name__}: {error}",
+                UnseenParameterWarning,
                 stacklevel=5,
             )
             return
@@ -169,6 +178,7 @@ class BlindSpots:
             f"score matching cannot see {len(unseen)} of {total} trainable parameters: the score does not depend on "
             "them, so that they keep their value\n  " + "\n  ".join(lines) + "\nFreeze them with "
             "requires_grad_(False), or train them with a term that sees the energy (ML, or energy_weight).",
+            UnseenParameterWarning,
             stacklevel=stacklevel,
         )
 

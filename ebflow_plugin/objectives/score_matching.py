@@ -225,10 +225,10 @@ class DSM(ScoreObjective):
 
     Arguments:
         model: What :func:`~ebflow_plugin.wrap` returns.
-        sigma: The standard deviation of the noise, in the units of the matched variable. A number; a *list* of
-            numbers, of which each sample gets one, all equally likely; or a *tuple* ``(low, high)``, a range from
-            which each sample gets one, log-uniformly. With more than one σ the density of data under the mixture of
-            these noises is learnt.
+        sigma: The standard deviation of the noise, in the units of the matched variable: a number, or levels
+            ``[0.1, 0.5, 1.0]``, of which each sample gets one, all equally likely. By default 1.
+        sigma_range: Instead of it, a range ``(low, high)`` from which each sample gets its σ, log-uniformly. With more
+            than one σ the density of data under the mixture of these noises is learnt.
         common: ``generator``, ``energy_weight`` and ``reduction`` of :class:`Objective`.
 
     Raises:
@@ -241,21 +241,29 @@ class DSM(ScoreObjective):
         >>> model = ebf.wrap(flows.Flow(transforms.LULinear(2), distributions.StandardNormal([2])))
         >>> DSM(model, sigma=0.5)(torch.randn(5, 2)).backward()
         >>> DSM(model, sigma=[0.1, 1.0])(torch.randn(5, 2)).backward()
-        >>> DSM(model, sigma=(0.1, 1.0))(torch.randn(5, 2)).backward()
+        >>> DSM(model, sigma_range=(0.1, 1.0))(torch.randn(5, 2)).backward()
     """
 
     def __init__(
-        self, model: EBFlow, *, sigma: float | list[float] | tuple[float, float] = 1.0, **common: Unpack[Common]
+        self,
+        model: EBFlow,
+        *,
+        sigma: float | Sequence[float] | None = None,
+        sigma_range: tuple[float, float] | None = None,
+        **common: Unpack[Common],
     ) -> None:
         super().__init__(model, **common)
-        self.sigma = _sigma(sigma)
+        if sigma is not None and sigma_range is not None:
+            raise InputError(f"pass sigma or sigma_range, not both; got {sigma!r} and {sigma_range!r}")
+        self.sigma_range = None if sigma_range is None else _range(sigma_range)
+        self.sigma = None if sigma_range is not None else _levels(1.0 if sigma is None else sigma)
         checks.refuse_false_derivatives(self)
         checks.warn_about_jumps(self, (Smoothness.JUMPS,))
 
     def per_sample(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:
         noise = gaussian(x, self.generator)
         sigma = self._draw_sigma(x)
-        with self.leaving_the_data(f"sigma={self.sigma}"):
+        with self.leaving_the_data(self._noise()):
             gradient = self.derivatives(x + sigma * noise, context).gradient
         error = gradient - noise / sigma  # (x - x̃) / σ² is -noise / σ
         return 0.5 * dot(error, error), None
@@ -269,13 +277,17 @@ class DSM(ScoreObjective):
             index = torch.randint(len(self.sigma), shape, generator=self.generator, device=where)
             table = torch.stack([x.new_full((), sigma) for sigma in self.sigma])  # filled, not copied from the host
             return table[index.to(x.device, non_blocking=True)]
-        low, high = self.sigma
+        assert self.sigma_range is not None
+        low, high = self.sigma_range
         share = torch.rand(shape, generator=self.generator, device=where, dtype=x.dtype)
         return low * (high / low) ** share.to(x.device, non_blocking=True)
 
     def extra_repr(self) -> str:
         """Describes the options."""
-        return f"sigma={self.sigma}, {super().extra_repr()}"
+        return f"{self._noise()}, {super().extra_repr()}"
+
+    def _noise(self) -> str:
+        return f"sigma={self.sigma}" if self.sigma_range is None else f"sigma_range={self.sigma_range}"
 
 
 def gaussian(like: Tensor, generator: Generator | None) -> Tensor:
@@ -309,17 +321,25 @@ PROJECTIONS: dict[str, Callable[[Tensor, Generator | None], Tensor]] = {
 }
 
 
-def _sigma(sigma: object) -> float | list[float] | tuple[float, float]:
-    allowed = "a positive number, a list of them to choose from, or a tuple (low, high), 0 < low < high, for a range"
+def _levels(sigma: object) -> float | list[float]:
+    if isinstance(sigma, tuple) and len(sigma) == 2:  # it meant a range once, and reads like one
+        raise InputError(
+            f"sigma={sigma!r} may be a range or two levels: write sigma_range={sigma!r}, or sigma={list(sigma)!r}"
+        )
+    many = isinstance(sigma, Sequence) and not isinstance(sigma, str)
+    values = list(sigma) if isinstance(sigma, Sequence) and many else [sigma]
     try:
-        if isinstance(sigma, list) and sigma:
-            return [positive("sigma", value) for value in sigma]
-        if isinstance(sigma, tuple) and len(sigma) == 2:
-            low, high = (positive("sigma", value) for value in sigma)
-            if low < high:
-                return low, high
-        elif not isinstance(sigma, (list, tuple)):
-            return positive("sigma", sigma)
+        levels = [positive("sigma", value) for value in values]
     except InputError:
-        pass
-    raise InputError(f"sigma must be {allowed}; got {sigma!r}")
+        levels = []
+    if not levels:
+        raise InputError(f"sigma must be a positive number, or a list of them to choose from; got {sigma!r}")
+    return levels if many else levels[0]
+
+
+def _range(sigma_range: object) -> tuple[float, float]:
+    if isinstance(sigma_range, (tuple, list)) and len(sigma_range) == 2:
+        low, high = (positive("sigma_range", value) for value in sigma_range)
+        if low < high:
+            return low, high
+    raise InputError(f"sigma_range must be (low, high) with 0 < low < high, got {sigma_range!r}")

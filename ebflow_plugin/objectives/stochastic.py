@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from ebflow_plugin.errors import SingularError
+from ebflow_plugin.errors import ConditioningWarning, SingularError
 from ebflow_plugin.linalg.dense import without_autocast
 from ebflow_plugin.linalg.krylov import gmres
 from ebflow_plugin.linalg.operators import Operator, dense_inverse
@@ -212,6 +212,7 @@ class LogDetEstimator:
                 "log-det is taken in this step, and in every other where that happens; fit() counts them as "
                 "exact_log_dets. The layer is nearly singular, or far from what preconditions the solve: allow more "
                 "iterations, a larger tolerance, or keep the layer away from singular ones (conditioning= of fit).",
+                ConditioningWarning,
                 stacklevel=6,
             )
         try:

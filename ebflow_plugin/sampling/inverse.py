@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 from torch import Tensor
 
@@ -10,13 +12,14 @@ from ebflow_plugin.linalg.random import at_least, check_generator, rows_in_chunk
 from ebflow_plugin.linalg.streams import seeded_by
 from ebflow_plugin.plan.inputs import check_context, positive
 from ebflow_plugin.plan.plan import Plan
+from ebflow_plugin.plan.step import Shape
 
 __all__ = ["draw"]
 
 
 def draw(
     plan: Plan,
-    n: int,
+    n: int | Shape,
     context: Tensor | None,
     generator: torch.Generator | None,
     like: Tensor,
@@ -24,23 +27,24 @@ def draw(
     temperature: float = 1.0,
     batch_size: int | None = None,
 ) -> Tensor:
-    """Draws ``n`` samples, or ``n`` for each row of a context: ``(n, *)`` or ``(C, n, *)``.
+    """Draws ``n`` samples, or ``n`` for each row of a context: ``(n, *)`` or ``(C, n, *)``. A shape may stand for n.
 
     The noise is drawn at once, since it is no larger than the samples; the steps then take ``batch_size`` rows at a
     time.
     """
-    n = at_least(0, "n", n)
+    shape = tuple(at_least(0, "n", size) for size in (n if isinstance(n, (tuple, list)) else (n,)))
+    n = prod(shape)
     check_generator(generator)
     positive("temperature", temperature)
     if batch_size is not None:
         batch_size = at_least(1, "batch_size", batch_size)
     if context is not None:
         check_context(context, like, None, like.device)
+    leading = shape if context is None else (context.shape[0], *shape)
     if n == 0:
-        shape = plan.event_shape
-        if shape is None:
+        if plan.event_shape is None:
             raise InputError("n = 0 samples have no known shape: the base density does not tell it")
-        return like.new_empty(*(() if context is None else context.shape[:1]), 0, *shape)
+        return like.new_empty(*leading, *plan.event_shape)
     with seeded_by(generator):
         rows = plan.embed(context)
         rows = None if rows is None else rows.repeat_interleave(n, dim=0)
@@ -64,4 +68,4 @@ def draw(
             for part in rows_in_chunks(count, batch_size)
         ]
     samples = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-    return samples if context is None else samples.unflatten(0, (context.shape[0], n))
+    return samples.reshape(*leading, *samples.shape[1:])

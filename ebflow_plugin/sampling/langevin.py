@@ -188,7 +188,7 @@ def denoise(
     sigma: float | Tensor,
     *,
     context: Tensor | None = None,
-    space: str = "data",
+    space: str = "matched",
     batch_size: int | None = None,
 ) -> Tensor:
     r"""Takes Gaussian noise off data: the posterior mean, if the model is that of the noisy data.
@@ -204,8 +204,8 @@ def denoise(
         x: Noisy data, with shape ``(B, *)``.
         sigma: The standard deviation of the noise: a number, or one for each row with shape ``(B,)``.
         context: What the model is conditioned on, with ``B`` rows.
-        space: Where the noise is: in the ``"data"``, or in the ``"matched"`` variable after the model's preprocessing,
-            which is where DSM adds it.
+        space: Where the noise is: in the ``"matched"`` variable after the model's preprocessing, which is where DSM
+            adds it, or in the ``"data"``. They are the same for a model without preprocessing.
         batch_size: At most how many rows at a time.
 
     Example:

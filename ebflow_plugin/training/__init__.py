@@ -2,5 +2,6 @@
 
 from ebflow_plugin.training.checkpoints import load_best
 from ebflow_plugin.training.fitting import FitResult, fit
+from ebflow_plugin.training.progress import Event
 
-__all__ = ["FitResult", "fit", "load_best"]
+__all__ = ["Event", "FitResult", "fit", "load_best"]

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ebflow_plugin.errors import InputError, WriteError
+from ebflow_plugin.errors import InputError, ResumeWarning, WriteError
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives import Objective, WeightedSum
 from ebflow_plugin.plan.inputs import path_of
@@ -154,7 +154,7 @@ class CheckpointFolder:
                 reasons.append(str(error))
                 continue
             for reason in reasons:
-                warnings.warn(f"{reason}; going on from {path.name}", stacklevel=3)
+                warnings.warn(f"{reason}; going on from {path.name}", ResumeWarning, stacklevel=3)
             return state
         if reasons:
             raise InputError(
@@ -237,6 +237,7 @@ def compare(path: Path, here: Mapping[str, str], there: Mapping[str, str], fatal
     if lines:
         warnings.warn(
             f"the run in {path} goes on with other settings, and not exactly as it would have\n  " + "\n  ".join(lines),
+            ResumeWarning,
             stacklevel=4,
         )
     return not lines

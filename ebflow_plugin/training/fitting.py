@@ -15,7 +15,7 @@ from torch import Generator, Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ebflow_plugin.errors import InputError
+from ebflow_plugin.errors import InputError, ResumeWarning
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives import Objective
 from ebflow_plugin.objectives.checks import refuse_useless_context
@@ -299,6 +299,7 @@ def _restore_best(run: Run, folder: CheckpointFolder, state: dict[str, Any]) -> 
         warnings.warn(
             f"the best weights so far are lost: {best}. The run goes on, and the best are those from step "
             f"{state['step']} on.",
+            ResumeWarning,
             stacklevel=3,
         )
     run.seek_best_again()

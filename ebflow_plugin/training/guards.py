@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ebflow_plugin.errors import InputError, TrainingError
+from ebflow_plugin.errors import ConditioningWarning, InputError, TrainingError
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.plan.preprocessing import Dequantize
 from ebflow_plugin.plan.spectrum import FullLayer, Spectrum, estimate_spectrum
@@ -204,6 +204,7 @@ class ConditionWatch:
             warnings.warn(
                 f"step {step}: {len(lines)} of {len(self.layers)} full layers are close to singular, where log Z and "
                 "samples break\n  " + "\n  ".join(lines) + f"\n{self.advice}",
+                ConditioningWarning,
                 stacklevel=4,
             )
 

@@ -92,7 +92,7 @@ def objective_of(model: ebf.EBFlow, config: TrainConfig) -> ebf.objectives.Objec
         value = getattr(config, name)
         if config.loss == loss and value is not None:
             options[name] = value
-    return ebf.objective(config.loss, model, **options)
+    return ebf.make_objective(config.loss, model, **options)
 
 
 def _started(run: Run) -> tuple[bool, bool]:

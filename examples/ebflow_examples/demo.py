@@ -156,7 +156,7 @@ def _train(lesson: Lesson, data: DataSet, loss: str, options: dict[str, Any], se
     before = _likelihood(probe, data, seed)
     say(f"{loss.upper()} on {data.name}, {lesson.steps} steps:")
     result = ebf.fit(
-        ebf.objective(loss, model, **options),
+        ebf.make_objective(loss, model, **options),
         data.train,
         optimizer=lambda parameters: Adam(parameters, lr=lesson.lr),
         scheduler=lambda optimizer: _cosine(optimizer, lesson.steps),

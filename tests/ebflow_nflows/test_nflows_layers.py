@@ -99,7 +99,7 @@ def test_the_report_counts_their_determinants():
     report = ebf.describe(flow)
     assert report.summary == "3 of 4 steps linear; energy() skips 3 determinants of 5 × 5; " + CLOSED
     assert report.rows[0].log_det_cost == "5 × 5 determinant"
-    conv = flows.Flow(FullConv2d(2, 3), distributions.StandardNormal([2, 4, 4]))
+    conv = flows.Flow(FullConv2d(2, kernel_size=3), distributions.StandardNormal([2, 4, 4]))
     assert ebf.describe(conv).summary == "1 of 1 steps linear; energy() skips 1 determinant of 32 × 32; " + CLOSED
 
 
@@ -129,7 +129,7 @@ def test_the_report_never_denies_a_determinant_that_a_row_names():
         def forward(self, inputs, context=None):
             return inputs, inputs.new_zeros(len(inputs))
 
-    layers = transforms.CompositeTransform([Unseen(), FullConv2d(2, 3)])
+    layers = transforms.CompositeTransform([Unseen(), FullConv2d(2, kernel_size=3)])
     report = ebf.describe(flows.Flow(layers, distributions.StandardNormal([2, 4, 4])))
     assert report.rows[1].log_det_cost == "D × D determinant"
     assert "energy() skips 1 determinant of D × D;" in report.summary

@@ -1,6 +1,7 @@
 """The three maps: against autograd's Jacobian, torch's determinant, and finite differences, in double precision."""
 
 import copy
+import inspect
 import math
 import pickle
 
@@ -50,7 +51,7 @@ LINEAR = {
     "1x1": lambda: conv(kernel_size=1),
     "zeros": conv,
     "zeros without bias": lambda: conv(bias=False),
-    "band": lambda: (stirred(FullConv2d(1, 3, dtype=double)), (1, 14, 14)),
+    "band": lambda: (stirred(FullConv2d(1, kernel_size=3, dtype=double)), (1, 14, 14)),
     "circular": lambda: conv(padding_mode="circular"),
     "replicate": lambda: conv(padding_mode="replicate"),
     "even": lambda: conv(kernel_size=2, padding_mode="reflect"),
@@ -197,7 +198,7 @@ def test_nothing_is_stale(name, change):
 
 
 def test_image_sizes_alternate():
-    layer = stirred(FullConv2d(2, 3, dtype=double)).requires_grad_(False)
+    layer = stirred(FullConv2d(2, kernel_size=3, dtype=double)).requires_grad_(False)
     for shape in ((2, 4, 4), (2, 5, 3), (2, 4, 4)):
         torch.testing.assert_close(layer.log_det(shape), torch.linalg.slogdet(dense_matrix(layer, shape))[1])
         x = random(1, *shape)
@@ -232,7 +233,7 @@ def test_meta_device(case):
 def test_construction_on_a_device_and_in_a_dtype(init):
     for layer in (
         FullLinear(4, init=init, device="meta", dtype=double),
-        FullConv2d(2, 3, init=init, device="meta", dtype=double),
+        FullConv2d(2, kernel_size=3, init=init, device="meta", dtype=double),
     ):
         assert {(p.device.type, p.dtype) for p in layer.parameters()} == {("meta", double)}
 
@@ -312,10 +313,40 @@ def test_convolution_initialisation(options):
     assert torch.equal(again.weight, noisy.weight)
 
 
+def test_the_arguments_of_a_convolution_have_the_order_of_torch():
+    ours = list(inspect.signature(FullConv2d).parameters)
+    assert ours[:9] == list(inspect.signature(torch.nn.Conv2d).parameters)[:9]
+    layer = FullConv2d(3, 12, 6, 2, 2, 1, 3, False, "circular", dtype=double)
+    twin = torch.nn.Conv2d(3, 12, 6, 2, 2, 1, 3, False, "circular", dtype=double)
+    twin.load_state_dict(layer.state_dict())
+    x = random(2, 3, 8, 6)
+    assert torch.equal(layer.transform(x), twin(x))
+    assert FullConv2d(3, 3, 7).setting == FullConv2d(3, kernel_size=7).setting
+    assert FullConv2d(3, 3, 7).setting.kernel_size == (7, 7)
+    assert FullConv2d(2, None, 4, 2).setting.out_channels == 8
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: FullConv2d(3), r"order is FullConv2d\(in_channels, out_channels, kernel_size\)"),
+        (lambda: FullConv2d(3, 7), r"got out_channels=7, kernel_size=None: .*write FullConv2d\(3, kernel_size=7\)"),
+        (lambda: FullConv2d(3, (1, 7)), r"write FullConv2d\(3, kernel_size=\(1, 7\)\)"),
+        (lambda: FullConv2d(3, (1, 7), 3), r"write FullConv2d\(3, kernel_size=\(1, 7\)\)"),
+        (lambda: FullConv2d(3, 7, None, 1), r"write FullConv2d\(3, kernel_size=7\)"),
+        (lambda: FullConv2d(3, 7, 3), r"out_channels=7.*\(in_channels, out_channels, kernel_size\), as in torch"),
+        (lambda: FullConv2d(3, 3, 3, 1, 1, "zeros"), "dilation must be"),
+    ],
+)
+def test_the_former_order_raises_with_the_present_one(make, message):
+    with pytest.raises(InputError, match=message):
+        make()
+
+
 def test_convolution_without_cells():
     with pytest.raises(InputError, match=r"init='identity' needs an output channel.*Use init='normal'"):
-        FullConv2d(4, 3, out_channels=1, padding=2)
-    layer = FullConv2d(4, 3, out_channels=1, padding=2, init="normal", dtype=double, generator=generator(1))
+        FullConv2d(4, kernel_size=3, out_channels=1, padding=2)
+    layer = FullConv2d(4, kernel_size=3, out_channels=1, padding=2, init="normal", dtype=double, generator=generator(1))
     x = random(2, 4, 2, 2)
     assert layer.transform(x).shape == (2, 1, 4, 4)
     torch.testing.assert_close(layer.invert(layer.transform(x)), x)
@@ -324,7 +355,7 @@ def test_convolution_without_cells():
 
 @pytest.mark.parametrize("mode", ["zeros", "circular", "reflect", "replicate"])
 def test_transform_is_torchs_convolution(mode):
-    layer = stirred(FullConv2d(4, (3, 5), padding=(1, 2), padding_mode=mode, groups=2, dtype=double))
+    layer = stirred(FullConv2d(4, kernel_size=(3, 5), padding=(1, 2), padding_mode=mode, groups=2, dtype=double))
     theirs = torch.nn.Conv2d(4, 4, (3, 5), padding=(1, 2), padding_mode=mode, groups=2, dtype=double)
     theirs.load_state_dict(layer.state_dict())
     x = random(2, 4, 7, 6)
@@ -351,16 +382,31 @@ def test_singular_layers():
         (lambda: FullLinear(0), "features must be a positive integer, got 0"),
         (lambda: FullLinear(2.5), "features must be a positive integer, got 2.5"),
         (lambda: FullLinear(3, init="identiti"), "unknown init 'identiti'. Did you mean 'identity'"),
-        (lambda: FullConv2d(3, 3, init="zero"), "unknown init 'zero'. .*Valid names: identity, negative_identity"),
+        (
+            lambda: FullConv2d(3, kernel_size=3, init="zero"),
+            "unknown init 'zero'. .*Valid names: identity, negative_identity",
+        ),
         (lambda: FullLinear(3).transform(torch.ones(2, 4)), r"takes 3 features in the last dimension, .* \(2, 4\)"),
         (lambda: FullLinear(3).invert(torch.ones(2, 4)), r"FullLinear\(3\) takes 3 features"),
         (lambda: FullLinear(3).log_det((4,)), r"shape \(4,\)"),
         (lambda: FullLinear(3).log_det(()), r"shape \(\)"),
-        (lambda: FullConv2d(3, 3).transform(torch.ones(3, 4, 4)), r"\(B, C, H, W\), but got shape \(3, 4, 4\)"),
-        (lambda: FullConv2d(3, 3).transform(torch.ones(1, 2, 4, 4)), r"3 channels.* but got shape \(2, 4, 4\)"),
-        (lambda: FullConv2d(3, 3).invert(torch.ones(1, 2, 4, 4)), r"3 channels.* but got shape \(2, 4, 4\)"),
-        (lambda: FullConv2d(3, 3, padding=0).transform(torch.ones(1, 3, 4, 4)), "must keep the number of elements"),
-        (lambda: FullConv2d(3, 3, padding=0).log_det((3, 4, 4)), r"\(3, 2, 2\) \(12 elements\)"),
+        (
+            lambda: FullConv2d(3, kernel_size=3).transform(torch.ones(3, 4, 4)),
+            r"\(B, C, H, W\), but got shape \(3, 4, 4\)",
+        ),
+        (
+            lambda: FullConv2d(3, kernel_size=3).transform(torch.ones(1, 2, 4, 4)),
+            r"3 channels.* but got shape \(2, 4, 4\)",
+        ),
+        (
+            lambda: FullConv2d(3, kernel_size=3).invert(torch.ones(1, 2, 4, 4)),
+            r"3 channels.* but got shape \(2, 4, 4\)",
+        ),
+        (
+            lambda: FullConv2d(3, kernel_size=3, padding=0).transform(torch.ones(1, 3, 4, 4)),
+            "must keep the number of elements",
+        ),
+        (lambda: FullConv2d(3, kernel_size=3, padding=0).log_det((3, 4, 4)), r"\(3, 2, 2\) \(12 elements\)"),
         (lambda: SmoothLeakyReLU(0.0), r"alpha must lie in \(0, 1\], got 0.0"),
         (lambda: SmoothLeakyReLU(1.5), "got 1.5"),
         (lambda: SmoothLeakyReLU(float("nan")), "got nan"),

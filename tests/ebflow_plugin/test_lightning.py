@@ -281,7 +281,9 @@ def test_layers_near_a_singular_one_are_told():
     with torch.no_grad():
         model.flow._transform._transforms[1].weight[0] *= 1e-5
     module = LitObjective(SSM(model), lambda p: torch.optim.SGD(p, lr=0.0))
-    with pytest.warns(UserWarning, match=r"1 of 2 full layers are close to singular(.*\n)*.*_transforms\.1"):
+    with pytest.warns(
+        ebf.ConditioningWarning, match=r"1 of 2 full layers are close to singular(.*\n)*.*_transforms\.1"
+    ):
         train(module, make_data(64), epochs=2, callbacks=[ConditionGuard(every=1)])
 
 

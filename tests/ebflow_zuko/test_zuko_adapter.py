@@ -248,8 +248,9 @@ def test_what_is_not_exact_is_refused_with_the_reason():
 
 def test_unconstrain_takes_rotations_lu_and_the_permutation_before():
     flow = flow_of(permutation(), lu(buffer=True)(), coupling()(), rotation(), lu()().inv)
-    full, replaced = ebf.unconstrain(flow)
-    assert [(one.path, one.old) for one in replaced] == [
+    changes = []
+    full = ebf.unconstrain(flow, changes=changes)
+    assert [(one.path, one.old) for one in changes] == [
         ("transform.transforms.1", "LULinearTransform after PermutationTransform"),
         ("transform.transforms.3", "RotationTransform"),
         ("transform.transforms.4", "LULinearTransform"),

@@ -79,5 +79,5 @@ def test_the_report_counts_their_determinants():
     flow = Flow([FullLinear(5), SmoothLeakyReLU(), FullLinear(5)], normal(5))
     closed = "second derivatives in closed form"
     assert ebf.describe(flow).summary == f"2 of 3 steps linear; energy() skips 2 determinants of 5 × 5; {closed}"
-    conv = Flow(FullConv2d(2, 3), normal(2, 4, 4))
+    conv = Flow(FullConv2d(2, kernel_size=3), normal(2, 4, 4))
     assert ebf.describe(conv).summary == f"1 of 1 steps linear; energy() skips 1 determinant of 32 × 32; {closed}"

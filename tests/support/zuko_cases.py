@@ -105,9 +105,18 @@ def linear_rows() -> list[Case]:
         *linear(
             "FullLinear", "img, of the last dimension", lambda: ebflow_zuko.FullLinear(D, init="orthogonal"), shape=IMG
         ),
-        *linear("FullConv2d", "img, kernel 3", lambda: ebflow_zuko.FullConv2d(2, 3, init="orthogonal"), noise=0.05),
         *linear(
-            "FullConv2d", "img, stride 2", lambda: ebflow_zuko.FullConv2d(2, 2, stride=2), latent=(8, 2, 2), noise=0.05
+            "FullConv2d",
+            "img, kernel 3",
+            lambda: ebflow_zuko.FullConv2d(2, kernel_size=3, init="orthogonal"),
+            noise=0.05,
+        ),
+        *linear(
+            "FullConv2d",
+            "img, stride 2",
+            lambda: ebflow_zuko.FullConv2d(2, kernel_size=2, stride=2),
+            latent=(8, 2, 2),
+            noise=0.05,
         ),
     ]
 

@@ -58,7 +58,7 @@ def after_unconstrain(settings: Settings) -> Table:
     steps = {rival: training_step(plain, nll(plain), x)}
     for name in ("ML", "SSM", "DSM", "FDSSM"):
         flow = build("fc", (DIM,), linear="lu").to(x)
-        for label, each in ((f"{name}, LULinear", flow), (f"{name}, after unconstrain", ebf.unconstrain(flow).flow)):
+        for label, each in ((f"{name}, LULinear", flow), (f"{name}, after unconstrain", ebf.unconstrain(flow))):
             model = ebf.wrap(each)
             steps[label] = training_step(model, objective(name, model), x)
     times = settings.time("unconstrain", steps, seconds=4.0)

@@ -284,7 +284,7 @@ def test_a_broken_adapter_is_reported_and_left_out(monkeypatch):
     monkeypatch.setattr(discovery, "entry_points", lambda group: (Point(), *points(group=group)))
     discovery.adapters.cache_clear()
     try:
-        with pytest.warns(UserWarning, match="adapter 'broken' .*cannot be loaded: no such thing"):
+        with pytest.warns(ebf.AdapterWarning, match="adapter 'broken' .*cannot be loaded: no such thing"):
             assert len(discovery.adapters()) == 3
         monkeypatch.setattr(discovery, "entry_points", lambda group: ())
         discovery.adapters.cache_clear()

@@ -26,10 +26,13 @@ def of_normflows(layer, dim):
 FLOWS = {
     "FullLinear": (lambda: of_nflows(ebflow_nflows.FullLinear(5, init="normal"), 5), (5,)),
     "NaiveLinear": (lambda: of_nflows(transforms.NaiveLinear(4, orthogonal_initialization=False), 4), (4,)),
-    "conv, a band": (lambda: of_nflows(ebflow_nflows.FullConv2d(2, 3, init="normal"), 2, 12, 12), (2, 12, 12)),
-    "conv, dense": (lambda: of_nflows(ebflow_nflows.FullConv2d(1, 3, init="normal"), 1, 4, 4), (1, 4, 4)),
+    "conv, a band": (
+        lambda: of_nflows(ebflow_nflows.FullConv2d(2, kernel_size=3, init="normal"), 2, 12, 12),
+        (2, 12, 12),
+    ),
+    "conv, dense": (lambda: of_nflows(ebflow_nflows.FullConv2d(1, kernel_size=3, init="normal"), 1, 4, 4), (1, 4, 4)),
     "conv, fourier": (
-        lambda: of_nflows(ebflow_nflows.FullConv2d(2, 3, init="normal", padding_mode="circular"), 2, 4, 4),
+        lambda: of_nflows(ebflow_nflows.FullConv2d(2, kernel_size=3, init="normal", padding_mode="circular"), 2, 4, 4),
         (2, 4, 4),
     ),
     "InvertibleAffine": (lambda: of_normflows(normflows.flows.InvertibleAffine(3, use_lu=False), 3), (3,)),

@@ -282,7 +282,7 @@ def test_either_direction_of_a_layer(method):
 
 def test_cheap_layers_are_exact():
     torch.manual_seed(0)
-    layers = [transforms.ActNorm(3), transforms.OneByOneConvolution(3), ebflow_nflows.FullConv2d(3, 3)]
+    layers = [transforms.ActNorm(3), transforms.OneByOneConvolution(3), ebflow_nflows.FullConv2d(3, kernel_size=3)]
     flow = flows.Flow(transforms.CompositeTransform(layers), distributions.StandardNormal([3, 8, 8])).double().eval()
     with torch.no_grad():
         layers[0].log_scale += 0.3
@@ -346,9 +346,9 @@ def test_auto_says_what_it_picked(monkeypatch):
 @pytest.mark.parametrize(
     ("layer", "shape", "picked"),
     [
-        (lambda: ebflow_nflows.FullConv2d(3, 3), (3, 128, 128), "exact"),  # by its band
-        (lambda: ebflow_nflows.FullConv2d(3, 3, padding_mode="circular"), (3, 512, 512), "exact"),
-        (lambda: ebflow_nflows.FullConv2d(16, 5), (16, 128, 128), "lanczos"),
+        (lambda: ebflow_nflows.FullConv2d(3, kernel_size=3), (3, 128, 128), "exact"),  # by its band
+        (lambda: ebflow_nflows.FullConv2d(3, kernel_size=3, padding_mode="circular"), (3, 512, 512), "exact"),
+        (lambda: ebflow_nflows.FullConv2d(16, kernel_size=5), (16, 128, 128), "lanczos"),
         (lambda: ebflow_nflows.FullLinear(8192, device="meta"), (8192,), "exact"),
         (lambda: ebflow_nflows.FullLinear(16384, device="meta"), (16384,), "lanczos"),
     ],
@@ -452,7 +452,7 @@ def test_no_tensor_is_made_without_a_device(method):
         def log_prob(self, inputs, context=None):
             return -0.5 * inputs.square().sum(1) - 1.5 * math.log(2 * math.pi)
 
-    flow, conv = flows.Flow(full(3, 0.3, seed()), Standard()), ebflow_nflows.FullConv2d(2, 3, init="normal")
+    flow, conv = flows.Flow(full(3, 0.3, seed()), Standard()), ebflow_nflows.FullConv2d(2, kernel_size=3, init="normal")
     model = ebf.wrap(flow, preprocess=[ebf.Rescale(0.05, 0.95), ebf.Logit()])
     data = torch.rand(50, 3, generator=seed(1), dtype=WIDE)
     options = {"lanczos": {}, "importance": {"proposal": data}, "ais": {"proposal": data, "steps": 3}}[method]

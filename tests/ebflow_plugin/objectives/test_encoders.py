@@ -56,7 +56,7 @@ OBJECTIVES = {
     "ssm": lambda model: SSM(model, projections=2, generator=seeded(3)),
     "ssm, projected": lambda model: SSM(model, projected=True, generator=seeded(3)),
     "dsm": lambda model: DSM(model, sigma=0.5, generator=seeded(3)),
-    "dsm, many": lambda model: DSM(model, sigma=(0.1, 1.0), generator=seeded(3)),
+    "dsm, many": lambda model: DSM(model, sigma_range=(0.1, 1.0), generator=seeded(3)),
     "fdssm": lambda model: FDSSM(model, eps=0.5, generator=seeded(3)),
     "regularised": lambda model: SSM(model, energy_weight=0.3, generator=seeded(3)),
     "sum": lambda model: 0.7 * SSM(model, generator=seeded(3)) + 0.3 * ML(model),

@@ -14,7 +14,7 @@ from torch import nn
 import ebflow_plugin as ebf
 from cases import SUPPORTED, Case
 from ebflow_plugin import testing
-from ebflow_plugin.objectives import DSM, FDSSM, ML, SM, SML, SSM, objective
+from ebflow_plugin.objectives import DSM, FDSSM, ML, SM, SML, SSM, make_objective
 from ebflow_plugin.objectives.checks import find_blind_spots
 from ebflow_plugin.plan.smoothness import Smoothness
 
@@ -114,7 +114,7 @@ def test_no_gradient_flows_to_the_data(name):
     source = torch.ones((), dtype=torch.float64, requires_grad=True)
     x = case.x(3).requires_grad_()
     for given in (x, x * source):
-        objective(name, model, generator=seeded())(given, case.context(3)).backward()
+        make_objective(name, model, generator=seeded())(given, case.context(3)).backward()
     assert x.grad is None
     assert source.grad is None
     assert x.requires_grad
@@ -124,7 +124,7 @@ def test_no_gradient_flows_to_the_data(name):
 def test_the_embedding_net_gets_a_gradient(name):
     case = nsf()
     model = ebf.wrap(case.build())
-    objective(name, model, generator=seeded())(case.x(3), case.context(3)).backward()
+    make_objective(name, model, generator=seeded())(case.x(3), case.context(3)).backward()
     for parameter_name, parameter in model.flow._embedding_net.named_parameters():
         assert parameter.grad.isfinite().all(), parameter_name
         assert parameter.grad.any(), parameter_name
@@ -135,7 +135,7 @@ def test_the_data_are_not_written_into(name):
     case = nsf()
     x, context = case.x(3), case.context(3)
     before = x.clone(), context.clone()
-    objective(name, ebf.wrap(case.build()), generator=seeded())(x, context)
+    make_objective(name, ebf.wrap(case.build()), generator=seeded())(x, context)
     assert torch.equal(x, before[0])
     assert torch.equal(context, before[1])
     assert not x.requires_grad
@@ -146,19 +146,19 @@ def test_the_data_are_not_written_into(name):
 def test_the_value_is_the_same_without_gradients(name, mode):
     case = nsf()
     model, x, context = ebf.wrap(case.build()), case.x(3), case.context(3)
-    wanted = objective(name, model, generator=seeded())(x, context)
+    wanted = make_objective(name, model, generator=seeded())(x, context)
     with mode():
-        value = objective(name, model, generator=seeded())(x.clone(), context.clone())
+        value = make_objective(name, model, generator=seeded())(x.clone(), context.clone())
     assert not value.requires_grad
     torch.testing.assert_close(value, wanted.detach())
-    torch.testing.assert_close(objective(name, model, generator=seeded())(x, context), wanted)
+    torch.testing.assert_close(make_objective(name, model, generator=seeded())(x, context), wanted)
 
 
 @every
 def test_parameters_are_the_flows(name):
     model = ebf.wrap(nsf().build())
-    assert {id(p) for p in objective(name, model).parameters()} == {id(p) for p in model.flow.parameters()}
-    total = objective(name, model) + objective("ml", model)
+    assert {id(p) for p in make_objective(name, model).parameters()} == {id(p) for p in model.flow.parameters()}
+    total = make_objective(name, model) + make_objective("ml", model)
     assert len(list(total.parameters())) == len(list(model.flow.parameters()))
 
 
@@ -166,7 +166,7 @@ def test_parameters_are_the_flows(name):
 def test_the_mode_of_the_model_is_kept(name):
     case = nsf()
     model = ebf.wrap(case.build().eval())
-    loss = objective(name, model)
+    loss = make_objective(name, model)
     assert not loss.training
     assert not model.flow.training
     loss.train()
@@ -178,7 +178,7 @@ def test_the_mode_of_the_model_is_kept(name):
 def test_copies_have_their_own_model(name):
     case = nsf()
     x, context = case.x(3), case.context(3)
-    loss = 2.0 * objective(name, ebf.wrap(case.build()), generator=seeded())
+    loss = 2.0 * make_objective(name, ebf.wrap(case.build()), generator=seeded())
     for copied in (copy.deepcopy(loss), pickle.loads(pickle.dumps(loss))):
         assert not {id(p) for p in copied.parameters()} & {id(p) for p in loss.parameters()}
         copied.terms[0].generator.manual_seed(0)
@@ -190,7 +190,7 @@ def test_copies_have_their_own_model(name):
 def test_the_same_seed_gives_the_same_value(name):
     case = nsf()
     model, x, context = ebf.wrap(case.build()), case.x(3), case.context(3)
-    loss = objective(name, model, generator=seeded(1))
+    loss = make_objective(name, model, generator=seeded(1))
     torch.manual_seed(0)
     state = torch.get_rng_state()
     first, second = loss(x, context), loss(x, context)
@@ -202,7 +202,7 @@ def test_the_same_seed_gives_the_same_value(name):
     assert torch.equal(loss(x, context), second)
 
 
-@pytest.mark.parametrize("options", [{"sigma": [0.1, 1.0]}, {"sigma": (0.1, 1.0)}])
+@pytest.mark.parametrize("options", [{"sigma": [0.1, 1.0]}, {"sigma_range": (0.1, 1.0)}])
 def test_the_draw_of_sigma_is_seeded(options):
     case = nsf()
     model, x, context = ebf.wrap(case.build()), case.x(3), case.context(3)
@@ -216,7 +216,7 @@ def test_dequantisation_is_seeded(name):
     flow = Flow(LULinear(4), StandardNormal([4])).double()
     model = ebf.wrap(flow, preprocess=[ebf.Dequantize(16), ebf.Rescale(0.05, 0.95), ebf.Logit()])
     x = torch.randint(16, (5, 4), generator=seeded())
-    values = [objective(name, model, generator=seeded(seed))(x) for seed in (1, 1, 2)]
+    values = [make_objective(name, model, generator=seeded(seed))(x) for seed in (1, 1, 2)]
     assert torch.equal(values[0], values[1])
     assert not torch.equal(values[0], values[2])
 
@@ -228,8 +228,8 @@ def test_preprocessed_data_are_matched_behind_the_preprocessing(name):
     model, x = ebf.wrap(case.build()), case.x(3)
     assert model.core is not model
     u, log_det = model.preprocess(x)
-    value = objective(name, model, generator=seeded())(x)
-    inside = objective(name, model.core, generator=seeded())(u)
+    value = make_objective(name, model, generator=seeded())(x)
+    inside = make_objective(name, model.core, generator=seeded())(u)
     torch.testing.assert_close(value, inside - log_det.mean() if name == "ml" else inside)
 
 
@@ -255,10 +255,10 @@ def test_the_clean_batch_initialises_actnorm(name):
     flow, reference = act_norm_flow(), act_norm_flow()
     ebf.wrap(reference).initialize(x)
     options = {"dsm": {"sigma": 5.0}, "fdssm": {"eps": 5.0}}.get(name, {})
-    objective(name, ebf.wrap(flow), generator=seeded(), **options)(x)
+    make_objective(name, ebf.wrap(flow), generator=seeded(), **options)(x)
     for (key, value), wanted in zip(flow.state_dict().items(), reference.state_dict().values(), strict=True):
         assert torch.equal(value, wanted), key
-    objective(name, ebf.wrap(flow), generator=seeded(), **options)(10 * x)  # once is enough
+    make_objective(name, ebf.wrap(flow), generator=seeded(), **options)(10 * x)  # once is enough
     for (key, value), wanted in zip(flow.state_dict().items(), reference.state_dict().values(), strict=True):
         assert torch.equal(value, wanted), key
 
@@ -267,7 +267,7 @@ def test_the_clean_batch_initialises_actnorm(name):
 def test_actnorm_is_not_initialised_in_eval_mode(name):
     flow = act_norm_flow().eval()
     before = {key: value.clone() for key, value in flow.state_dict().items()}
-    objective(name, ebf.wrap(flow), generator=seeded())(torch.randn(5, 4, dtype=torch.float64))
+    make_objective(name, ebf.wrap(flow), generator=seeded())(torch.randn(5, 4, dtype=torch.float64))
     assert all(torch.equal(value, before[key]) for key, value in flow.state_dict().items())
 
 
@@ -286,7 +286,7 @@ def test_no_operation_mixes_devices_or_waits(name, generator, case_name):
         pytest.skip("a seeded sample of a library without generators reads one number")
     model = ebf.wrap(case.build().to("meta"))
     x, context = case.x(3).to("meta"), None if case.context(3) is None else case.context(3).to("meta")
-    loss = objective(name, model, generator=generator, energy_weight=0.1)
+    loss = make_objective(name, model, generator=generator, energy_weight=0.1)
     with testing.one_device(torch.device("meta")):
         value = loss(x, context)
         value.backward()
@@ -294,7 +294,7 @@ def test_no_operation_mixes_devices_or_waits(name, generator, case_name):
     assert value.shape == ()
 
 
-@pytest.mark.parametrize("options", [{"sigma": [0.1, 1.0]}, {"sigma": (0.1, 1.0)}])
+@pytest.mark.parametrize("options", [{"sigma": [0.1, 1.0]}, {"sigma_range": (0.1, 1.0)}])
 @pytest.mark.parametrize("generator", [None, seeded()], ids=["global", "of the cpu"])
 def test_no_draw_of_sigma_mixes_devices(options, generator):
     case = named("ActNorm: img, initialized (train)")
@@ -308,7 +308,7 @@ def test_no_draw_of_sigma_mixes_devices(options, generator):
 def test_the_dtype_is_that_of_the_data(name, dtype):
     case = nsf()
     model = ebf.wrap(case.build().to(dtype))
-    value = objective(name, model, generator=seeded())(case.x(3).to(dtype), case.context(3).to(dtype))
+    value = make_objective(name, model, generator=seeded())(case.x(3).to(dtype), case.context(3).to(dtype))
     assert value.dtype == dtype
 
 
@@ -317,7 +317,7 @@ def test_score_matching_needs_no_determinant(name):
     """Contract 3, for a whole training step."""
     case = named("NaiveLinear stack: vec, orthogonal_initialization=False, LeakyReLU(0.5) (train)")
     model, x = ebf.wrap(case.build()), case.x(3)
-    loss = objective(name, model, generator=seeded())
+    loss = make_objective(name, model, generator=seeded())
     with testing.no_factorisation():
         loss(x).backward()
     with pytest.raises(AssertionError, match="slogdet"), testing.no_factorisation():

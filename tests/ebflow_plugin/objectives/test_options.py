@@ -23,7 +23,7 @@ from ebflow_plugin.objectives import (
     Objective,
     RelativeML,
     WeightedSum,
-    objective,
+    make_objective,
     register_objective,
 )
 
@@ -60,19 +60,19 @@ def registry():
 
 @pytest.mark.parametrize(("name", "cls"), BUILT_IN.items())
 def test_by_name(model, x, name, cls):
-    made = objective(name, model, generator=seeded())
+    made = make_objective(name, model, generator=seeded())
     assert type(made) is cls
     assert torch.equal(made(x), cls(model, generator=seeded())(x))
-    assert type(objective(name.upper(), model)) is cls
+    assert type(make_objective(name.upper(), model)) is cls
 
 
 def test_an_unknown_name_gets_a_suggestion(model):
     with pytest.raises(
         ebf.UnknownNameError, match=r"unknown objective 'ssmm'. Did you mean 'ssm'\? Valid names: dsm, fd"
     ):
-        objective("ssmm", model)
+        make_objective("ssmm", model)
     with pytest.raises(ebf.InputError, match="the name of an objective is a string"):
-        objective(SSM, model)
+        make_objective(SSM, model)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_an_unknown_name_gets_a_suggestion(model):
 )
 def test_an_unknown_option_is_named_with_those_there_are(model, name, option, message):
     with pytest.raises(ebf.UnknownNameError, match=message):
-        objective(name, model, **{option: 1})
+        make_objective(name, model, **{option: 1})
     with pytest.raises(ebf.UnknownNameError, match=message):
         BUILT_IN[name](model, **{option: 1})
 
@@ -107,14 +107,19 @@ def test_an_unknown_option_is_named_with_those_there_are(model, name, option, me
         ("fdssm", {"eps": -0.1}, "eps must be a positive number, got -0.1"),
         ("fdssm", {"eps": math.nan}, "eps must be a positive number, got nan"),
         ("fdssm", {"eps": "0.1"}, "eps must be a positive number, got '0.1'"),
-        ("dsm", {"sigma": 0.0}, "sigma must be a positive number, a list .* or a tuple .*; got 0.0"),
+        ("dsm", {"sigma": 0.0}, "sigma must be a positive number, or a list .*; got 0.0"),
         ("dsm", {"sigma": -1}, "sigma must be a positive number.*got -1"),
         ("dsm", {"sigma": math.inf}, "sigma must be .*got inf"),
         ("dsm", {"sigma": []}, r"sigma must be .*got \[\]"),
         ("dsm", {"sigma": [0.1, 0.0]}, r"sigma must be .*got \[0.1, 0.0\]"),
-        ("dsm", {"sigma": (1.0, 0.1)}, r"sigma must be .*low < high.*got \(1.0, 0.1\)"),
-        ("dsm", {"sigma": (0.1, 0.5, 1.0)}, r"sigma must be .*got \(0.1, 0.5, 1.0\)"),
-        ("dsm", {"sigma": None}, "sigma must be .*got None"),
+        ("dsm", {"sigma": "0.1"}, "sigma must be .*got '0.1'"),
+        ("dsm", {"sigma": (0.1, 0.0, 1.0)}, r"sigma must be .*got \(0.1, 0.0, 1.0\)"),
+        ("dsm", {"sigma": (0.1, 1.0)}, r"write sigma_range=\(0.1, 1.0\), or sigma=\[0.1, 1.0\]"),
+        ("dsm", {"sigma_range": (1.0, 0.1)}, r"sigma_range must be .*low < high, got \(1.0, 0.1\)"),
+        ("dsm", {"sigma_range": (0.1, 0.5, 1.0)}, r"sigma_range must be .*got \(0.1, 0.5, 1.0\)"),
+        ("dsm", {"sigma_range": (0.0, 1.0)}, "sigma_range must be a positive number, got 0.0"),
+        ("dsm", {"sigma_range": 0.5}, "sigma_range must be .*got 0.5"),
+        ("dsm", {"sigma": 1.0, "sigma_range": (0.1, 1.0)}, r"sigma or sigma_range, not both; got 1.0 and \(0.1, 1.0\)"),
         ("ml", {"reduction": "sum"}, "unknown reduction 'sum'. Valid names: mean, none"),
         ("ml", {"energy_weight": -1.0}, "energy_weight must be a finite number, at least 0, got -1.0"),
         ("ml", {"energy_weight": math.nan}, "energy_weight must be a finite number"),
@@ -123,7 +128,7 @@ def test_an_unknown_option_is_named_with_those_there_are(model, name, option, me
 )
 def test_bad_options(model, name, options, message):
     with pytest.raises(ebf.InputError, match=message):
-        objective(name, model, **options)
+        make_objective(name, model, **options)
 
 
 @pytest.mark.parametrize("cls", [*BUILT_IN.values(), RelativeML])
@@ -134,7 +139,7 @@ def test_a_flow_must_be_wrapped_first(model, cls):
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_bad_data(model, x, name):
-    loss = objective(name, model)
+    loss = make_objective(name, model)
     with pytest.raises(ebf.InputError, match="x must be a tensor, got list"):
         loss([[0.0, 0.0]])
     with pytest.raises(ebf.InputError, match=r"x must have shape \(B, 2\), got \(6, 3\)"):
@@ -147,7 +152,7 @@ def test_bad_data(model, x, name):
         loss(x, 3)
     with pytest.raises(ebf.InputError, match="x holds no samples"):
         loss(x[:0])
-    assert objective(name, model, reduction="none")(x[:0]).shape == (0,)
+    assert make_objective(name, model, reduction="none")(x[:0]).shape == (0,)
 
 
 def test_a_weighted_sum(model, x):
@@ -222,7 +227,7 @@ def test_a_function_of_the_users_own(model, x):
     def contrast(model, x, context, *, spread=1.0):
         return (model.energy(x, context) - model.energy(spread * x.flip(0), context)).square().mean()
 
-    made = objective("Contrast", model, spread=2.0)
+    made = make_objective("Contrast", model, spread=2.0)
     torch.testing.assert_close(made(x), contrast(model, x, None, spread=2.0))
     assert "contrast" in repr(made)
     assert "spread=2.0" in repr(made)
@@ -233,7 +238,7 @@ def test_a_function_of_the_users_own(model, x):
     made(given).backward()
     assert given.grad is None
     with pytest.raises(ebf.UnknownNameError, match=r"contrast has no option 'sprad'. Did you mean 'spread'\?"):
-        objective("contrast", model, sprad=2.0)
+        make_objective("contrast", model, sprad=2.0)
     with pytest.raises(EBFlowError, match="objective 'contrast' is registered already; pass force=True"):
         register_objective("contrast")(contrast)
     register_objective("contrast", force=True)(contrast)
@@ -243,7 +248,7 @@ def test_a_function_of_the_users_own(model, x):
 def test_a_function_must_return_a_scalar(model, x):
     register_objective("each")(lambda model, x, context: model.energy(x, context))
     with pytest.raises(ebf.InputError, match=r"must return a scalar tensor, got \(6,\); take the mean"):
-        objective("each", model)(x)
+        make_objective("each", model)(x)
 
 
 @pytest.mark.usefixtures("registry")
@@ -257,11 +262,11 @@ def test_a_class_of_the_users_own(model, x):
         def per_sample(self, x, context):
             return self.model.core.energy(x, context).pow(self.power), None
 
-    made = objective("moment", model, power=3, energy_weight=0.5, reduction="none")
+    made = make_objective("moment", model, power=3, energy_weight=0.5, reduction="none")
     energy = model.energy(x)
     torch.testing.assert_close(made(x), energy**3 + 0.5 * energy)
     with pytest.raises(ebf.UnknownNameError, match="Moment has no option 'powr'. Did you mean 'power'"):
-        objective("moment", model, powr=3)
+        make_objective("moment", model, powr=3)
 
 
 @pytest.mark.usefixtures("registry")
@@ -284,8 +289,8 @@ def test_options_are_shown(model):
     assert "projections=2, projection='sphere', projected" in repr(
         SSM(model, projections=2, projection="sphere", projected=True)
     )
-    assert "sigma=(0.1, 1.0), reduction='mean', energy_weight=0.001" in repr(
-        DSM(model, sigma=(0.1, 1.0), energy_weight=0.001)
+    assert "sigma_range=(0.1, 1.0), reduction='mean', energy_weight=0.001" in repr(
+        DSM(model, sigma_range=(0.1, 1.0), energy_weight=0.001)
     )
     assert "eps=0.2" in repr(FDSSM(model, eps=0.2))
 

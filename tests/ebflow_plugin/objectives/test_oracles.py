@@ -115,7 +115,21 @@ def test_dsm_of_several_sigmas(shape):
     assert_mean(DSM(quadratic(shape), sigma=sigmas, generator=seeded()), data(shape), d / 2 * mean)
     low, high = 0.5, 2.0  # log-uniform: E[σ²] = (high² - low²) / (2 log(high/low)), and the same for 1/σ²
     mean = (high**2 - low**2 + low**-2 - high**-2) / (2 * math.log(high / low)) - 1
-    assert_mean(DSM(quadratic(shape), sigma=(low, high), generator=seeded()), data(shape), d / 2 * mean)
+    assert_mean(DSM(quadratic(shape), sigma_range=(low, high), generator=seeded()), data(shape), d / 2 * mean)
+
+
+def test_levels_are_levels_in_any_sequence():
+    """Two in a tuple are refused (test_options): they were a range once."""
+    x = data((2,))
+    values = [
+        DSM(quadratic((2,)), sigma=levels, generator=seeded())(x)
+        for levels in ([0.5, 1.0, 2.0], (0.5, 1.0, 2.0), [0.5, 1, 2])
+    ]
+    assert values[0] == values[1] == values[2]
+    ranged = DSM(quadratic((2,)), sigma_range=[0.5, 2.0], generator=seeded())
+    assert ranged(x) == DSM(quadratic((2,)), sigma_range=(0.5, 2.0), generator=seeded())(x)
+    assert (ranged.sigma, ranged.sigma_range) == (None, (0.5, 2.0))
+    assert DSM(quadratic((2,))).sigma == 1.0
 
 
 def test_each_sample_has_a_sigma_of_its_own():
@@ -166,6 +180,6 @@ def test_the_gradient_of_sml_is_that_of_ml_in_expectation():
 @pytest.mark.parametrize("name", ["ml", "sml", "sm", "ssm", "fdssm", "dsm"])
 def test_the_energy_weight_adds_the_mean_energy(name):
     model, x = quadratic((3,), 1.5), data((3,), 50)
-    plain = ebf.objectives.objective(name, model, generator=seeded())(x)
-    weighted = ebf.objectives.objective(name, model, generator=seeded(), energy_weight=0.25)(x)
+    plain = ebf.make_objective(name, model, generator=seeded())(x)
+    weighted = ebf.make_objective(name, model, generator=seeded(), energy_weight=0.25)(x)
     torch.testing.assert_close(weighted - plain, 0.25 * model.energy(x).mean())

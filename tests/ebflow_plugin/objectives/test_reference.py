@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import ebflow_plugin as ebf
 from cases import SUPPORTED
 from ebflow_plugin.model import EBFlow
-from ebflow_plugin.objectives import DSM, FDSSM, ML, SM, SML, SSM, objective, score_matching
+from ebflow_plugin.objectives import DSM, FDSSM, ML, SM, SML, SSM, make_objective, score_matching
 
 MODELS = {
     "AffineCouplingTransform: vec net=tanh (eval)",
@@ -225,6 +225,6 @@ def test_projections_have_the_identity_for_their_second_moment(kind):
 @settings(max_examples=30, deadline=None)
 def test_batches_of_any_size(batch, name):
     case = CASES[0]
-    values = objective(name, ebf.wrap(case.build()), reduction="none")(case.x(4)[:batch])
+    values = make_objective(name, ebf.wrap(case.build()), reduction="none")(case.x(4)[:batch])
     assert values.shape == (batch,)
     assert torch.isfinite(values).all()

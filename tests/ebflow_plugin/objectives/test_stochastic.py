@@ -64,18 +64,18 @@ def unit_probes(like, generator):
 
 
 LAYERS = {
-    "zeros": lambda: nflows_model(FullConv2d(2, 3), shape=[2, 5, 4]),
-    "circular": lambda: nflows_model(FullConv2d(12, (1, 2), padding_mode="circular"), shape=[12, 1, 2]),
-    "reflect": lambda: nflows_model(FullConv2d(2, 3, padding_mode="reflect"), shape=[2, 5, 4]),
-    "replicate": lambda: nflows_model(FullConv2d(2, (3, 2), padding_mode="replicate"), shape=[2, 5, 4]),
-    "dilation": lambda: nflows_model(FullConv2d(1, 3, dilation=2), shape=[1, 7, 6]),
-    "groups": lambda: nflows_model(FullConv2d(4, 3, groups=2), shape=[4, 4, 4]),
-    "stride": lambda: nflows_model(FullConv2d(2, 4, stride=2), shape=[8, 3, 2]),
-    "stride and groups": lambda: nflows_model(FullConv2d(2, 3, stride=(2, 1), groups=2), shape=[4, 3, 4]),
-    "wide 1 x 1": lambda: nflows_model(FullConv2d(10, 1), shape=[10, 1, 2]),
-    "wide patches in groups": lambda: nflows_model(FullConv2d(4, 2, stride=2, groups=2), shape=[16, 1, 1]),
-    "inverted convolution": lambda: nflows_model(InverseTransform(FullConv2d(2, 3)), shape=[2, 5, 4]),
-    "inverted stride": lambda: nflows_model(InverseTransform(FullConv2d(2, 4, stride=2)), shape=[2, 6, 4]),
+    "zeros": lambda: nflows_model(FullConv2d(2, kernel_size=3), shape=[2, 5, 4]),
+    "circular": lambda: nflows_model(FullConv2d(12, kernel_size=(1, 2), padding_mode="circular"), shape=[12, 1, 2]),
+    "reflect": lambda: nflows_model(FullConv2d(2, kernel_size=3, padding_mode="reflect"), shape=[2, 5, 4]),
+    "replicate": lambda: nflows_model(FullConv2d(2, kernel_size=(3, 2), padding_mode="replicate"), shape=[2, 5, 4]),
+    "dilation": lambda: nflows_model(FullConv2d(1, kernel_size=3, dilation=2), shape=[1, 7, 6]),
+    "groups": lambda: nflows_model(FullConv2d(4, kernel_size=3, groups=2), shape=[4, 4, 4]),
+    "stride": lambda: nflows_model(FullConv2d(2, kernel_size=4, stride=2), shape=[8, 3, 2]),
+    "stride and groups": lambda: nflows_model(FullConv2d(2, kernel_size=3, stride=(2, 1), groups=2), shape=[4, 3, 4]),
+    "wide 1 x 1": lambda: nflows_model(FullConv2d(10, kernel_size=1), shape=[10, 1, 2]),
+    "wide patches in groups": lambda: nflows_model(FullConv2d(4, kernel_size=2, stride=2, groups=2), shape=[16, 1, 1]),
+    "inverted convolution": lambda: nflows_model(InverseTransform(FullConv2d(2, kernel_size=3)), shape=[2, 5, 4]),
+    "inverted stride": lambda: nflows_model(InverseTransform(FullConv2d(2, kernel_size=4, stride=2)), shape=[2, 6, 4]),
     "FullLinear": lambda: nflows_model(FullLinear(8, init="orthogonal"), shape=[8]),
     "FullLinear of rows": lambda: nflows_model(FullLinear(8), shape=[2, 8]),
     "inverted FullLinear": lambda: nflows_model(InverseTransform(FullLinear(8)), shape=[8]),
@@ -83,9 +83,9 @@ LAYERS = {
     "inverted NaiveLinear": lambda: nflows_model(
         InverseTransform(NaiveLinear(8, orthogonal_initialization=False)), shape=[8]
     ),
-    "normflows FullConv2d": lambda: normflows_model(ebflow_normflows.FullConv2d(2, 3), shape=(2, 5, 4)),
+    "normflows FullConv2d": lambda: normflows_model(ebflow_normflows.FullConv2d(2, kernel_size=3), shape=(2, 5, 4)),
     "normflows reversed FullConv2d": lambda: normflows_model(
-        nf.flows.Reverse(ebflow_normflows.FullConv2d(2, 3)), shape=(2, 5, 4)
+        nf.flows.Reverse(ebflow_normflows.FullConv2d(2, kernel_size=3)), shape=(2, 5, 4)
     ),
     "normflows FullLinear": lambda: normflows_model(ebflow_normflows.FullLinear(8), shape=(8,)),
     "InvertibleAffine": lambda: normflows_model(nf.flows.InvertibleAffine(8, use_lu=False), shape=(8,)),
@@ -146,7 +146,12 @@ def test_any_convolution(channels, kernel, stride, dilation, mode, cells, groupe
     """With all unit vectors for probes; the twin's inverse and its trace against their matrices on the way."""
     try:
         layer = FullConv2d(
-            channels, kernel, stride=stride, dilation=dilation, padding_mode=mode, groups=channels if grouped else 1
+            channels,
+            kernel_size=kernel,
+            stride=stride,
+            dilation=dilation,
+            padding_mode=mode,
+            groups=channels if grouped else 1,
         )
         shape = (channels, cells[0] * stride[0], cells[1] * stride[1])
         out_shape = layer.output_shape(shape)
@@ -188,7 +193,7 @@ def deep():
 
 
 def test_in_single_precision_and_to_a_loose_tolerance():
-    model = nflows_model(FullConv2d(3, 5), shape=[3, 8, 8])
+    model = nflows_model(FullConv2d(3, kernel_size=5), shape=[3, 8, 8])
     x = batch(model)
     exact = gradient(ML(model), x)
     single = ebf.wrap(copy.deepcopy(model.flow).float())
@@ -234,7 +239,7 @@ def test_no_determinant_is_computed():
 
 
 def test_the_generator_decides_and_nothing_else_draws():
-    model = nflows_model(FullConv2d(2, 3), shape=[2, 5, 4])
+    model = nflows_model(FullConv2d(2, kernel_size=3), shape=[2, 5, 4])
     x = batch(model)
     state = torch.get_rng_state()
     first, again = (gradient(ML(model, log_det="stochastic", probes=2, generator=seeded(3)), x) for _ in range(2))
@@ -246,7 +251,7 @@ def test_the_generator_decides_and_nothing_else_draws():
 
 def test_sums_preprocessing_and_energy_weight():
     """MaP: in data space as ML, and with gradients that do not change by it."""
-    flow = perturbed(Flow(FullConv2d(1, 3), StandardNormal([1, 4, 4])))
+    flow = perturbed(Flow(FullConv2d(1, kernel_size=3), StandardNormal([1, 4, 4])))
     model = ebf.wrap(flow, preprocess=[ebf.Rescale(0.05, 0.95), ebf.Logit()])
     x = torch.rand(6, 1, 4, 4, generator=seeded(), dtype=DOUBLE)
     loss = ML(model, log_det="stochastic", probes=400, generator=seeded(1), energy_weight=0.1)
@@ -261,7 +266,7 @@ def test_sums_preprocessing_and_energy_weight():
 
 
 def test_layers_that_are_not_trained_are_not_solved_for():
-    model = nflows_model(FullConv2d(2, 3), shape=[2, 5, 4])
+    model = nflows_model(FullConv2d(2, kernel_size=3), shape=[2, 5, 4])
     model.flow._transform._transforms[0].weight.requires_grad_(False)
     model.flow._transform._transforms[0].bias.requires_grad_(False)
     loss = ML(model, log_det="stochastic")
@@ -297,7 +302,7 @@ def test_no_convergence_takes_the_exact_log_det_counts_and_warns_once():
 
 
 def test_a_convolution_that_does_not_converge():
-    model = nflows_model(FullConv2d(2, 3), shape=[2, 5, 4])
+    model = nflows_model(FullConv2d(2, kernel_size=3), shape=[2, 5, 4])
     x = batch(model)
     loss = ML(model, log_det="stochastic", probes=2, tolerance=1e-9, iterations=3)
     with pytest.warns(UserWarning, match="not converge in 3 iterations"):
@@ -310,7 +315,7 @@ def test_a_convolution_that_does_not_converge():
 
 @pytest.mark.filterwarnings("ignore:.*did not converge")
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
-@pytest.mark.parametrize("make", [lambda: FullLinear(6), lambda: FullConv2d(2, 3)])
+@pytest.mark.parametrize("make", [lambda: FullLinear(6), lambda: FullConv2d(2, kernel_size=3)])
 def test_a_singular_layer_is_named(value, make):
     layer = make()
     shape = [6] if isinstance(layer, FullLinear) else [2, 5, 4]
@@ -323,7 +328,7 @@ def test_a_singular_layer_is_named(value, make):
 
 def test_probes_are_chosen_from_the_first_batches():
     """As many as make the noise of the probes half of that of the batch, or as the cost of the step allows."""
-    model = nflows_model(FullConv2d(2, 3), shape=[2, 6, 6])
+    model = nflows_model(FullConv2d(2, kernel_size=3), shape=[2, 6, 6])
     path = "_transform._transforms.0"
     loss = ML(model, log_det="stochastic", generator=seeded())
     x = batch(model, rows=400)
@@ -350,7 +355,7 @@ def test_probes_are_chosen_from_the_first_batches():
 
 
 def test_state_goes_on_where_it_was():
-    model = nflows_model(FullConv2d(2, 3), FullLinear(4), shape=[2, 6, 4])
+    model = nflows_model(FullConv2d(2, kernel_size=3), FullLinear(4), shape=[2, 6, 4])
     loss = ML(model, log_det="stochastic", generator=seeded())
     x = batch(model, rows=30)
     loss(x)
@@ -378,10 +383,10 @@ def test_a_context():
 
 def test_auto_chooses_by_the_cost_and_the_report_shows_it():
     layers = [
-        FullConv2d(3, 7),
+        FullConv2d(3, kernel_size=7),
         SmoothLeakyReLU(0.3),
-        FullConv2d(3, 3, padding_mode="circular"),
-        FullConv2d(3, 1),
+        FullConv2d(3, kernel_size=3, padding_mode="circular"),
+        FullConv2d(3, kernel_size=1),
     ]
     model = nflows_model(*layers, shape=[3, 16, 16])
     assert list(ML(model, log_det="auto").ways((3, 16, 16)).values()) == ["stochastic", "exact", "exact"]
@@ -431,14 +436,14 @@ def test_options_are_shown():
 
 
 def test_on_the_meta_device_nothing_is_asked():
-    model = ebf.wrap(Flow(FullConv2d(2, 3, device="meta"), StandardNormal([2, 5, 4])).to("meta"))
+    model = ebf.wrap(Flow(FullConv2d(2, kernel_size=3, device="meta"), StandardNormal([2, 5, 4])).to("meta"))
     loss = ML(model, log_det="stochastic")
     loss(torch.randn(5, 2, 5, 4, device="meta")).backward()
     assert model.flow._transform.weight.grad.is_meta
 
 
 def test_half_precision_weights_are_solved_in_single():
-    model = ebf.wrap(perturbed(Flow(FullConv2d(2, 3), StandardNormal([2, 5, 4]))).to(torch.bfloat16))
+    model = ebf.wrap(perturbed(Flow(FullConv2d(2, kernel_size=3), StandardNormal([2, 5, 4]))).to(torch.bfloat16))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ML(model, log_det="stochastic", probes=2, tolerance=1e-5)(batch(model).to(torch.bfloat16)).backward()
@@ -446,7 +451,7 @@ def test_half_precision_weights_are_solved_in_single():
 
 
 def test_copies_and_pickles():
-    model = nflows_model(FullConv2d(2, 3), shape=[2, 5, 4])
+    model = nflows_model(FullConv2d(2, kernel_size=3), shape=[2, 5, 4])
     x = batch(model)
     loss = ML(model, log_det="stochastic", probes=2)
     loss(x)
@@ -458,7 +463,7 @@ def test_copies_and_pickles():
 
 
 def test_a_batch_that_is_not_finite_is_no_reason_to_choose():
-    model = nflows_model(FullConv2d(2, 3), shape=[2, 5, 4])
+    model = nflows_model(FullConv2d(2, kernel_size=3), shape=[2, 5, 4])
     loss = ML(model, log_det="stochastic")
     x = batch(model)
     x[0] = float("inf")

@@ -117,7 +117,7 @@ def test_a_relu_conditioner_biases_and_smooth_removes_it():
             parameter.mul_(4.0)
     data = known_data(40_000, (2,), "real", spread=1.0)
     kinked, kinked_error = defect(ebf.wrap(flow), *data)
-    smoothed, smoothed_error = defect(ebf.wrap(ebf.smooth(flow, sharpness=2.0).flow), *data)
+    smoothed, smoothed_error = defect(ebf.wrap(ebf.smooth(flow, sharpness=2.0)), *data)
     assert abs(kinked) > 8 * kinked_error
     assert abs(smoothed) < 5 * smoothed_error
 

@@ -1,5 +1,6 @@
 """Samples by the inverse: temperature, batches, kept factorisations."""
 
+import math
 import sys
 import threading
 
@@ -157,7 +158,9 @@ def test_factorisations_are_kept_over_batches_and_calls(monkeypatch):
 
 @pytest.mark.parametrize("padding_mode", ["zeros", "circular", "reflect"])  # a band, by FFT, dense
 def test_convolutions_are_factorised_once(padding_mode, monkeypatch):
-    layer = ebflow_nflows.FullConv2d(2, 3, padding_mode=padding_mode, init="normal", generator=seed(), dtype=WIDE)
+    layer = ebflow_nflows.FullConv2d(
+        2, kernel_size=3, padding_mode=padding_mode, init="normal", generator=seed(), dtype=WIDE
+    )
     model, calls = ebf.wrap(flows.Flow(layer, distributions.StandardNormal([2, 12, 12]))), []
     factor = torch.linalg.lu_factor_ex
     monkeypatch.setattr(torch.linalg, "lu_factor_ex", lambda matrix: calls.append(1) or factor(matrix))
@@ -189,6 +192,9 @@ def test_single_precision_is_solved_in_double(monkeypatch):
     [
         ({"n": -1}, "n must be an integer, at least 0, got -1"),
         ({"n": 2.5}, "n must be"),
+        ({"n": (2, -1)}, "n must be an integer, at least 0, got -1"),
+        ({"n": (2, 1.5)}, "n must be an integer, at least 0, got 1.5"),
+        ({"n": "2"}, "n must be an integer, at least 0, got '2'"),
         ({"n": 2, "temperature": 0.0}, "temperature must be a positive number"),
         ({"n": 2, "temperature": float("nan")}, "temperature must be"),
         ({"n": 2, "batch_size": 0}, "batch_size must be"),
@@ -197,6 +203,30 @@ def test_single_precision_is_solved_in_double(monkeypatch):
 def test_errors_name_the_option(options, message):
     with pytest.raises(ebf.InputError, match=message):
         ebf.wrap(make_flow()).sample(**options)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (5,), (3, 4), [2, 1, 3], torch.Size([3, 2]), (2, 0), (0, 2)])
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_a_shape_of_samples(shape, batch_size):
+    """It is that many samples in that shape, the same as without it."""
+    model, count = ebf.wrap(make_flow()), math.prod(shape)
+    samples = model.sample(shape, generator=seed(), batch_size=batch_size)
+    assert samples.shape == (*shape, D)
+    assert torch.equal(samples.reshape(-1, D), model.sample(count, generator=seed(), batch_size=batch_size))
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (2, 3), (2, 0)])
+def test_a_shape_of_samples_for_each_row_of_a_context(shape):
+    context = torch.tensor([[100.0], [-100.0]])
+    base = distributions.ConditionalDiagonalNormal([1], torch.nn.Linear(1, 2))
+    with torch.no_grad():
+        base._context_encoder.weight.copy_(torch.tensor([[1.0], [0.0]]))
+    model = ebf.wrap(flows.Flow(transforms.IdentityTransform(), base))
+    samples = model.sample(shape, context, generator=seed())
+    assert samples.shape == (2, *shape, 1)
+    assert torch.equal(samples.sign().flatten(1), context.sign().expand(2, math.prod(shape)))
+    flat = model.sample(math.prod(shape), context, generator=seed())
+    assert torch.equal(samples.flatten(1), flat.flatten(1))
 
 
 def test_no_tensor_is_made_without_a_device():

@@ -1,5 +1,6 @@
 """Langevin chains, imputation and denoising, against moments that are known."""
 
+import inspect
 import math
 import sys
 
@@ -176,7 +177,7 @@ def test_no_tensor_is_made_without_a_device():
 
 
 def test_images_keep_their_shape():
-    layer = ebflow_nflows.FullConv2d(2, 3, init="normal", generator=seed())
+    layer = ebflow_nflows.FullConv2d(2, kernel_size=3, init="normal", generator=seed())
     model = ebf.wrap(flows.Flow(layer, distributions.StandardNormal([2, 4, 4])))
     x = torch.zeros(3, 2, 4, 4)
     mask = torch.zeros_like(x, dtype=torch.bool)
@@ -362,8 +363,12 @@ def test_denoising_in_the_matched_variable():
     x = torch.rand(4, 2, generator=seed(), dtype=WIDE)
     u = torch.logit(x)
     expected = torch.sigmoid(u - 0.25 * torch.linalg.solve(covariance, (u - mean).mT).mT)
-    assert torch.allclose(denoise(model, x, 0.5, space="matched"), expected)
-    assert torch.allclose(denoise(model, x, 0.01), x + 1e-4 * model.score(x))
+    assert torch.allclose(denoise(model, x, 0.5), expected)
+    assert torch.allclose(denoise(model, x, 0.01, space="data"), x + 1e-4 * model.score(x))
+
+
+def test_everything_that_moves_by_the_score_has_the_same_space_by_default():
+    assert {inspect.signature(f).parameters["space"].default for f in (langevin, impute, denoise)} == {"matched"}
 
 
 @pytest.mark.parametrize("sigma", [0.0, -1.0, math.nan, torch.tensor([1.0, 2.0]), torch.tensor(0.0)])

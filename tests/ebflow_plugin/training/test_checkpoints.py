@@ -155,7 +155,7 @@ def test_the_older_checkpoint_stands_in_for_a_damaged_one(tmp_path, damage):
     _, model = run(tmp_path / "whole", make_data(50))
     run(tmp_path / "parts", make_data(50), steps=17)
     damage(CheckpointFolder(tmp_path / "parts").files()[0])
-    with pytest.warns(UserWarning, match=rf"{DAMAGES[damage]}.*going on from step-00000015.pt"):
+    with pytest.warns(ebf.ResumeWarning, match=rf"{DAMAGES[damage]}.*going on from step-00000015.pt"):
         _, resumed = run(tmp_path / "parts", make_data(50))
     assert same(weights(resumed), weights(model))
 
@@ -211,7 +211,7 @@ def test_a_checkpoint_of_another_run_is_refused_with_what_differs(tmp_path, othe
 
 def test_other_data_are_a_warning(tmp_path):
     run(tmp_path, make_data(50), steps=6)
-    with pytest.warns(UserWarning, match="(?s)other settings.*data: 50 rows, batches of 8 there, 40 rows"):
+    with pytest.warns(ebf.ResumeWarning, match="(?s)other settings.*data: 50 rows, batches of 8 there, 40 rows"):
         result, _ = run(tmp_path, make_data(40))
     assert result.steps == 20
 

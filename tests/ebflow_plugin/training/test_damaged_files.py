@@ -86,7 +86,9 @@ def test_lost_best_weights_do_not_stop_a_run_that_can_go_on(tmp_path, formats, d
         path.unlink()
     else:
         path.write_bytes({"truncated": content[: len(content) // 2], "empty": b"", "flipped": bytes(content)}[damage])
-    with pytest.warns(UserWarning, match="best weights so far are lost.*goes on, and the best are those from step 12"):
+    with pytest.warns(
+        ebf.ResumeWarning, match="best weights so far are lost.*goes on, and the best are those from step 12"
+    ):
         result, model = run(tmp_path / "parts")
     assert result.steps == 20
     assert same(weights(model), weights(expected))
@@ -101,7 +103,7 @@ def test_lost_best_weights_do_not_stop_a_run_that_can_go_on(tmp_path, formats, d
 def test_a_finished_run_has_best_weights_again(tmp_path):
     run(tmp_path)
     (tmp_path / "best.safetensors").write_bytes(b"")
-    with pytest.warns(UserWarning, match="best weights so far are lost"):
+    with pytest.warns(ebf.ResumeWarning, match="best weights so far are lost"):
         result, model = run(tmp_path)
     assert result.best_step == 20
     assert load_best(model, tmp_path)["step"] == 20

@@ -244,7 +244,7 @@ def test_a_nearly_singular_layer_is_reported_once():
     layer, _ = layer_of(with_spectrum([2.0, 1.0, 1e-6]))
     watch = ConditionWatch([layer])
     with pytest.warns(
-        UserWarning, match=r"(?s)step 5: 1 of 1 full layers.*_transform  FullLinear.*1.0e-06.*conditioning"
+        ebf.ConditioningWarning, match=r"(?s)step 5: 1 of 1 full layers.*_transform  FullLinear.*1.0e-06.*conditioning"
     ):
         watch.look(5)
     assert watch.look(6)["_transform"].condition == pytest.approx(2e6, rel=1e-3)  # warnings are errors in these tests

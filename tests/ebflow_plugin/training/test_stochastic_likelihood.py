@@ -25,7 +25,7 @@ def images(rows=60):
 
 
 def convolutional():
-    steps = [FullConv2d(2, 3), SmoothLeakyReLU(0.5), FullConv2d(2, 3)]
+    steps = [FullConv2d(2, kernel_size=3), SmoothLeakyReLU(0.5), FullConv2d(2, kernel_size=3)]
     return ebf.wrap(flows.Flow(transforms.CompositeTransform(steps), distributions.StandardNormal([2, 6, 6])))
 
 

@@ -81,7 +81,7 @@ def train(folder, name, steps, rank=0, world=1, blind=False):
     model = make_model(seed=rank, dtype=torch.float64)  # the first process's weights must win
     if blind:  # a parameter that no loss depends on
         model.flow.register_parameter("idle", torch.nn.Parameter(torch.zeros(3, dtype=torch.float64)))
-    objective = ebf.objective(name, model)
+    objective = ebf.make_objective(name, model)
     noise = []
 
     def keep(event):
