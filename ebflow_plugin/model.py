@@ -92,14 +92,21 @@ class EBFlow(EnergyModel):
 
         The model itself where there is no preprocessing.
         """
-        start = self._walked().start
-        if start == 0:
+        return self._core_of(self._walked())
+
+    def _core_of(self, walked: Walked) -> EBFlow:
+        if walked.start == 0:
             return self
         if not self._cores:
-            after = Options(None, self._options.preprocess[start:], check_finite=self._options.check_finite)
-            found = Found(self.flow, self.adapter, self._inside)
+            after = Options(None, self._options.preprocess[walked.start :], check_finite=self._options.check_finite)
+            found = Found(self.flow, walked.adapter, self._inside)
             self._cores.append(EBFlow(found, after, self.calibration, whole=self))
         return self._cores[0]
+
+    @property
+    def core_plan(self) -> Plan:
+        """The steps from the matched variable to noise, and the base: the plan of :attr:`core`."""
+        return self._walked().core.plan
 
     @property
     def adapter(self) -> Adapter:
@@ -350,14 +357,26 @@ class EBFlow(EnergyModel):
             ``log_prob(x) == core.log_prob(u) + log_det``.
         """
         walked = self._walked()
-        x = self._checked(walked, x, None)
-        refuse_trainable(walked.prefix)
-        u, start = _dequantized(walked.prefix, x, generator)
-        (matched,), log_det = walked.prefix.encode(u, start=start)
-        total = x.new_zeros(len(x)) if log_det is None else log_det
-        for _, constant in walked.prefix.log_dets(tuple(x.shape[1:]), x):
-            total = total + constant
-        return matched, total
+        return _to_matched(walked, self._checked(walked, x, None), generator)
+
+    @torch.no_grad()
+    def match(
+        self, x: Tensor, context: Tensor | None = None, generator: torch.Generator | None = None
+    ) -> tuple[Plan, Tensor, Tensor]:
+        """What a loss begins with: checks a batch, and takes it through :meth:`preprocess`. Once is enough.
+
+        Arguments:
+            x: Data, with shape ``(B, *)``.
+            context: What the flow is conditioned on, with ``B`` rows.
+            generator: Draws the noise of a :class:`~ebflow_plugin.Dequantize`.
+
+        Returns:
+            The plan of the matched variable, this variable, and the log-det of the way to it with shape ``(B,)``.
+        """
+        walked = self._walked()
+        u, log_det = _to_matched(walked, self._checked(walked, x, context), generator)
+        self._core_of(walked)._seen = tuple(u.shape[1:]), u.device, u.dtype
+        return walked.core.plan, u, log_det
 
     def bits_per_dim(
         self, x: Tensor, context: Tensor | None = None, *, generator: torch.Generator | None = None
@@ -424,6 +443,18 @@ def _dequantized(plan: Plan, x: Tensor, generator: torch.Generator | None) -> tu
     """Takes the one random step, if there is one, with the noise of a generator. Returns the next step's index too."""
     first = plan.steps[0] if plan.steps else None
     return (first.dequantize(x, generator), 1) if isinstance(first, DequantizeStep) else (x, 0)
+
+
+def _to_matched(walked: Walked, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+    """The matched variable, and the log-det of the way to it."""
+    prefix = walked.prefix
+    refuse_trainable(prefix)
+    u, start = _dequantized(prefix, x, generator)
+    (matched,), log_det = prefix.encode(u, start=start)
+    total = x.new_zeros(len(x)) if log_det is None else log_det
+    for _, constant in prefix.log_dets(tuple(x.shape[1:]), x):
+        total = total + constant
+    return matched, total
 
 
 def _move_calibration(model: nn.Module, keys: Any) -> None:

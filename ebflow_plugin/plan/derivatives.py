@@ -92,7 +92,6 @@ def derivatives(
         >>> found.slopes, found.curvatures  # E = ½ tanh² - log(1 - tanh²) for each entry
         ([tensor([0.])], [tensor([6.])])
     """
-    plan.refuse()
     context = plan.embed(context)
     stack, tangents = [x.detach()], [[direction.detach()] for direction in directions]
     head: list[tuple[Step, Expansion, list[Value]]] = []

@@ -81,17 +81,16 @@ def compiled_energy(objective: Objective) -> Iterator[bool]:
         warnings.warn(f"compile=True has no effect on {', '.join(others)}. It is for {valid}.", stacklevel=4)
         yield False
         return
-    core = objective.model.core
     places: list[tuple[nn.Module, str]] = []
 
     def put(owner: nn.Module, name: str, function: Callable[..., Any]) -> None:
         owner.__dict__[name] = function
         places.append((owner, name))
 
-    if any(type(term) in ONE_BACKWARD for term in terms):
-        guarded = _or_as_it_is(torch.compile(core.plan.energy), core.energy, "energy")
-        put(core, "energy", lambda x, context=None: guarded(core.check(x, context), context))
     for term in terms:
+        if type(term) in ONE_BACKWARD:
+            compiled = torch.compile(objective.model.core_plan.energy)
+            put(term, "energies", _or_as_it_is(compiled, term.energies, "energy"))
         if isinstance(term, DIFFERENTIATED):
             compiled = torch.compile(term.derivatives, fullgraph=True)
             put(term, "derivatives", _or_as_it_is(compiled, term.derivatives, f"derivatives of {type(term).__name__}"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch.utils.data import default_collate as collate
 
 from ebflow_plugin.errors import EBFlowError, InputError
 from ebflow_plugin.model import EBFlow
+from ebflow_plugin.plan.energy_model import perturbed
 from ebflow_plugin.plan.inputs import refuse_non_finite
 from ebflow_plugin.training.randomness import RandomState, mix, random_state, set_random_state
 
@@ -318,12 +318,8 @@ def refuse_useless_context(model: EBFlow, x: Tensor, context: Tensor | None) -> 
         "context, or an embedding of labels."
     )
     what = f"each batch comes with {context.dtype} values of shape {tuple(context.shape)}"
-    twin = copy.deepcopy(model)
-    generator = Generator().manual_seed(0)
+    twin, generator = perturbed(model), Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in twin.parameters():
-            if parameter.is_floating_point():
-                parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter), alpha=0.1)
         u, _ = model.preprocess(x, Generator(x.device).manual_seed(0))
         try:
             seen = twin.core.energy(u, context)
