@@ -88,9 +88,9 @@ def compiled_energy(objective: Objective) -> Iterator[bool]:
         places.append((owner, name))
 
     for term in terms:
-        if type(term) in ONE_BACKWARD:
-            compiled = torch.compile(objective.model.core_plan.energy)
-            put(term, "energies", _or_as_it_is(compiled, term.energies, "energy"))
+        if isinstance(term, ONE_BACKWARD):
+            energies = torch.compile(objective.model.core_plan.energy)
+            put(term, "energies", _or_as_it_is(energies, term.energies, "energy"))
         if isinstance(term, DIFFERENTIATED):
             compiled = torch.compile(term.derivatives, fullgraph=True)
             put(term, "derivatives", _or_as_it_is(compiled, term.derivatives, f"derivatives of {type(term).__name__}"))

@@ -218,7 +218,7 @@ def test_the_value_is_that_of_ml_without_the_estimated_log_dets():
     model = deep()
     x = batch(model)
     loss = ML(model, log_det="stochastic", probes=1)
-    left_out = sum(value for step, value in model.plan.log_dets((8,)) if loss.ways((8,))[step.path] == "stochastic")
+    left_out = sum(value for step, value in model.plan.log_dets((8,), x) if loss.ways((8,))[step.path] == "stochastic")
     torch.testing.assert_close(loss(x), ML(model)(x) + left_out)
     with torch.no_grad():
         torch.testing.assert_close(loss(x), ML(model)(x) + left_out)
