@@ -35,7 +35,8 @@ class Options:
     def plan(self, found: Found) -> Plan:
         """The plan of a flow, with the preprocessing in front."""
         plan = found.adapter.plan(found.flow, self.overrides)
-        return replace(plan, steps=(*preprocessing_steps(self.preprocess), *plan.steps))
+        added = preprocessing_steps(self.preprocess)
+        return replace(plan, steps=(*added, *plan.steps)) if added else plan
 
 
 class Walked:
