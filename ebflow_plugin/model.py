@@ -21,7 +21,7 @@ from ebflow_plugin.log_z.methods import estimate_log_z
 from ebflow_plugin.plan.energy_model import EnergyModel
 from ebflow_plugin.plan.inputs import check_input, check_shape, is_number, one_of, refuse_non_finite
 from ebflow_plugin.plan.plan import Plan
-from ebflow_plugin.plan.preprocessing import DequantizeStep, refuse_trainable
+from ebflow_plugin.plan.preprocessing import refuse_trainable
 from ebflow_plugin.plan.step import Shape
 from ebflow_plugin.report import FlowReport
 from ebflow_plugin.sampling.inverse import draw
@@ -93,14 +93,21 @@ class EBFlow(EnergyModel):
 
         The model itself where there is no preprocessing.
         """
-        start = self._walked().start
-        if start == 0:
+        return self._core_of(self._walked())
+
+    def _core_of(self, walked: Walked) -> EBFlow:
+        if walked.start == 0:
             return self
         if not self._cores:
-            after = Options(None, self._options.preprocess[start:], check_finite=self._options.check_finite)
-            found = Found(self.flow, self.adapter, self._inside)
+            after = Options(None, self._options.preprocess[walked.start :], check_finite=self._options.check_finite)
+            found = Found(self.flow, walked.adapter, self._inside)
             self._cores.append(EBFlow(found, after, self.calibration, whole=self))
         return self._cores[0]
+
+    @property
+    def core_plan(self) -> Plan:
+        """The steps from the matched variable to noise, and the base: the plan of :attr:`core`."""
+        return self._walked().core.plan
 
     @property
     def adapter(self) -> Adapter:
@@ -112,10 +119,8 @@ class EBFlow(EnergyModel):
         """The fixed steps before the matched variable; :meth:`preprocess` takes them."""
         return self._walked().prefix
 
-    @property
-    def _normalizer(self) -> Normalizer:
+    def _normalizer(self, plan: Plan) -> Normalizer:
         """What keeps log Z, for as long as the flow is what it was."""
-        plan = self.plan
         kept = self._kept
         if kept is None or kept.plan is not plan:
             kept = self._kept = Normalizer(plan)
@@ -145,14 +150,17 @@ class EBFlow(EnergyModel):
         Returns:
             Energies, with shape ``(B,)``.
         """
-        walked = self._walked()
+        return self._energy(self._walked(), x, context, generator)
+
+    def _energy(self, walked: Walked, x: Tensor, context: Tensor | None, generator: torch.Generator | None) -> Tensor:
         plan = walked.plan
         x = self._checked(walked, x, context)
         plan.refuse()
         self._seen = tuple(x.shape[1:]), x.device, x.dtype
         if x.shape[0] == 0:
             return x.flatten(1).sum(1)
-        x, start = _dequantized(plan, x, generator)
+        first = walked.dequantize
+        x, start = (x, 0) if first is None else (first.dequantize(x, generator), 1)
         return plan.energy_from(start, (x,), plan.embed(context))
 
     def score(self, x: Tensor, context: Tensor | None = None, *, generator: torch.Generator | None = None) -> Tensor:
@@ -183,10 +191,11 @@ class EBFlow(EnergyModel):
         log Z is computed once and kept while no gradient is asked for: evaluate under ``torch.no_grad()``. A generator
         draws the noise of a :class:`~ebflow_plugin.Dequantize`, so that the value is repeatable.
         """
-        energy = self.energy(x, context, generator=generator)
+        walked = self._walked()
+        energy = self._energy(walked, x, context, generator)
         if x.shape[0] == 0:
             return -energy
-        return -energy - self._normalizer.log_z(tuple(x.shape[1:]), energy)
+        return -energy - self._normalizer(walked.plan).log_z(tuple(x.shape[1:]), energy)
 
     def log_z(self, event_shape: Shape | None = None, method: str = "exact", **options: Any) -> Estimate:
         r"""Computes log Z = -sum of the linear steps' log|det| (Eq. 9), a scalar with a standard error.
@@ -223,10 +232,11 @@ class EBFlow(EnergyModel):
             >>> bool(abs(estimate - model.log_z()) < 1e-5), estimate.method
             (True, 'lanczos')
         """
-        shape = event_shape or self.plan.event_shape or (self._seen and self._seen[0])
+        plan = self.plan
+        shape = event_shape or plan.event_shape or (self._seen and self._seen[0])
         if shape is None:
             raise InputError("log_z needs event_shape: the base density does not tell it, and no data was seen yet")
-        return estimate_log_z(self, self._normalizer, check_shape("event_shape", shape), method, options)
+        return estimate_log_z(self, self._normalizer(plan), check_shape("event_shape", shape), method, options)
 
     @torch.no_grad()
     def sample(
@@ -352,14 +362,26 @@ class EBFlow(EnergyModel):
             ``log_prob(x) == core.log_prob(u) + log_det``.
         """
         walked = self._walked()
-        x = self._checked(walked, x, None)
-        refuse_trainable(walked.prefix)
-        u, start = _dequantized(walked.prefix, x, generator)
-        (matched,), log_det = walked.prefix.encode(u, start=start)
-        total = x.new_zeros(len(x)) if log_det is None else log_det
-        for _, constant in walked.prefix.log_dets(tuple(x.shape[1:]), x):
-            total = total + constant
-        return matched, total
+        return _to_matched(walked, self._checked(walked, x, None), generator)
+
+    @torch.no_grad()
+    def match(
+        self, x: Tensor, context: Tensor | None = None, generator: torch.Generator | None = None
+    ) -> tuple[Plan, Tensor, Tensor]:
+        """What a loss begins with: checks a batch, and takes it through :meth:`preprocess`. Once is enough.
+
+        Arguments:
+            x: Data, with shape ``(B, *)``.
+            context: What the flow is conditioned on, with ``B`` rows.
+            generator: Draws the noise of a :class:`~ebflow_plugin.Dequantize`.
+
+        Returns:
+            The plan of the matched variable, this variable, and the log-det of the way to it with shape ``(B,)``.
+        """
+        walked = self._walked()
+        u, log_det = _to_matched(walked, self._checked(walked, x, context), generator)
+        self._core_of(walked)._seen = tuple(u.shape[1:]), u.device, u.dtype
+        return walked.core.plan, u, log_det
 
     def bits_per_dim(
         self, x: Tensor, context: Tensor | None = None, *, generator: torch.Generator | None = None
@@ -404,8 +426,8 @@ class EBFlow(EnergyModel):
         return self._checked(self._walked(), x, context)
 
     def _checked(self, walked: Walked, x: Tensor, context: Tensor | None) -> Tensor:
-        plan = walked.plan
-        x = check_input(x, context, plan.event_shape, self._anchor(walked), integers=_takes_integers(plan))
+        integers = walked.dequantize is not None
+        x = check_input(x, context, walked.plan.event_shape, self._anchor(walked), integers=integers)
         if self._options.check_finite:
             refuse_non_finite("x", x)
             if context is not None:
@@ -418,14 +440,19 @@ class EBFlow(EnergyModel):
         return {**self.__dict__, "_last": None, "_kept": None, "_cores": []}
 
 
-def _takes_integers(plan: Plan) -> bool:
-    return bool(plan.steps) and isinstance(plan.steps[0], DequantizeStep)
-
-
-def _dequantized(plan: Plan, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, int]:
-    """Takes the one random step, if there is one, with the noise of a generator. Returns the next step's index too."""
-    first = plan.steps[0] if plan.steps else None
-    return (first.dequantize(x, generator), 1) if isinstance(first, DequantizeStep) else (x, 0)
+def _to_matched(walked: Walked, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+    """The matched variable, and the log-det of the way to it."""
+    prefix = walked.prefix
+    if not prefix.steps:
+        return x, x.new_zeros(len(x))
+    refuse_trainable(prefix)
+    first = walked.dequantize
+    u, start = (x, 0) if first is None else (first.dequantize(x, generator), 1)
+    (matched,), log_det = prefix.encode(u, start=start)
+    total = x.new_zeros(len(x)) if log_det is None else log_det
+    for _, constant in prefix.log_dets(tuple(x.shape[1:]), x):
+        total = total + constant
+    return matched, total
 
 
 def _move_calibration(model: nn.Module, keys: Any) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ebflow_plugin.errors import InputError, VerificationError
 from ebflow_plugin.model import EBFlow
+from ebflow_plugin.plan.energy_model import perturbed
 from ebflow_plugin.plan.inputs import refuse_non_finite
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.step import LinearStep, Step
@@ -145,8 +146,7 @@ def _checks(model: EBFlow, x: Tensor, context: Tensor | None) -> Iterator[Check]
             return
         yield from _step_checks(double.plan, x, context, "")
         yield from _attempt("derivatives agree with finite differences", _derivatives, double, x, context)
-        _move_parameters(double)
-        yield from _step_checks(double.plan, x, context, ", parameters moved")
+        yield from _step_checks(perturbed(double).plan, x, context, ", parameters moved")
 
 
 def _attempt(name: str, measure: Callable[..., Iterator[Check]], *arguments: Any) -> Iterator[Check]:
@@ -208,13 +208,6 @@ def _in_float64(model: EBFlow, x: Tensor, context: Tensor | None) -> tuple[EBFlo
     context = context.double() if context is not None and context.is_floating_point() else context
     double.energy(x, context)
     return double, x, context
-
-
-def _move_parameters(model: nn.Module) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.is_floating_point():
-                parameter.add_(0.1 * torch.randn_like(parameter))
 
 
 def _step_checks(plan: Plan, x: Tensor, context: Tensor | None, when: str) -> Iterator[Check]:

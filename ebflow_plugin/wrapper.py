@@ -75,8 +75,8 @@ def wrap(
                 stacklevel=2,
             )
     steps = (preprocess,) if isinstance(preprocess, nn.Module) else tuple(preprocess)
-    options = Options(match_after, steps, dict(overrides or {}), check_finite)
-    plan = options.plan(found)
+    model = EBFlow(found, Options(match_after, steps, dict(overrides or {}), check_finite))
+    plan = model.plan
     plan.refuse()
     unknown = [f"{step.where}: {step.reason}" for step in plan.steps if not step.known]
     if unknown:
@@ -90,7 +90,6 @@ def wrap(
         if strict:
             raise UnsupportedStepError(message)
         warnings.warn(message, UnknownStepWarning, stacklevel=2)
-    model = EBFlow(found, options)
     refuse_trainable(model.prefix)
     return model
 

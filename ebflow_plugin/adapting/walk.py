@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ebflow_plugin.adapting.adapter import Adapter
 from ebflow_plugin.adapting.discovery import Found
 from ebflow_plugin.plan.plan import Plan
-from ebflow_plugin.plan.preprocessing import boundary, preprocessing_steps
+from ebflow_plugin.plan.preprocessing import DequantizeStep, boundary, preprocessing_steps
 from ebflow_plugin.plan.step import LinearStep
 
 __all__ = ["Options", "Walked", "walk"]
@@ -36,7 +36,8 @@ class Options:
     def plan(self, found: Found) -> Plan:
         """The plan of a flow, with the preprocessing in front."""
         plan = found.adapter.plan(found.flow, self.overrides)
-        return replace(plan, steps=(*preprocessing_steps(self.preprocess), *plan.steps))
+        added = preprocessing_steps(self.preprocess)
+        return replace(plan, steps=(*added, *plan.steps)) if added else plan
 
 
 class Walked:
@@ -49,6 +50,7 @@ class Walked:
         start: The index of the step where the matched variable begins.
         prefix: The steps in front of it.
         core: The same of the matched variable; itself where nothing is in front of it.
+        dequantize: The one random step, which a generator draws for, if the plan begins with it.
         anchor: The name of the flow's largest parameter, which tells its device and dtype; some are of a dtype of
             their own (the mixture of normflows, a number inside Residual).
     """
@@ -59,6 +61,8 @@ class Walked:
         self.prefix = replace(plan, steps=plan.steps[:start])
         sizes = {name: p.numel() for name, p in found.flow.named_parameters() if p.is_floating_point()}
         self.anchor: str | None = max(sizes, key=sizes.__getitem__, default=None)
+        first = plan.steps[0] if plan.steps else None
+        self.dequantize = first if isinstance(first, DequantizeStep) else None
         self._watch = watch
         self.core: Walked = self
         if start:

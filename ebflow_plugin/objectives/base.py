@@ -115,22 +115,30 @@ class Objective(nn.Module, ABC):
         if torch.is_inference_mode_enabled():  # its tensors cannot be part of the graph that a score needs
             with torch.inference_mode(False), torch.no_grad():
                 return self.forward(x, context)
-        u, log_det = self.model.preprocess(x, self.generator)
-        core = self.model.core  # after preprocess(), which walks a flow again that was rebuilt
-        core.check(u, context)
+        plan, u, log_det = self.model.match(x, context, self.generator)
         u, context = _usable(u).detach(), None if context is None else _usable(context)
         if u.shape[0] == 0:
             if self.reduction == "mean":
                 raise InputError('x holds no samples, so that there is no mean; use reduction="none" for empty batches')
             return u.flatten(1).sum(1)
-        start(core, u, context)
+        if waits_for_data(plan):
+            plan.initialize(u, context)
+        plan.refuse()
+        self.learn(u, context)
         values, energies = self.per_sample(u, context)
         if self.energy_weight:
-            energies = core.energy(u, context) if energies is None else energies
+            energies = self.energies(u, context) if energies is None else energies
             values = values + self.energy_weight * energies
         if self.in_data_space:
             values = values - log_det.detach()
         return values.mean() if self.reduction == "mean" else values
+
+    def energies(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        """E of points near the batch, with shape ``(B,)``: ``model.core.energy`` of what was checked already."""
+        return self.model.core_plan.energy(x, context)
+
+    def learn(self, x: Tensor, context: Tensor | None) -> None:
+        """What an objective wants to know of its first batch, before :meth:`per_sample` sees it; by default nothing."""
 
     def metrics(self) -> dict[str, Any]:
         """What a training run shows beside the loss, as plain numbers, texts and dictionaries."""
@@ -308,17 +316,11 @@ class FunctionObjective(Objective):
         return ", ".join([self.name, *(f"{key}={value!r}" for key, value in self.function.keywords.items())])
 
 
-def start(core: EBFlow, x: Tensor, context: Tensor | None) -> None:
-    """Runs the data-dependent initialisation of a model in training mode, if a step still waits for it.
+def waits_for_data(plan: Plan) -> bool:
+    """Whether a step of a model in training mode still waits for its data-dependent initialisation.
 
     Asks flags only, so that it waits for the device at most once.
     """
-    if waits_for_data(core.plan):
-        core.plan.initialize(x, context)
-
-
-def waits_for_data(plan: Plan) -> bool:
-    """Whether a step of a model in training mode still waits for its data-dependent initialisation."""
     return any(getattr(step.module, "training", False) and not step.initialised for step in plan.steps)
 
 

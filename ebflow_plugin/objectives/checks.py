@@ -1,18 +1,16 @@
-r"""What score matching cannot do with a given flow, said when the objective is made and not found out after training.
+r"""What score matching cannot do with a given flow, said before training and not found out after it.
 
-Two things are looked for. Steps that bias or falsify an objective: a score that jumps biases what integrates by parts,
-a density that jumps biases every kind of score matching (of a LeakyReLU with slope 0.5 before a shift of 0.7, DSM
-learns 0.43 and 0.32, however small σ is), a wrong second derivative falsifies what differentiates the score. And
-parameters that the score does not depend on (a class prior, say): score matching leaves them at their initial value.
+Two things are looked for. When an objective is made, steps that bias or falsify it: a score that jumps biases what
+integrates by parts, a density that jumps biases every kind of score matching (of a LeakyReLU with slope 0.5 before a
+shift of 0.7, DSM learns 0.43 and 0.32, however small σ is), a wrong second derivative falsifies what differentiates the
+score. And with its first batch, parameters that the score does not depend on (a class prior, say): score matching
+leaves them at their initial value.
 """
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Collection, Iterable
-from itertools import chain
-from math import prod, sqrt
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -26,9 +24,12 @@ from ebflow_plugin.errors import (
     UnseenParameterWarning,
     UnsupportedStepError,
 )
+from ebflow_plugin.linalg.dense import without_autocast
+from ebflow_plugin.linalg.streams import seeded_by
 from ebflow_plugin.model import EBFlow
+from ebflow_plugin.plan.energy_model import perturbed
 from ebflow_plugin.plan.smoothness import Smoothness
-from ebflow_plugin.plan.step import Base, Step
+from ebflow_plugin.plan.step import Part
 
 if TYPE_CHECKING:
     from ebflow_plugin.objectives.base import Objective
@@ -93,7 +94,7 @@ def warn_about_jumps(objective: Objective, harmed_by: Collection[Smoothness], ra
             "step, or of your network inside of it. DSM needs less."
         )
     warnings.warn(
-        f"{name} may be wrong about {len(found)} of {len(objective.model.core.plan.steps)} steps\n  "
+        f"{name} may be wrong about {len(found)} of {len(objective.model.core_plan.steps)} steps\n  "
         + "\n  ".join(_lines(found))
         + "\n"
         + "\n".join(advice),
@@ -102,26 +103,27 @@ def warn_about_jumps(objective: Objective, harmed_by: Collection[Smoothness], ra
     )
 
 
-def _parts(model: EBFlow) -> Iterable[Step | Base]:
-    return chain(model.core.plan.steps, (model.core.plan.base,))
+def _parts(model: EBFlow) -> tuple[Part, ...]:
+    return model.core_plan.parts()
 
 
-def _lines(parts: Iterable[Step | Base]) -> list[str]:
+def _lines(parts: Iterable[Part]) -> list[str]:
     return [f"{part.where}: {_MEANING[part.smoothness]}" for part in parts]
 
 
 class Blind(NamedTuple):
-    """Names of trainable parameters that the score does not depend on."""
+    """Names of trainable parameters, by what of them the score shows."""
 
-    constant: list[str]  # the energy does: a constant of x
-    unused: list[str]  # neither does the energy, for this context
+    constant: list[str]  # only the energy depends on them: a constant of x
+    unused: list[str]  # nor does the energy, for this context
+    seen: set[str]  # the others, which it depends on
 
 
 class BlindSpots:
     """Searches for parameters that the score does not depend on, on a perturbed copy of a model.
 
-    At first with random data and no context. What that cannot decide (the flow needs a context, or data in a domain;
-    parameters are not used at all without a context) is looked for again with the first real batch.
+    It looks at the first batch that comes. What that does not show is looked for at random points too, where the flow
+    takes them: data may lie in the tails of a spline, which its parameters do not reach.
 
     Arguments:
         model: The model of the objective.
@@ -131,47 +133,53 @@ class BlindSpots:
 
     def __init__(self, model: EBFlow, energy_is_seen: bool = False, step: float = 0.0) -> None:
         self._model = model
-        self._energy_is_seen = energy_is_seen
         self._step = step
-        self._reported: set[str] = set()
-        shape = model.core.plan.event_shape
-        self.open = any(p.requires_grad and not p.is_meta for p in model.flow.parameters())
-        if self.open and shape is not None:
-            try:
-                found = find_blind_spots(model, shape, step=step)
-            except Exception:  # its domain or its context are unknown: the first batch has them
-                return
-            self.open = bool(found.unused)
-            self._report(found.constant, [], stacklevel=5)
+        self.open = not energy_is_seen  # whether there is something to look for
 
-    def look_again(self, x: Tensor, context: Tensor | None) -> None:
-        """Searches with a real batch, once."""
+    def look(self, x: Tensor, context: Tensor | None) -> None:
+        """Searches with a batch of the matched variable, once. No generator of the user's is drawn from."""
         self.open = False
-        model = self._model
+        if not any(parameter.requires_grad and not parameter.is_meta for parameter in self._model.flow.parameters()):
+            return
+        x, context = x[:ROWS], None if context is None else context[:ROWS].detach()
+        own = torch.Generator().manual_seed(0)
         try:
-            with torch.inference_mode(False):
-                generator = torch.Generator(x.device).manual_seed(0)
-                u, _ = model.preprocess(x[:ROWS].clone(), generator)
-                rows = None if context is None else context[:ROWS].clone().detach()
-                found = find_blind_spots(model, u.detach(), rows, self._step)
+            with seeded_by(own), without_autocast(x):
+                found = find_blind_spots(self._model, x, context, self._step)
+                if found.constant or found.unused:
+                    elsewhere = torch.randn(x.shape, generator=own).to(x)
+                    found = self._confirmed(found, elsewhere, context)
         except Exception as error:  # a search must not stop a training run
             warnings.warn(
                 f"could not find out which parameters score matching cannot see: {type(error).__name__}: {error}",
                 UnseenParameterWarning,
-                stacklevel=5,
+                stacklevel=6,
             )
             return
-        self._report(found.constant, found.unused, stacklevel=6)
+        self._report(found)
 
-    def _report(self, constant: list[str], unused: list[str], stacklevel: int) -> None:
-        unseen = [name for name in (*constant, *unused) if name not in self._reported]
-        self._reported.update(unseen)
-        if not unseen or self._energy_is_seen:
+    def _confirmed(self, found: Blind, x: Tensor, context: Tensor | None) -> Blind:
+        """What other points do not show either."""
+        try:
+            again = find_blind_spots(self._model, x, context, self._step)
+        except Exception:  # the flow has a domain, and only the data are known to lie in it
+            return found
+        constant = {*found.constant, *again.constant} - again.seen - found.seen
+        return Blind(
+            [name for name in (*found.constant, *found.unused) if name in constant],
+            [name for name in found.unused if name in again.unused],
+            found.seen | again.seen,
+        )
+
+    def _report(self, found: Blind) -> None:
+        unseen = [*found.constant, *found.unused]
+        if not unseen:
             return
         parameters = dict(self._model.flow.named_parameters())
         total = sum(parameter.requires_grad for parameter in parameters.values())
         lines = [
-            f"{name}  {tuple(parameters[name].shape)}" + (": not part of the energy at all" if name in unused else "")
+            f"{name}  {tuple(parameters[name].shape)}"
+            + (": not part of the energy at all" if name in found.unused else "")
             for name in unseen
         ]
         warnings.warn(
@@ -179,19 +187,17 @@ class BlindSpots:
             "them, so that they keep their value\n  " + "\n  ".join(lines) + "\nFreeze them with "
             "requires_grad_(False), or train them with a term that sees the energy (ML, or energy_weight).",
             UnseenParameterWarning,
-            stacklevel=stacklevel,
+            stacklevel=7,
         )
 
 
-def find_blind_spots(
-    model: EBFlow, data: Tensor | tuple[int, ...], context: Tensor | None = None, step: float = 0.0
-) -> Blind:
+def find_blind_spots(model: EBFlow, x: Tensor, context: Tensor | None = None, step: float = 0.0) -> Blind:
     """Names the trainable parameters that the score does not depend on: an energy or two, and two backward passes.
 
     Arguments:
         model: A model, which stays as it is: a copy is perturbed, since fresh couplings look constant.
-        data: The matched variable, or its event shape for random data.
-        context: The context of the data.
+        x: Points of the matched variable.
+        context: Their context.
         step: Asks for changes of the energy over steps of this length, instead of the score.
 
     Raises:
@@ -207,19 +213,12 @@ def find_blind_spots(
         ...     def _log_prob(self, inputs, context):
         ...         return super()._log_prob(inputs, context) + self.level
         >>> model = ebf.wrap(flows.Flow(transforms.LULinear(2), Prior([2])))
-        >>> find_blind_spots(model, (2,)).constant
+        >>> find_blind_spots(model, torch.randn(4, 2)).constant
         ['_distribution.level']
     """
-    like = model.like()
-    generator = torch.Generator().manual_seed(0)
-
-    def noise(shape: tuple[int, ...]) -> Tensor:
-        return torch.randn(shape, generator=generator).to(like)
-
-    x = data if isinstance(data, Tensor) else noise((ROWS, *data))
-    model = _perturbed(model, generator)
+    model = perturbed(model)
     core = model.core
-    direction = noise(tuple(x.shape)).to(x)
+    direction = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).to(x)
     named = {name: p for name, p in model.flow.named_parameters() if p.requires_grad and p.numel()}
     with torch.enable_grad():
         x = x.detach().requires_grad_()
@@ -237,6 +236,7 @@ def find_blind_spots(
     return Blind(
         [name for name in named if in_energy[name] and not in_score[name]],
         [name for name in named if not in_energy[name] and not in_score[name]],
+        {name for name in named if in_score[name]},
     )
 
 
@@ -254,17 +254,6 @@ def _depends(value: Tensor, named: dict[str, nn.Parameter]) -> dict[str, bool]:
 
 
 @torch.no_grad()
-def _perturbed(model: EBFlow, generator: torch.Generator) -> EBFlow:
-    """A copy of a model with other parameters: fresh couplings look constant, and do not see their context."""
-    model = copy.deepcopy(model)
-    for parameter in model.flow.parameters():
-        if parameter.is_floating_point():
-            fan_in = max(1, prod(parameter.shape[1:]))
-            drawn = torch.randn(parameter.shape, generator=generator).to(parameter)
-            parameter.add_(drawn, alpha=0.1 / sqrt(fan_in))
-    return model
-
-
 def refuse_useless_context(model: EBFlow, x: Tensor, context: Tensor | None) -> None:
     """Raises if a batch comes with values, such as labels or targets, that the model makes no use of.
 
@@ -279,7 +268,7 @@ def refuse_useless_context(model: EBFlow, x: Tensor, context: Tensor | None) -> 
     )
     what = f"each batch comes with {context.dtype} values of shape {tuple(context.shape)}"
     generator = torch.Generator().manual_seed(0)
-    twin = _perturbed(model, generator)
+    twin = perturbed(model)
     with torch.no_grad():
         u, _ = model.preprocess(x, torch.Generator(x.device).manual_seed(0))
         try:

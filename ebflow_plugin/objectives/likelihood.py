@@ -110,19 +110,15 @@ class ML(Objective):
         self._estimator = LogDetEstimator(self.probes, self.tolerance, self.iterations)
         self._made: tuple[Plan, Shape, Plan, list[tuple[LinearStep, Shapes]]] | None = None
         if self.log_det == "relative":
-            relative_plan(model.core.plan)
+            relative_plan(model.core_plan)
 
     def per_sample(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        core, shape = self.model.core, tuple(x.shape[1:])
+        shape = tuple(x.shape[1:])
         if self.log_det == "exact":
-            energy = core.energy(x, context)
-            return energy + core.log_z(shape), energy
+            energy = self.energies(x, context)
+            return energy + self.model.core.log_z(shape), energy
         plan, estimated = self._plan(shape)
-        if plan is core.plan:
-            energy = core.energy(x, context)
-        else:
-            plan.refuse()
-            energy = plan.energy(x, context)
+        energy = self.energies(x, context) if self.log_det == "stochastic" else plan.energy(x, context)
         values = energy + plan.log_z(shape, energy, without=[step for step, _ in estimated])
 
         def energies(rows: slice) -> Tensor:
@@ -136,7 +132,7 @@ class ML(Objective):
         Arguments:
             event_shape: The shape of one point of the matched variable.
         """
-        return {step.path: way for step, way in ways(self.model.core.plan, event_shape, self.log_det).items()}
+        return {step.path: way for step, way in ways(self.model.core_plan, event_shape, self.log_det).items()}
 
     def metrics(self) -> dict[str, Any]:
         return self._estimator.metrics() if self._estimator.accounts else {}
@@ -161,7 +157,7 @@ class ML(Objective):
 
     def _plan(self, shape: Shape) -> tuple[Plan, list[tuple[LinearStep, Shapes]]]:
         """The plan with the relative gradients that are wanted, and the steps to estimate; made once for a flow."""
-        plan = self.model.core.plan
+        plan = self.model.core_plan
         if self._made is None or self._made[0] is not plan or self._made[1] != shape:
             chosen = ways(plan, shape, self.log_det)
             reached = dict(plan.shapes(shape))
@@ -251,5 +247,5 @@ class SML(Objective):
         else:
             drawn = core.sample(1, context, generator=self.generator).squeeze(1)
             context = torch.cat([context, context])
-        energy, imagined = core.energy(torch.cat([x, drawn.to(x)]), context).chunk(2)
+        energy, imagined = self.energies(torch.cat([x, drawn.to(x)]), context).chunk(2)
         return energy - imagined, energy

@@ -27,25 +27,23 @@ SMALL_EPS = 0.1  # below it, FDSSM leaves the jumps of a score to a handful of s
 
 
 class ScoreObjective(Objective):
-    """An objective that sees the score alone. Finds the parameters that the score does not depend on, once."""
+    """An objective that sees the score alone. Its first batch shows the parameters that it cannot train."""
 
     def __init__(self, model: EBFlow, *, _step: float = 0.0, **common: Unpack[Common]) -> None:
         super().__init__(model, **common)
         self._blind = checks.BlindSpots(model, energy_is_seen=self.energy_weight > 0, step=_step)
 
-    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        """Computes the loss of a batch; see :meth:`Objective.forward`."""
-        value = super().forward(x, context)
-        if self._blind.open and not transformed():  # a search asks for values
-            self._blind.look_again(x, context)
-        return value
+    def learn(self, x: Tensor, context: Tensor | None) -> None:
+        """Looks at the first batch with which something is trained; not where no value is at hand."""
+        if self._blind.open and torch.is_grad_enabled() and not transformed():
+            self._blind.look(x, context)
 
     def derivatives(
         self, x: Tensor, context: Tensor | None, directions: Sequence[Tensor] = (), gradient: bool = True
     ) -> Derivatives:
         """Differentiates the energy at x, and twice along directions; the energy itself comes along if it is seen."""
-        plan, energy = self.model.core.plan, self.energy_weight > 0
-        return derivatives(plan, x, context, directions, gradient=gradient, energy=energy)
+        energy = self.energy_weight > 0
+        return derivatives(self.model.core_plan, x, context, directions, gradient=gradient, energy=energy)
 
     @contextmanager
     def leaving_the_data(self, how: str) -> Iterator[None]:
@@ -201,7 +199,7 @@ class FDSSM(ScoreObjective):
         step = sphere(x, self.generator) * (self.eps / sqrt(size))
         rows = None if context is None else torch.cat([context] * 3)
         with self.leaving_the_data(f"eps={self.eps:g}"):
-            energy, ahead, after = self.model.core.energy(torch.cat([x, x + step, x - step]), rows).chunk(3)
+            energy, ahead, after = self.energies(torch.cat([x, x + step, x - step]), rows).chunk(3)
         values = (energy - ahead) + (energy - after) + 0.125 * (ahead - after).square()
         return values * (size / self.eps**2), energy
 

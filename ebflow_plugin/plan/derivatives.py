@@ -32,7 +32,7 @@ from torch import Tensor
 from ebflow_plugin.errors import blame
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.step import BaseExpansion, Expansion, Step
-from ebflow_plugin.plan.values import Value, pop
+from ebflow_plugin.plan.values import Value, pop, push
 
 __all__ = [
     "Derivatives",
@@ -92,7 +92,6 @@ def derivatives(
         >>> found.slopes, found.curvatures  # E = ½ tanh² - log(1 - tanh²) for each entry
         ([tensor([0.])], [tensor([6.])])
     """
-    plan.refuse()
     context = plan.embed(context)
     stack, tangents = [x.detach()], [[direction.detach()] for direction in directions]
     head: list[tuple[Step, Expansion, list[Value]]] = []
@@ -108,9 +107,9 @@ def derivatives(
             bent = place, [list(tangent) for tangent in tangents]
         moved = [pop(tangent, step.takes) for tangent in tangents]
         head.append((step, made, moved))
-        stack.extend(_listed(made.value))
+        push(stack, made.value)
         for tangent, before in zip(tangents, moved, strict=True):
-            tangent.extend(_listed(made.push(before)))
+            push(tangent, made.push(before))
     if closed and count == len(plan.steps) and plan.base.closed:
         try:
             end: BaseExpansion = plan.base.expand(tuple(stack), context)
@@ -125,7 +124,7 @@ def derivatives(
         adjoint = pop(adjoints, step.gives)
         if made.curvature is not None:
             curvatures = [total + made.curvature(adjoint, one) for total, one in zip(curvatures, moved, strict=True)]
-        adjoints.extend(_listed(made.pull(adjoint)))
+        push(adjoints, made.pull(adjoint))
     total = end.energy() if energy else None
     if total is not None:
         for _, made, _ in head:
@@ -241,7 +240,3 @@ def _gradients(values: Tensor, points: Sequence[Tensor], create_graph: bool) -> 
 def _dots(many: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
     first, *rest = (dot(a, b) for a, b in zip(many, others, strict=True))
     return sum(rest, first)
-
-
-def _listed(value: Value) -> Sequence[Tensor]:
-    return (value,) if isinstance(value, Tensor) else value

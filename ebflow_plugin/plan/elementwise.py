@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ebflow_plugin.plan.derivatives import dot, summed
+from ebflow_plugin.plan.derivatives import dot
 from ebflow_plugin.plan.smoothness import Smoothness
 from ebflow_plugin.plan.step import Expansion, NonlinearStep
 
@@ -36,7 +36,7 @@ class Curve:
         return self.value, self._log_det()
 
     def _log_det(self) -> Tensor:
-        return summed(self.log_slope())
+        return self.log_slope().flatten(1).sum(1)
 
     def of_scaled(self, scale: Tensor | float, log_scale: Tensor | float) -> Curve:
         """f(scale · x + shift) as a curve of x, if this is f there."""

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
+from math import prod, sqrt
+from typing import TypeVar
 
+import torch
 from torch import Generator, Tensor, nn
 
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.plan.plan import Plan
 
-__all__ = ["EnergyModel", "refuse_other_models"]
+__all__ = ["EnergyModel", "perturbed", "refuse_other_models"]
+
+M = TypeVar("M", bound=nn.Module)
 
 
 class EnergyModel(nn.Module, ABC):
@@ -65,3 +71,21 @@ def refuse_other_models(name: str, model: object) -> None:
     """
     if not isinstance(model, EnergyModel):
         raise InputError(f"{name} needs an EBFlow, got {type(model).__name__}; wrap it first: ebflow_plugin.wrap(flow)")
+
+
+@torch.no_grad()
+def perturbed(model: M, seed: int = 0) -> M:
+    """A copy of a model with its parameters moved a little: a fresh layer often does not show yet what it depends on.
+
+    Example:
+        >>> layer = nn.Linear(2, 2)
+        >>> bool((perturbed(layer).weight == layer.weight).any())
+        False
+    """
+    moved = copy.deepcopy(model)
+    generator = Generator().manual_seed(seed)
+    for parameter in moved.parameters():
+        if parameter.is_floating_point():
+            noise = torch.randn(parameter.shape, generator=generator).to(parameter)
+            parameter.add_(noise, alpha=0.1 / sqrt(max(1, prod(parameter.shape[1:]))))
+    return moved

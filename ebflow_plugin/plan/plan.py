@@ -33,7 +33,7 @@ from ebflow_plugin.errors import (
 from ebflow_plugin.linalg.dense import is_readable
 from ebflow_plugin.plan.smoothness import stochastic_parts
 from ebflow_plugin.plan.step import Base, LinearStep, Part, Shape, Shapes, Step
-from ebflow_plugin.plan.values import Value, per_sample, pop
+from ebflow_plugin.plan.values import Value, per_sample, pop, push
 
 __all__ = ["Plan"]
 
@@ -124,7 +124,7 @@ class Plan:
                 value, log_det = step.encode(value, context)
             except Exception as error:
                 blame(error, step, value, context)
-            stack.extend((value,) if isinstance(value, Tensor) else value)
+            push(stack, value)
             if log_det is not None:
                 total = log_det if total is None else total + log_det
         return tuple(stack), total
@@ -143,7 +143,7 @@ class Plan:
                 ) from error
             except Exception as error:
                 blame(error, step, value, context)
-            stack.extend((value,) if isinstance(value, Tensor) else value)
+            push(stack, value)
         return stack[0]
 
     def initialize(self, x: Tensor, context: Tensor | None = None) -> None:

@@ -20,7 +20,6 @@ from ebflow_plugin.plan.smooth_modules import FUNCTIONS, Smoothness, known_smoot
 __all__ = [
     "REGISTERED_NETWORKS",
     "Smoothness",
-    "first_reason",
     "kinked_parts",
     "opaque_parts",
     "smoothness_of",
@@ -141,20 +140,6 @@ def stochastic_parts(module: Any) -> list[Callable[[], str | None]]:
             if isinstance(part, kinds):
                 questions.append(functools.partial(ask, part, f"{type(part).__name__} at {path!r}"))
     return questions
-
-
-def first_reason(questions: list[Callable[[], str | None]]) -> str | None:
-    """The first answer to the questions of :func:`stochastic_parts`.
-
-    Example:
-        >>> first_reason([lambda: None, lambda: "is random"])
-        'is random'
-    """
-    for question in questions:
-        why = question()
-        if why is not None:
-            return why
-    return None
 
 
 def _batch_norm_refusal(part: Any, name: str) -> str | None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.linalg.operators import Operator
-from ebflow_plugin.plan.smoothness import Smoothness, first_reason, smoothness_of, stochastic_parts
+from ebflow_plugin.plan.smoothness import Smoothness, smoothness_of, stochastic_parts
 from ebflow_plugin.plan.values import Value, per_sample
 
 __all__ = [
@@ -90,6 +90,8 @@ class Part:
         path: Where it stands in the user's model.
     """
 
+    _stochastic: Sequence[Callable[[], str | None]] = ()  # what asks its networks whether they are deterministic now
+
     def __init__(self, module: Any, path: str) -> None:
         self.module = module
         self.path = path
@@ -123,6 +125,10 @@ class Part:
 
         Asked at each call, since ``train()`` and ``eval()`` decide for batch norm and dropout: look at flags only.
         """
+        for question in self._stochastic:  # a plain loop: torch.compile traces it
+            why = question()
+            if why is not None:
+                return why
         return None
 
 
@@ -306,9 +312,6 @@ class NonlinearStep(Step):
         super().__init__(module, path, inverted)
         self._stochastic = stochastic_parts(module)
 
-    def refusal(self) -> str | None:
-        return first_reason(self._stochastic)
-
     @abstractmethod
     def call_forward(self, x: Any, context: Tensor | None) -> tuple[Any, Any]:
         """The module's forward: value, and log-det in whatever form the library has it."""
@@ -340,9 +343,6 @@ class Base(Part, ABC):
     @property
     def smoothness(self) -> Smoothness:
         return smoothness_of(self.module)
-
-    def refusal(self) -> str | None:
-        return first_reason(self._stochastic)
 
     @abstractmethod
     def log_prob(self, latents: tuple[Tensor, ...], context: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""What objectives say when they are made: about steps that bias them, and about parameters that they cannot see."""
+"""What objectives say: when they are made, of steps that bias them; with a batch, of parameters they cannot see."""
 
 import copy
 import math
@@ -22,7 +22,7 @@ from nflows.transforms import (
 from torch import nn
 
 import ebflow_plugin as ebf
-from ebflow_nflows import SmoothLeakyReLU
+from ebflow_nflows import FullLinear, SmoothLeakyReLU
 from ebflow_plugin.adapting.teaching import REGISTERED
 from ebflow_plugin.objectives import DSM, FDSSM, ML, SM, SML, SSM
 from ebflow_plugin.objectives.checks import find_blind_spots
@@ -337,10 +337,17 @@ class Laplace(nn.Module):
         return -(inputs - self.location).abs().sum(1)
 
 
-def test_a_constant_is_found_at_construction():
+def first_words(make, model, *batch):
+    """What an objective says when it is made and with its first batch."""
+    return messages(lambda: make(model)(*batch or (torch.randn(4, 2, generator=seeded()).double(),)))[1]
+
+
+def test_a_constant_is_found_with_the_first_batch():
     model = ebf.wrap(flow_of(LULinear(2), base=Level()))
     for make in (SM, SSM, DSM, lambda m: FDSSM(m, eps=0.5)):
-        objective, (message,) = messages(lambda make=make: make(model))
+        objective, said = messages(lambda make=make: make(model))
+        assert said == []
+        _, (message,) = messages(lambda objective=objective: objective(torch.randn(4, 2).double()))
         assert message.startswith("score matching cannot see 1 of 5 trainable parameters")
         assert "\n  _distribution.level  ()\n" in message
         assert messages(lambda objective=objective: objective(torch.randn(4, 2).double()))[1] == []
@@ -348,8 +355,8 @@ def test_a_constant_is_found_at_construction():
 
 def test_likelihood_sees_everything():
     model = ebf.wrap(flow_of(LULinear(2), base=Level()))
-    for make in (ML, SML, lambda m: SSM(m, energy_weight=0.1)):
-        assert messages(lambda make=make: make(model))[1] == []
+    for make in (ML, lambda m: SSM(m, energy_weight=0.1)):
+        assert first_words(make, model) == []
 
 
 def test_a_class_prior_is_found_with_the_first_batch():
@@ -366,7 +373,7 @@ def test_a_class_prior_is_found_with_the_first_batch():
 def test_frozen_parameters_are_not_reported():
     base = Level()
     base.level.requires_grad_(False)
-    assert messages(lambda: SSM(ebf.wrap(flow_of(LULinear(2), base=base))))[1] == []
+    assert first_words(SSM, ebf.wrap(flow_of(LULinear(2), base=base))) == []
 
 
 def test_empty_parameters_are_not_reported():
@@ -378,10 +385,10 @@ def test_empty_parameters_are_not_reported():
 
 def test_a_kink_is_seen_by_finite_differences_alone():
     model = ebf.wrap(flow_of(LULinear(2), base=Laplace()))
-    _, (message,) = messages(lambda: DSM(model))
+    (message,) = first_words(DSM, model)
     assert "_distribution.location" in message
     assert "_transform._transforms.0.bias" in message
-    assert messages(lambda: FDSSM(model, eps=1.0))[1] == []
+    assert first_words(lambda m: FDSSM(m, eps=1.0), model) == []
 
 
 def test_a_fresh_coupling_is_no_false_alarm():
@@ -408,7 +415,73 @@ def test_the_search_happens_once(monkeypatch):
     objective = SSM(ebf.wrap(flow_of(LULinear(2), base=Prior())))
     for _ in range(3):
         messages(lambda: objective(torch.randn(4, 2).double(), torch.zeros(4, 1).double()))
-    assert len(calls) == 2  # its base tells no shape, so that the first batch is the first chance
+    assert len(calls) == 3  # what the batch did not show was looked for elsewhere, too
+
+
+@pytest.mark.parametrize("make", [SM, SSM, DSM, FDSSM, ML, SML, ebf.objectives.RelativeML])
+def test_making_an_objective_does_no_work(make, monkeypatch):
+    """No copy, no walk, no energy, no backward pass: a constructor costs less than a step."""
+    model = ebf.wrap(flow_of(FullLinear(2), SmoothLeakyReLU(0.3), FullLinear(2), base=Level()))
+
+    def forbidden(*_, **__):
+        raise AssertionError("a constructor worked")
+
+    for name in ("copy.deepcopy", "torch.autograd.grad", "ebflow_plugin.model.walk", "torch.randn"):
+        monkeypatch.setattr(name, forbidden)
+    monkeypatch.setattr(type(model.plan), "encode", forbidden)
+    make(model)
+
+
+def test_nothing_is_searched_without_a_gradient():
+    """Neither a validation loss nor inference mode is a first batch; the training that follows is."""
+    model, x = ebf.wrap(flow_of(LULinear(2), base=Level())), torch.randn(4, 2).double()
+    objective = SSM(model)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert messages(lambda: objective(x))[1] == []
+    assert len(messages(lambda: objective(x))[1]) == 1
+
+
+@pytest.mark.parametrize("make", [SM, SSM, DSM, FDSSM])
+def test_the_first_loss_is_the_second(make):
+    """The search changes neither the value nor the gradient, nor what is drawn, of the loss that it comes with."""
+    model, x = ebf.wrap(flow_of(LULinear(2), SmoothLeakyReLU(0.3), base=Level())), torch.randn(40, 2).double()
+    objective, found = make(model), []
+    for _ in range(2):
+        torch.manual_seed(5)
+        loss, _ = messages(lambda: objective(x))
+        found.append((loss.detach(), torch.autograd.grad(loss, model.flow._transform._transforms[0].bias)[0]))
+        found[-1] += (torch.rand(3),)
+    assert all(torch.equal(first, second) for first, second in zip(*found, strict=True))
+
+
+def test_data_in_the_tails_are_no_false_alarm():
+    """There a spline is a line that its parameters do not reach; elsewhere they are seen."""
+    model = ebf.wrap(flow_of(spline()))
+    far = 50.0 + torch.rand(20, 2, generator=seeded()).double()
+    made = messages(lambda: DSM(model, sigma=0.1))[0]
+    assert messages(lambda: made(far))[1] == []
+
+
+def test_the_input_is_checked_once(monkeypatch):
+    calls = []
+    plain = ebf.model.check_input
+
+    def counted(*args, **options):
+        calls.append(args)
+        return plain(*args, **options)
+
+    preprocess = [ebf.Rescale(0.05, 0.95), ebf.Logit()]
+    model = ebf.wrap(flow_of(FullLinear(2), SmoothLeakyReLU(0.3), FullLinear(2)), preprocess=preprocess)
+    x = torch.rand(6, 2, generator=seeded()).double()
+    for make in (SM, SSM, DSM, FDSSM, ML, ebf.objectives.RelativeML, lambda m: DSM(m, energy_weight=0.1)):
+        objective = make(model)
+        objective(x)
+        with monkeypatch.context() as patch:
+            patch.setattr("ebflow_plugin.model.check_input", counted)
+            calls.clear()
+            objective(x)
+        assert len(calls) == 1
 
 
 def test_what_only_a_context_reaches_waits_for_it():
@@ -449,7 +522,7 @@ def test_a_search_that_fails_is_told_and_stops_nothing(monkeypatch):
 def test_the_search_touches_nothing():
     model = ebf.wrap(flow_of(LULinear(2), base=Level()).train())
     before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    find_blind_spots(model, (2,))
+    find_blind_spots(model, torch.randn(4, 2, generator=seeded()).double())
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -471,5 +544,5 @@ def test_noise_that_leaves_the_domain_is_told():
     model = ebf.wrap(flow_of(PiecewiseRationalQuadraticCDF([2], num_bins=4)))
     for objective in (DSM(model, sigma=5.0, generator=seeded()), FDSSM(model, eps=5.0, generator=seeded())):
         with pytest.raises(Exception) as caught:  # noqa: PT011 - nflows' own error
-            objective(torch.rand(9, 2).double())
+            messages(lambda objective=objective: objective(torch.rand(9, 2).double()))
         assert any("moved the data by noise" in note and "Logit" in note for note in caught.value.__notes__)
