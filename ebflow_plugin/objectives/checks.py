@@ -253,7 +253,6 @@ def _depends(value: Tensor, named: dict[str, nn.Parameter]) -> dict[str, bool]:
     }
 
 
-@torch.no_grad()
 def refuse_useless_context(model: EBFlow, x: Tensor, context: Tensor | None) -> None:
     """Raises if a batch comes with values, such as labels or targets, that the model makes no use of.
 
