@@ -21,7 +21,6 @@ from ebflow_plugin.log_z.methods import estimate_log_z
 from ebflow_plugin.plan.energy_model import EnergyModel
 from ebflow_plugin.plan.inputs import check_input, check_shape, is_number, one_of, refuse_non_finite
 from ebflow_plugin.plan.plan import Plan
-from ebflow_plugin.plan.preprocessing import refuse_trainable
 from ebflow_plugin.plan.step import Shape
 from ebflow_plugin.report import FlowReport
 from ebflow_plugin.sampling.inverse import draw
@@ -362,7 +361,7 @@ class EBFlow(EnergyModel):
             ``log_prob(x) == core.log_prob(u) + log_det``.
         """
         walked = self._walked()
-        return _to_matched(walked, self._checked(walked, x, None), generator)
+        return walked.to_matched(self._checked(walked, x, None), generator)
 
     @torch.no_grad()
     def match(
@@ -379,7 +378,7 @@ class EBFlow(EnergyModel):
             The plan of the matched variable, this variable, and the log-det of the way to it with shape ``(B,)``.
         """
         walked = self._walked()
-        u, log_det = _to_matched(walked, self._checked(walked, x, context), generator)
+        u, log_det = walked.to_matched(self._checked(walked, x, context), generator)
         self._core_of(walked)._seen = tuple(u.shape[1:]), u.device, u.dtype
         return walked.core.plan, u, log_det
 
@@ -438,21 +437,6 @@ class EBFlow(EnergyModel):
         """Leaves out what refers to the flow's modules from outside: it is made anew for the copy."""
         self.adapter.release(self.flow)
         return {**self.__dict__, "_last": None, "_kept": None, "_cores": []}
-
-
-def _to_matched(walked: Walked, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-    """The matched variable, and the log-det of the way to it."""
-    prefix = walked.prefix
-    if not prefix.steps:
-        return x, x.new_zeros(len(x))
-    refuse_trainable(prefix)
-    first = walked.dequantize
-    u, start = (x, 0) if first is None else (first.dequantize(x, generator), 1)
-    (matched,), log_det = prefix.encode(u, start=start)
-    total = x.new_zeros(len(x)) if log_det is None else log_det
-    for _, constant in prefix.log_dets(tuple(x.shape[1:]), x):
-        total = total + constant
-    return matched, total
 
 
 def _move_calibration(model: nn.Module, keys: Any) -> None:

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from ebflow_plugin.adapting.adapter import Adapter
 from ebflow_plugin.adapting.discovery import Found
 from ebflow_plugin.plan.plan import Plan
-from ebflow_plugin.plan.preprocessing import DequantizeStep, boundary, preprocessing_steps
+from ebflow_plugin.plan.preprocessing import DequantizeStep, boundary, preprocessing_steps, refuse_trainable
 from ebflow_plugin.plan.step import LinearStep
 
 __all__ = ["Options", "Walked", "walk"]
@@ -68,6 +68,18 @@ class Walked:
         if start:
             after, whole = (replace(one, steps=one.steps[start:]) for one in (bare, plan))
             self.core = Walked(found, after, whole, 0, watch)
+
+    def to_matched(self, x: Tensor, generator: Generator | None) -> tuple[Tensor, Tensor]:
+        """The matched variable, and the log-det of the way to it, with shape ``(B,)``."""
+        if not self.prefix.steps:
+            return x, x.new_zeros(len(x))
+        refuse_trainable(self.prefix)
+        u, start = (x, 0) if self.dequantize is None else (self.dequantize.dequantize(x, generator), 1)
+        (matched,), log_det = self.prefix.encode(u, start=start)
+        total = x.new_zeros(len(x)) if log_det is None else log_det
+        for _, constant in self.prefix.log_dets(tuple(x.shape[1:]), x):
+            total = total + constant
+        return matched, total
 
     def is_current(self) -> bool:
         """Whether the flow is still what was walked. Compares identities and sizes alone."""

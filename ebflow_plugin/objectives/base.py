@@ -3,6 +3,7 @@ r"""What all objectives share: options, the way from the data to the matched var
 from __future__ import annotations
 
 import inspect
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -12,7 +13,7 @@ from typing import Any, ClassVar, TypedDict
 import torch
 from torch import Generator, Tensor, nn
 
-from ebflow_plugin.errors import InputError, UnknownNameError, suggest
+from ebflow_plugin.errors import InputError, UnknownNameError, UnseenParameterWarning, suggest
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.plan.inputs import is_number, one_of
 from ebflow_plugin.plan.plan import Plan
@@ -124,8 +125,10 @@ class Objective(nn.Module, ABC):
         if waits_for_data(plan):
             plan.initialize(u, context)
         plan.refuse()
-        self.learn(u, context)
+        doubt = self.learn(u, context)
         values, energies = self.per_sample(u, context)
+        if doubt is not None:  # only now: where the loss fails too, its own error says why
+            warnings.warn(doubt, UnseenParameterWarning, stacklevel=5)
         if self.energy_weight:
             energies = self.energies(u, context) if energies is None else energies
             values = values + self.energy_weight * energies
@@ -137,8 +140,13 @@ class Objective(nn.Module, ABC):
         """E of points near the batch, with shape ``(B,)``: ``model.core.energy`` of what was checked already."""
         return self.model.core_plan.energy(x, context)
 
-    def learn(self, x: Tensor, context: Tensor | None) -> None:
-        """What an objective wants to know of its first batch, before :meth:`per_sample` sees it; by default nothing."""
+    def learn(self, x: Tensor, context: Tensor | None) -> str | None:
+        """What an objective wants to know of its first batch, before :meth:`per_sample` sees it; by default nothing.
+
+        Returns:
+            A warning to give once the loss is known, if there is one.
+        """
+        return None
 
     def metrics(self) -> dict[str, Any]:
         """What a training run shows beside the loss, as plain numbers, texts and dictionaries."""

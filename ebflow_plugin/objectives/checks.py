@@ -28,6 +28,7 @@ from ebflow_plugin.linalg.dense import without_autocast
 from ebflow_plugin.linalg.streams import seeded_by
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.plan.energy_model import perturbed
+from ebflow_plugin.plan.registry import altered_part
 from ebflow_plugin.plan.smoothness import Smoothness
 from ebflow_plugin.plan.step import Part
 
@@ -136,11 +137,18 @@ class BlindSpots:
         self._step = step
         self.open = not energy_is_seen  # whether there is something to look for
 
-    def look(self, x: Tensor, context: Tensor | None) -> None:
-        """Searches with a batch of the matched variable, once. No generator of the user's is drawn from."""
+    def look(self, x: Tensor, context: Tensor | None) -> str | None:
+        """Searches with a batch of the matched variable, once. No generator of the user's is drawn from.
+
+        Returns:
+            Why it could not find out, to be said if the loss itself can be computed; None if it could.
+        """
         self.open = False
-        if not any(parameter.requires_grad and not parameter.is_meta for parameter in self._model.flow.parameters()):
-            return
+        flow = self._model.flow
+        if not any(parameter.requires_grad and not parameter.is_meta for parameter in flow.parameters()):
+            return None
+        if altered_part(flow) is not None:  # in a copy, a patched method would still act with the original's numbers
+            return None
         x, context = x[:ROWS], None if context is None else context[:ROWS].detach()
         own = torch.Generator().manual_seed(0)
         try:
@@ -150,13 +158,9 @@ class BlindSpots:
                     elsewhere = torch.randn(x.shape, generator=own).to(x)
                     found = self._confirmed(found, elsewhere, context)
         except Exception as error:  # a search must not stop a training run
-            warnings.warn(
-                f"could not find out which parameters score matching cannot see: {type(error).__name__}: {error}",
-                UnseenParameterWarning,
-                stacklevel=6,
-            )
-            return
+            return f"could not find out which parameters score matching cannot see: {type(error).__name__}: {error}"
         self._report(found)
+        return None
 
     def _confirmed(self, found: Blind, x: Tensor, context: Tensor | None) -> Blind:
         """What other points do not show either."""

@@ -33,10 +33,11 @@ class ScoreObjective(Objective):
         super().__init__(model, **common)
         self._blind = checks.BlindSpots(model, energy_is_seen=self.energy_weight > 0, step=_step)
 
-    def learn(self, x: Tensor, context: Tensor | None) -> None:
+    def learn(self, x: Tensor, context: Tensor | None) -> str | None:
         """Looks at the first batch with which something is trained; not where no value is at hand."""
         if self._blind.open and torch.is_grad_enabled() and not transformed():
-            self._blind.look(x, context)
+            return self._blind.look(x, context)
+        return None
 
     def derivatives(
         self, x: Tensor, context: Tensor | None, directions: Sequence[Tensor] = (), gradient: bool = True

@@ -144,7 +144,7 @@ def test_looks_are_rare_off_the_cpu(monkeypatch):
     """One wait in four iterations where a wait costs something, and the same solution."""
     matrix, right = make(spread=0.5)
     looks = []
-    from ebflow_plugin.linalg.dense import krylov
+    from ebflow_plugin.linalg import krylov
 
     show = krylov._show
     monkeypatch.setattr(krylov, "_show", lambda *args: (looks.append(1), show(*args)))
