@@ -107,7 +107,7 @@ class Band:
     :math:`u` upper diagonals and panels of :math:`w` columns. :meth:`inverse` keeps :math:`D (2 l + u + w)` numbers.
 
     Cost: :math:`O(D\, l\, (l + u))` for the determinant and for :meth:`inverse`, :math:`O(D (2 l + u))` for each
-    vector solved. In a graph the backward pass through the elimination takes 1.8 to 2.1 times the factorisation
+    vector solved. In a graph the backward pass through the elimination takes 1.5 to 2.1 times the factorisation
     (measured, 3 x 32 x 32 to 48 x 8 x 8 with 7 x 7 kernels): what a selected inversion of the band would take too.
 
     Arguments:
