@@ -33,7 +33,7 @@ from ebflow_plugin.objectives import DSM, FDSSM, ML, SM, SML, SSM
 from training_models import make_data, make_model, same, weights
 
 TESTS = Path(__file__).parents[1]
-SCRIPT = TESTS / "scripts" / "lightning_runs.py"
+SCRIPT = TESTS / "support" / "scripts" / "lightning_runs.py"
 QUIET = {
     "logger": False,
     "enable_progress_bar": False,
@@ -337,7 +337,7 @@ def load_script():
 def found(tmp_path_factory):
     """What each of two gloo processes found; one launch, which takes seconds, for all that follows."""
     folder = tmp_path_factory.mktemp("together")
-    paths = [str(TESTS), str(SCRIPT.parent), *sys.path]
+    paths = [str(SCRIPT.parent), *sys.path]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", SCRIPT, folder]
     with (folder / "log").open("w") as file:
