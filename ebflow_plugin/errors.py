@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
 
 __all__ = [
     "AdapterError",
@@ -132,7 +131,7 @@ def blame(error: Exception, part: Any, value: Any, context: Any) -> NoReturn:
 
     But for one cause that torch tells in matrix sizes: a context was forgotten.
     """
-    if context is None and _may_come_from_a_missing_context(error) and _is_conditional(part.module):
+    if context is None and _may_come_from_a_missing_context(error) and part.conditional:
         raise ContextError(
             f"{part.where} is conditional, and failed without a context ({type(error).__name__}: {error}). "
             "Pass context=."
@@ -147,14 +146,6 @@ def blame(error: Exception, part: Any, value: Any, context: Any) -> NoReturn:
 def _may_come_from_a_missing_context(error: Exception) -> bool:
     kinds = (TypeError, ValueError, AttributeError, RuntimeError)
     return isinstance(error, kinds) and not isinstance(error, (EBFlowError, torch.OutOfMemoryError))
-
-
-def _is_conditional(module: Any) -> bool:
-    """Whether something inside of a module is named after a context: its features, its channels, its encoder."""
-    if not isinstance(module, nn.Module):
-        return False
-    members = (item for part in module.modules() for item in (*vars(part).items(), *part._modules.items()))
-    return any("context" in name and value for name, value in members)
 
 
 def refuse_precision(error: NotImplementedError, where: str) -> None:

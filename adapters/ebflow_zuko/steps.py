@@ -136,6 +136,10 @@ class UnivariateStep(LazyStep):
         return SMOOTHNESS.get(self.kind or "", Smoothness.UNKNOWN)
 
     @property
+    def conditional(self) -> bool:
+        return "hyper" in getattr(self.module, "_modules", ())
+
+    @property
     def sensitive(self) -> bool:
         return self.kind == "PowerTransform" or (self.inverted and self.kind in BOUNDED)
 
@@ -157,34 +161,47 @@ class AutoregressiveStep(LazyStep):
     def smoothness(self) -> Smoothness:
         return worst_of([smoothness_of_maker(self.module.univariate), smoothness_of(self.module.hyper)])
 
+    @property
+    def conditional(self) -> bool:
+        return bool(self.module.hyper.in_features > self.module.order.numel())
+
 
 class CouplingStep(AutoregressiveStep):
     """GeneralCouplingTransform. zuko looks for the halves of its mask on each call, and waits for the device."""
 
     def call_forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
-        order, constant, changed = self._halves(x, context)
+        order, constant, changed = self._halves(x)
         value, log_det = forward(self.module.meta(context, constant), changed)
         return self._joined(order, constant, value), 0.0 if log_det is None else log_det
 
     def call_inverse(self, y: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
-        order, constant, changed = self._halves(y, context)
+        order, constant, changed = self._halves(y)
         transform = self.module.meta(context, constant)
         value = inverse(transform, changed)
         log_det = forward(transform, value)[1]
         return self._joined(order, constant, value), 0.0 if log_det is None else -log_det
 
     def decode(self, z: Tensor, context: Tensor | None) -> Tensor:
-        order, constant, changed = self._halves(z, context)
+        order, constant, changed = self._halves(z)
         transform = self.module.meta(context, constant)
         value = forward(transform, changed)[0] if self.inverted else inverse(transform, changed)
         return self._joined(order, constant, value)
 
-    def _halves(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _halves(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The order that puts the constant features first, these, and the others."""
         order = torch.argsort(self.module.mask.to(torch.uint8), descending=True, stable=True)
-        count = self.module.hyper.in_features - (0 if context is None else context.shape[-1])
         sorted_x = x.index_select(-1, order)
-        return order, sorted_x[..., :count], sorted_x[..., count:]
+        return order, sorted_x[..., : self._constant], sorted_x[..., self._constant :]
+
+    @property
+    def _constant(self) -> int:
+        """How many features are passed on, as the size of the network's output tells without a look at the mask."""
+        count: int = self.module.mask.numel() - self.module.hyper.out_features // self.module.total
+        return count
+
+    @property
+    def conditional(self) -> bool:
+        return bool(self.module.hyper.in_features > self._constant)
 
     def _joined(self, order: Tensor, constant: Tensor, changed: Tensor) -> Tensor:
         return torch.cat([constant, changed], dim=-1).index_select(-1, torch.argsort(order))

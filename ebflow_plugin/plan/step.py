@@ -120,6 +120,14 @@ class Part:
         """How derivatives pass the part: an :class:`Expansion` or, of a base, a :class:`BaseExpansion`."""
         raise NotImplementedError(f"{self.where} has no closed form")
 
+    @property
+    def conditional(self) -> bool:
+        """Whether it needs a context: by default, whether something inside is named after one."""
+        if not isinstance(self.module, nn.Module):
+            return False
+        members = (item for one in self.module.modules() for item in (*vars(one).items(), *one._modules.items()))
+        return any("context" in name and value for name, value in members)
+
     def refusal(self) -> str | None:
         """Says why the part cannot be in an energy in its present mode, or gives None.
 

@@ -444,3 +444,15 @@ def test_a_logit_that_sbi_puts_in_front_is_matched_after():
     assert torch.allclose(model.log_prob(x), flow().log_prob(x))
     assert [row.class_name for row in model.report][:2] == ["AffineTransform", "Logit"]
     assert model.report.preprocessing == 2
+
+
+@pytest.mark.parametrize(("make", "size"), [("NSF", 3), ("NICE", 4), ("RealNVP", 5), ("GF", 3), ("MAF", 2), ("BPF", 2)])
+def test_a_forgotten_context_is_named(make, size):
+    """With NICE(4, 2) as many features change as the context has, so that the network would take them for it."""
+    model = ebf.wrap(getattr(zuko.flows, make)(size, 2))
+    x = torch.rand(4, size)
+    for call in (model.log_prob, model.score):
+        with pytest.raises(ebf.ContextError, match=r"Pass context="):
+            call(x)
+    with pytest.raises(ebf.ContextError):
+        model.sample(2)
