@@ -117,7 +117,7 @@ def test_a_complete_set_of_probes_gives_the_exact_gradient(name, monkeypatch):
 @pytest.mark.parametrize("name", LAYERS)
 def test_the_mean_over_draws_is_the_exact_gradient(name):
     """z-scores: each entry is within its standard error, all of them together as normal numbers are."""
-    model, draws = LAYERS[name](), 150
+    model, draws = LAYERS[name](), 60
     x = batch(model)
     exact = gradient(ML(model), x)
     loss = ML(model, log_det="stochastic", probes=2, tolerance=1e-10, generator=seeded(1))
