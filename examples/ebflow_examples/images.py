@@ -115,7 +115,7 @@ def _torchvision(name: str, root: Path, place: str, download: bool) -> tuple[Any
         hint = ""
         if name == "CIFAR10" and (root / CIFAR_JPEG).is_file():
             hint = (
-                " The JPEG copy of it is there: ask for cifar10-jpeg (its NLL does not compare with that of cifar10)."
+                " The JPEG copy of it is there: ask for cifar10-jpeg (JPEG changed its pixels, and with them the NLL)."
             )
         raise InputError(
             f"{name} is not there: looked for {root / place}. Download it (--download, or load(..., download=True)), "

@@ -260,6 +260,17 @@ def test_cells_take_so_many_seconds_if_asked_to(counted, tmp_path):
         reproduce.main("tableA3", budget=1.0, seconds=1.0, out=tmp_path)
 
 
+def test_what_is_kept_can_be_shown_alone(counted, tmp_path):
+    options = Options("counted", budget=2.0, out=tmp_path, kept=True)
+    with pytest.raises(InputError, match="leave out --kept"):
+        common.run(options, counted)
+    common.run(replace(options, kept=False), counted)
+    (tmp_path / "cells" / "counted" / "a-two.json").unlink()
+    assert [each.cell.name for each in common.run(options, counted)] == ["a-one", "b-one"]
+    assert len(counted.computed) == 3
+    assert options.command == "ebflow reproduce counted --budget 2 --seeds 3 --kept"
+
+
 class Searching(Counted):
     """An experiment whose one cell takes the best of three learning rates, each tried for a quarter of its time."""
 

@@ -111,6 +111,7 @@ def reproduce(
     out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("runs/reproduce"),
     quick: Annotated[bool, typer.Option("--quick", help="A moment for each cell: shows that all of it works.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Compute again what is there.")] = False,
+    kept: Annotated[bool, typer.Option("--kept", help="Show what is there, and compute nothing.")] = False,
 ) -> None:
     """Reproduce a table or a figure of the paper, beside its own numbers: a table, JSON, a picture and Markdown.
 
@@ -128,5 +129,5 @@ def reproduce(
 
     reproduce.main(
         what, budget=budget, seeds=seeds, jobs=jobs, data=data, data_root=data_root, only=tuple(only or ()), out=out,
-        quick=quick, fresh=fresh, seconds=seconds, margin=margin,
+        quick=quick, fresh=fresh, seconds=seconds, margin=margin, kept=kept,
     )  # fmt: skip

@@ -37,6 +37,7 @@ def main(
     fresh: bool = False,
     seconds: float | None = None,
     margin: float | None = None,
+    kept: bool = False,
 ) -> None:
     """Reproduces a table or a figure, or all.
 
@@ -52,6 +53,7 @@ def main(
         quick: A moment for each cell: shows that all of it works, and nothing else.
         fresh: Computes cells that are there already.
         seconds: Seconds of training for each cell, in the place of a share of the budget.
+        kept: Shows the cells that are there, and computes none.
         margin: How far images are kept from 0 and 1; 1e-6 by default, as in the authors' code.
 
     Raises:
@@ -89,6 +91,7 @@ def main(
                 fresh=fresh,
                 seconds=seconds,
                 margin=margin or common.MARGIN,
+                kept=kept,
             )
             output.write(options, experiment(name), common.run(options, experiment(name)))
     output.assemble(out)

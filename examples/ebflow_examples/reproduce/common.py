@@ -41,6 +41,7 @@ class Options:
     fresh: bool = False
     seconds: float | None = None
     margin: float = MARGIN
+    kept: bool = False
 
     @property
     def command(self) -> str:
@@ -50,7 +51,7 @@ class Options:
         flags += [f"--jobs {self.jobs}"] * (self.jobs > 1)
         flags += [f"--data {self.data}"] * (self.data != "mnist")
         flags += [f"--margin {self.margin:g}"] * (self.margin != MARGIN)
-        flags += [f"--only {word}" for word in self.only] + ["--quick"] * self.quick
+        flags += [f"--only {word}" for word in self.only] + ["--quick"] * self.quick + ["--kept"] * self.kept
         return " ".join(["ebflow reproduce", self.what, *flags])
 
     @property
@@ -128,10 +129,10 @@ class Experiment(Protocol):
 
 
 def run(options: Options, made: Experiment) -> list[Found]:
-    """Computes the cells of an experiment that are not there yet, and gives all of them in order.
+    """Computes the cells of an experiment that are not there yet, and returns all of them in order.
 
     Raises:
-        InputError: If no cell has the words that were asked for.
+        InputError: If no cell has the words that were asked for, or none is there and none may be computed.
     """
     words = set(options.only)
     made_cells = made.cells(options)
@@ -145,9 +146,12 @@ def run(options: Options, made: Experiment) -> list[Found]:
     waiting = [cell for cell in cells if cell.best_of]
     ready = [_at_best_rate(cell, found) for cell in waiting if _tried(cell, found)]
     hopeless = [cell for cell in waiting if not _tried(cell, found)]
-    found |= {cell.name: Found(cell, {}, "training failed at every rate of the grid") for cell in hopeless}
+    if not options.kept:
+        found |= {cell.name: Found(cell, {}, "training failed at every rate of the grid") for cell in hopeless}
     found |= _round(options, made, ready)
-    return [found[cell.name] for cell in cells]
+    if not found:
+        raise InputError(f"no cell of {options.what} is in {options.folder}; leave out --kept to compute them")
+    return [found[cell.name] for cell in cells if cell.name in found]
 
 
 def _round(options: Options, made: Experiment, cells: Sequence[Cell]) -> dict[str, Found]:
@@ -157,7 +161,7 @@ def _round(options: Options, made: Experiment, cells: Sequence[Cell]) -> dict[st
         kept = None if options.fresh else _kept(cell, options.folder)
         if kept is not None:
             found[cell.name] = kept
-    missing = [cell for cell in cells if cell.name not in found]
+    missing = [cell for cell in cells if cell.name not in found and not options.kept]
     if found and missing:
         note(f"{options.what}: {len(found)} of {len(cells)} cells are there already", "bold")
     started = time.monotonic()
@@ -171,7 +175,7 @@ def _round(options: Options, made: Experiment, cells: Sequence[Cell]) -> dict[st
 
 def _tried(cell: Cell, found: Mapping[str, Found]) -> list[Found]:
     """The cells that tried learning rates for a cell, without those that failed."""
-    return [found[name] for name in cell.best_of if not found[name].failed]
+    return [found[name] for name in cell.best_of if name in found and not found[name].failed]
 
 
 def _at_best_rate(cell: Cell, found: Mapping[str, Found]) -> Cell:

@@ -154,7 +154,8 @@ def write(options: Options, made: Experiment, found: Sequence[Found]) -> Report:
 
 def unlearnt(found: Sequence[Found]) -> list[str]:
     """Says which cells have their best weights at step 0: what the tables show of them is their start."""
-    names = [each.cell.name for each in found if not each.failed and each.result.get("best_step") == 0]
+    runs = [each for each in found if each.cell.part == 1.0 and not each.failed]  # what tries a rate is not shown
+    names = [each.cell.name for each in runs if each.result.get("best_step") == 0]
     if not names:
         return []
     return [
