@@ -213,4 +213,4 @@ def draw_race(options: Options, found: Sequence[Found], path: Path) -> None:
     """NLL against seconds, readable on its own: cnn by exact ML, by ML without determinants, and by two scores."""
     curves = {loss: [each.result["curve"] for each in group] for loss, group in _racing(found).items()}
     name = {"mnist": "MNIST", "cifar10": "CIFAR-10"}.get(known_data(options.data), options.data)
-    race(path, curves, f"{name}, convolutional flow of six 7 × 7 layers, one CPU core")
+    race(path, curves, f"{name}, held-out images: a flow of six 7 × 7 convolutions, one CPU core")
