@@ -14,7 +14,7 @@ import ebflow_plugin as ebf
 from ebflow_examples.config import TrainConfig
 from ebflow_examples.data import DataSet, load
 from ebflow_examples.models import preprocessing
-from ebflow_examples.reproduce.common import Cell, Options
+from ebflow_examples.reproduce.common import MARGIN, Cell, Options
 from ebflow_examples.reproduce.table2_report import (
     GAUSSIAN,
     MODELS,
@@ -177,7 +177,7 @@ def recipe(cell: Cell, data_root: str | None) -> TrainConfig:
         layers=2 if model == "fc" else None,
         loss="ml" if stochastic else settings["loss"],
         log_det="stochastic" if stochastic else None,
-        alpha=settings["margin"],
+        alpha=settings.get("margin", MARGIN),
         batch_size=None if settings["data"] == "digits" else 100,
         seed=settings["seed"],
         device="cpu",
@@ -190,7 +190,7 @@ def recipe(cell: Cell, data_root: str | None) -> TrainConfig:
             energy_weight=0.001 if cifar else 0.0,
         )  # fmt: skip
         return _with_noise(config, 0.1 if cifar or model == "cnn" else 1.0)
-    return replace(config, lr=settings["lr"], calibrate="diagonal" if cifar else "full")
+    return replace(config, lr=settings.get("lr"), calibrate="diagonal" if cifar else "full")
 
 
 def _with_noise(config: TrainConfig, length: float) -> TrainConfig:
