@@ -162,7 +162,7 @@ def rows_of(data: DataSet, quick: bool) -> Rows:
         return Rows(100, None, None, 100)
     if prod(data.event_shape) > LARGE:
         return Rows(1000, 2000, 5000, 2000)
-    return Rows(2000, 20_000, None, None)
+    return Rows(2000, 10_000, None, None)
 
 
 def recipe(cell: Cell, data_root: str | None) -> TrainConfig:
