@@ -162,8 +162,9 @@ def notes(options: Options, runs: Sequence[Found]) -> list[str]:
         found.append(
             f"Ours: a start in closed form where the model allows it ({_starts(ours)}), Adam at the best rate of the "
             "grid by validation NLL, for each objective its own, EMA, a cosine schedule, the best weights by "
-            f"calibrated validation NLL (calibrated on some thousand training rows; what is tested, on more). That start and one calibration{longest} count as training time; evaluations "
-            "do not. The NLL of the start is of validation data, before any step, calibrated."
+            "calibrated validation NLL (calibrated on some thousand training rows; what is tested, on more). That "
+            f"start and one calibration{longest} count as training time; evaluations do not. The NLL of the start is "
+            "of validation data, before any step, calibrated."
         )
     if any(each["way"] == "paper" for each in trained):
         found.append(
