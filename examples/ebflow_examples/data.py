@@ -26,7 +26,7 @@ NAMES = {
     "mnist": "handwritten digits of 28 x 28 pixels, from the data root",
     "kmnist": "cursive Japanese characters of 28 x 28 pixels, from the data root",
     "cifar10": "photographs of 3 x 32 x 32 pixels, from the data root",
-    "cifar10-jpeg": f"CIFAR-10 out of {images.CIFAR_JPEG} in the data root; its NLL does not compare with cifar10's",
+    "cifar10-jpeg": f"CIFAR-10 out of {images.CIFAR_JPEG} in the data root; JPEG changed its pixels",
 }
 SIZES = (50_000, 5_000, 10_000)  # of data made on the spot: training, validation, test
 

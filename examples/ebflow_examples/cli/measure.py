@@ -97,14 +97,21 @@ def bench(
 def reproduce(
     what: Annotated[str, typer.Argument(help=f"One of {', '.join(WHATS)}.", show_default=False)],
     budget: Annotated[float | None, typer.Option(help="Minutes for each.", show_default="2 to 90")] = None,
+    seconds: Annotated[
+        float | None, typer.Option(help="Seconds of CPU for each cell.", show_default="by budget")
+    ] = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="How many seeds.", show_default="3")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Processes side by side, one thread each.")] = 1,
-    data: Annotated[str, typer.Option(help="Images: mnist, or digits as a small stand-in.")] = "mnist",
+    data: Annotated[str, typer.Option(help="Images: mnist, cifar10-jpeg, or digits as a small stand-in.")] = "mnist",
+    margin: Annotated[
+        float | None, typer.Option(help="Pixels are kept so far from 0 and 1.", show_default="1e-6")
+    ] = None,
     data_root: DataRoot = None,
     only: Annotated[list[str] | None, typer.Option(help="Only cells with this word: ours, fc, dsm, seed0, …")] = None,
     out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("runs/reproduce"),
     quick: Annotated[bool, typer.Option("--quick", help="A moment for each cell: shows that all of it works.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Compute again what is there.")] = False,
+    kept: Annotated[bool, typer.Option("--kept", help="Show what is there, and compute nothing.")] = False,
 ) -> None:
     """Reproduce a table or a figure of the paper, beside its own numbers: a table, JSON, a picture and Markdown.
 
@@ -122,5 +129,5 @@ def reproduce(
 
     reproduce.main(
         what, budget=budget, seeds=seeds, jobs=jobs, data=data, data_root=data_root, only=tuple(only or ()), out=out,
-        quick=quick, fresh=fresh,
+        quick=quick, fresh=fresh, seconds=seconds, margin=margin, kept=kept,
     )  # fmt: skip

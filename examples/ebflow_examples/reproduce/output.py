@@ -154,7 +154,8 @@ def write(options: Options, made: Experiment, found: Sequence[Found]) -> Report:
 
 def unlearnt(found: Sequence[Found]) -> list[str]:
     """Says which cells have their best weights at step 0: what the tables show of them is their start."""
-    names = [each.cell.name for each in found if not each.failed and each.result.get("best_step") == 0]
+    runs = [each for each in found if each.cell.part == 1.0 and not each.failed]  # what tries a rate is not shown
+    names = [each.cell.name for each in runs if each.result.get("best_step") == 0]
     if not names:
         return []
     return [
@@ -164,7 +165,7 @@ def unlearnt(found: Sequence[Found]) -> list[str]:
 
 
 def _markdown(options: Options, report: Report, found: Sequence[Found], wall: float, about: dict[str, Any]) -> str:
-    shares = sorted({each.cell.seconds for each in found if each.cell.timed})
+    shares = sorted({each.cell.seconds for each in found if each.cell.timed and each.cell.part == 1.0})
     each_cell = f"; each run trains for {shares[0]:.0f} s" if shares else ""
     seeds = sorted({each.cell.settings["seed"] for each in found})
     named = f"Seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
