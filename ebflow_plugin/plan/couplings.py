@@ -2,8 +2,9 @@ r"""Affine couplings in closed form: features a decide, by a network h(a), how t
 
 .. math:: y = c\,e^{L} + q, \qquad \log|\det| = \sum L
 
-with :math:`c = b,\ q = t` in the one direction and :math:`c = b - t,\ q = 0` in the other, where shift t and log-scale L
-come from h. A coupling is three operations after each other: a split, the network (:mod:`~.networks`), and a merge.
+with :math:`c = b,\ q = t` in the one direction and :math:`c = b - t,\ q = 0` in the other, where shift t and
+log-scale L come from h. A coupling is operations after each other: a split, those of the network (:mod:`~.networks`),
+and a merge.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ebflow_plugin.errors import InputError
-from ebflow_plugin.plan.derivatives import summed, transformed
+from ebflow_plugin.plan.derivatives import transformed
 from ebflow_plugin.plan.networks import Operation, follow, followed, without_context
 from ebflow_plugin.plan.step import Expansion
+from ebflow_plugin.plan.values import summed
 
 __all__ = [
     "FIRST_SECOND",

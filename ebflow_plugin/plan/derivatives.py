@@ -17,10 +17,10 @@ in closed form. A coupling whose network is known (:mod:`~ebflow_plugin.plan.net
 linear and elementwise. All of it is plain arithmetic, so that training needs one backward pass, and x no gradient of
 its own.
 
-Steps without such a form (autoregressive steps, splines, other networks) end this: what comes from there on is one function
-of what reaches it, and is differentiated twice. A nested ``torch.func.jvp`` around these steps gives the same numbers
-and takes 2 to 6 times as long as the double backward (measured for affine couplings, MAF and NSF in 2, 20 and 64
-dimensions).
+Steps without such a form (autoregressive steps, splines, other networks) end this: what comes from there on is one
+function of what reaches it, and is differentiated twice. A nested ``torch.func.jvp`` around these steps gives the same
+numbers and takes 2 to 6 times as long as the double backward (measured for affine couplings, MAF and NSF in 2, 20 and
+64 dimensions).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torch import Tensor
 from ebflow_plugin.errors import blame
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.step import BaseExpansion, Expandable, Expansion
-from ebflow_plugin.plan.values import Value, pop, push
+from ebflow_plugin.plan.values import Value, pop, push, summed
 
 __all__ = [
     "Derivatives",
@@ -177,16 +177,6 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
         tensor([12., 12.])
     """
     return summed(a * b)
-
-
-def summed(values: Tensor) -> Tensor:
-    """Sums over all but the batch dimension: ``(B, *)`` to ``(B,)``.
-
-    Example:
-        >>> summed(torch.ones(2, 3, 4))
-        tensor([12., 12.])
-    """
-    return values.flatten(1).sum(1)
 
 
 def transformed() -> bool:

@@ -1,4 +1,4 @@
-r"""Networks inside of steps, followed layer by layer: linear layers and elementwise functions, like the steps themselves.
+r"""Networks inside of steps, followed layer by layer: they are linear layers and elementwise functions, like the steps.
 
 A network of known layers is a list of operations on a stack of tensors, each with an :class:`~.step.Expansion`: its
 value, how a tangent passes it and how an adjoint returns, and what it adds to a second derivative. So a coupling needs
@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ebflow_plugin.plan.registry import changes_the_map, has_hooks
+from ebflow_plugin.plan.registry import changes_the_map
 from ebflow_plugin.plan.step import Expansion
+from ebflow_plugin.plan.values import summed
 
 __all__ = [
     "COPY",
@@ -102,7 +103,7 @@ def activated(derivatives: Derivatives, curved: bool) -> Operation:
         value, slope, *bend = _Activation.at(x, derivatives, 3 if curved else 2)
 
         def curvature(adjoint: Tensor, tangent: Tensor) -> Tensor:
-            return (adjoint * bend[0] * tangent.square()).flatten(1).sum(1)
+            return summed(adjoint * bend[0] * tangent * tangent)
 
         return Expansion(
             value,
@@ -164,7 +165,7 @@ def _silu(x: Tensor) -> Iterator[Tensor]:
     rest = 1.0 - s
     yield torch.addcmul(s, y, rest)
     bell, odd = s * rest, rest - s
-    inner = torch.addcmul(torch.full((), 2.0, dtype=x.dtype, device=x.device), x, odd)
+    inner = x * odd + 2.0
     yield bell * inner
     yield bell * ((inner + 1.0) * odd - 2.0 * x * bell)
 
@@ -296,10 +297,10 @@ def follow(part: Any, curved: bool, conditioned: bool = False) -> Iterator[Opera
         if derivatives is None or getattr(part, "inplace", False):  # which would change what others see
             raise Opaque
         yield activated(derivatives, curved)
-    elif cls is nn.Linear:
+    elif isinstance(part, nn.Linear) and cls is nn.Linear:
         yield linear(part.weight, part.bias, conditioned)
     elif cls is nn.Sequential:
-        for member in part:
+        for member in part._modules.values():
             yield from follow(member, curved)
     elif cls is nn.Dropout:
         if part.training and part.p:
@@ -313,8 +314,11 @@ def follow(part: Any, curved: bool, conditioned: bool = False) -> Iterator[Opera
 
 def acts_as_its_class(module: nn.Module) -> bool:
     """Whether nobody hooked or patched a module; what is inside of it is not looked at."""
-    hooked = has_hooks(module) or module._backward_hooks or module._backward_pre_hooks
-    return not hooked and changes_the_map(module, type(module)) is None
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return False
+    if type(module).__module__.startswith("torch.nn."):  # asked for each layer of each batch: look at one name
+        return "forward" not in module.__dict__
+    return changes_the_map(module, type(module)) is None
 
 
 _CLASSES: dict[tuple[str, str], Follow] = {}
