@@ -58,11 +58,15 @@ class TrainConfig:
     library: str = _option("nflows", MODEL, "Flow library that the model is built from.")
     linear: str = _option("full", MODEL, "Linear layers of the model.")
     blocks: int | None = _option(None, MODEL, "Blocks of the model (cnn, glow, realnvp, maf, nsf).", "as the model has")
+    layers: int | None = _option(None, MODEL, "Full layers of fc.", "as the model has")
     kernel: int | None = _option(
         None, MODEL, "Size of the convolutions (cnn, glow on images).", "7 for cnn, 1 for glow"
     )
     hidden: int | None = _option(None, MODEL, "Width of the networks inside of couplings.", "as the model has")
     activation: str | None = _option(None, MODEL, "Activation of these networks.", "silu, which is smooth")
+    residual: bool | None = _option(
+        None, MODEL, "cnn: a residual nonlinearity after each convolution but the last, as the authors have.", "no"
+    )
 
     loss: str | None = _option(
         None,
@@ -136,11 +140,15 @@ class TrainConfig:
     alpha: float | None = _option(
         None, MACHINE, "Images are squeezed to alpha … 1 - alpha before the logit.", "1e-6; 0.05 for CIFAR-10"
     )
+    temperature: float | None = _option(
+        None, MACHINE, "What the logits of images are divided by: the unit of --sigma and --eps.", "1"
+    )
 
     @property
     def model_options(self) -> dict[str, Any]:
         """What is said about the inside of the model."""
-        told = {name: getattr(self, name) for name in ("blocks", "kernel", "hidden", "activation")}
+        names = ("blocks", "layers", "kernel", "hidden", "activation", "residual")
+        told = {name: getattr(self, name) for name in names}
         return {name: value for name, value in told.items() if value is not None}
 
     def updated(self, values: Mapping[str, Any]) -> TrainConfig:

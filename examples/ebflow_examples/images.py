@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import tarfile
 import zlib
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,12 @@ def cifar10_jpeg(root: Path) -> tuple[Tensor, Tensor]:
         raise InputError(
             f"cifar10-jpeg is not there: looked for {archive}. Give the folder that has it as the data root."
         )
+    return _unpacked(archive, archive.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=1)  # decoding takes 20 s, and `ebflow reproduce` asks for each of its cells
+def _unpacked(archive: Path, changed: int) -> tuple[Tensor, Tensor]:
+    """The images of an archive that was last changed at some time; nobody may write into them."""
     parts: dict[str, list[Tensor]] = {"train": [], "test": []}
     try:
         with tarfile.open(archive) as files:

@@ -118,8 +118,8 @@ class Kit(Protocol):
     def convolution(self, channels: int, kernel: int, kind: str, init: str) -> nn.Module:
         """A linear layer on images: a full convolution, or a 1 × 1 convolution held as LU factors."""
 
-    def leaky(self, alpha: float) -> nn.Module:
-        """The smooth leaky ReLU."""
+    def leaky(self, alpha: float, residual: bool = False) -> nn.Module:
+        """The smooth leaky ReLU; with ``residual``, added to its input."""
 
     def act_norm(self, shape: Shape) -> nn.Module:
         """An affine map for each feature of a vector, or each channel of an image, that starts from the data."""

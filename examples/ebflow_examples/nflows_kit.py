@@ -66,8 +66,8 @@ class NflowsKit:
             return transforms.OneByOneConvolution(channels)
         raise no_layer("nflows", kind, "images", ("full", "lu"))
 
-    def leaky(self, alpha: float) -> nn.Module:
-        return SmoothLeakyReLU(alpha)
+    def leaky(self, alpha: float, residual: bool = False) -> nn.Module:
+        return SmoothLeakyReLU(alpha, residual)
 
     def act_norm(self, shape: Shape) -> nn.Module:
         return transforms.ActNorm(shape[0])

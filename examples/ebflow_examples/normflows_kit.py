@@ -69,8 +69,8 @@ class NormflowsKit:
                 return nf.flows.Invertible1x1Conv(channels, use_lu=True)
         raise no_layer("normflows", kind, "images", ("full", "lu"))
 
-    def leaky(self, alpha: float) -> nn.Module:
-        return SmoothLeakyReLU(alpha)
+    def leaky(self, alpha: float, residual: bool = False) -> nn.Module:
+        return SmoothLeakyReLU(alpha, residual)
 
     def act_norm(self, shape: Shape) -> nn.Module:
         return nf.flows.ActNorm((shape[0], *[1] * (len(shape) - 1)))

@@ -119,11 +119,18 @@ def build(config: TrainConfig) -> Run:
         )
     if config.standardize is None:
         config = replace(config, standardize=data.own_rows)
-    steps = preprocessing(data, config.alpha, standardize=bool(config.standardize))
-    model = ebf.wrap(flow, preprocess=steps, match_after="auto" if config.map else None)
+    steps = preprocessing(data, config.alpha, bool(config.standardize), config.temperature)
+    model = ebf.wrap(flow, preprocess=steps, match_after=_matched(config, len(steps)))
     model.to(choose_device(config.device))
     shape = original.event_shape if len(original.event_shape) == 3 else None
     return Run(config, data, model, shape)
+
+
+def _matched(config: TrainConfig, steps: int) -> str | None:
+    """Where the matched variable begins: a temperature is its unit, and no step that ``auto`` would stand after."""
+    if not config.map:
+        return None
+    return "auto" if config.temperature is None else f"preprocess.{steps - 1}"
 
 
 def choose_device(name: str) -> torch.device:

@@ -87,8 +87,8 @@ class ZukoKit:
             return FullConv2d(channels, kernel_size=kernel, init=init)
         raise no_layer("zuko", kind, "images", ("full",))
 
-    def leaky(self, alpha: float) -> nn.Module:
-        return SmoothLeakyReLU(alpha)
+    def leaky(self, alpha: float, residual: bool = False) -> nn.Module:
+        return SmoothLeakyReLU(alpha, residual)
 
     def act_norm(self, shape: Shape) -> nn.Module:
         """An affine map for each feature. zuko has none that starts from data: this one starts as the identity."""

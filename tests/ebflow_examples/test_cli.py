@@ -187,6 +187,7 @@ def test_a_run_goes_on_and_flags_override_the_file(tmp_path):
         (["--loss", "dsm"], "begun with loss ml, and would be another run with dsm"),
         (["--activation", "relu"], "begun with activation its default, and would be another run with relu"),
         (["--alpha", "0.01"], "begun with alpha its default"),
+        (["--temperature", "0.5"], "begun with temperature its default"),
         (["--no-map"], "begun with map True"),
         (["--seed", 1], "begun with seed 0, and would be another run with 1"),
         (["--data", "swirl"], "begun with data digits"),

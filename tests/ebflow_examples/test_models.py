@@ -1,15 +1,20 @@
 """The built-in models: their sizes, that each is what it says, in either library, and what does not fit."""
 
+import math
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 
 import ebflow_plugin as ebf
+from ebflow_examples.config import TrainConfig
 from ebflow_examples.data import DataSet, load
 from ebflow_examples.kits import ACTIVATIONS, OF_IMAGES, ImageNetwork
 from ebflow_examples.models import LIBRARIES, LINEAR, MODELS, build, flow_for, preprocessing
 from ebflow_examples.nflows_kit import TriangularLinear
+from ebflow_examples.runs import build as run_build
+from ebflow_examples.streams import stream
 from ebflow_plugin.errors import InputError, UnknownNameError
 
 VECTORS, IMAGES = (5,), (2, 4, 4)  # an odd number of features: halves differ
@@ -128,6 +133,42 @@ def test_sizes_of_the_paper():
     rows = [row.class_name for row in ebf.describe(build("cnn", (1, 28, 28)))]
     block = ["FullConv2d", "SmoothLeakyReLU", "FullConv2d"]
     assert rows == [*block, "SqueezeTransform", *block, "SqueezeTransform", *block]
+
+
+@pytest.mark.parametrize("library", ["nflows", "normflows"])
+def test_the_authors_cnn_is_residual_after_every_convolution_but_the_last(library):
+    flow = build("cnn", (1, 8, 8), library=library, residual=True, kernel=3)
+    rows = [row.class_name for row in ebf.describe(flow)]
+    if library == "normflows":
+        rows.reverse() if rows[0] != "FullConv2d" else None
+    squeeze = next(name for name in rows if "queeze" in name)
+    pair = ["FullConv2d", "SmoothLeakyReLU"]
+    assert rows == [*pair, *pair, squeeze, *pair, *pair, squeeze, *pair, "FullConv2d"]
+    activations = [module for module in flow.modules() if type(module).__name__ == "SmoothLeakyReLU"]
+    assert [module.residual for module in activations] == [True] * 5
+    x = torch.tensor([[-3.0, 0.0, 2.0]], dtype=torch.float64)
+    expected = x + 0.3 * x + 0.7 * torch.log1p(torch.exp(x))
+    assert torch.allclose(activations[0].transform(x), expected)
+
+
+def test_a_temperature_moves_no_density_and_is_the_unit_of_the_matched_variable():
+    config = TrainConfig(data="digits", loss="dsm", device="cpu")
+    plain, warm = (run_build(replace(config, temperature=value)) for value in (None, 0.5))
+    rows = plain.data.test[:20]
+    for run in (plain, warm):
+        run.model.double()
+    (u, log_det), (v, warm_log_det) = (run.model.preprocess(rows.double(), stream(0, "test")) for run in (plain, warm))
+    assert torch.allclose(v, 2.0 * u)
+    assert torch.allclose(warm_log_det - log_det, torch.full((20,), 64 * math.log(2.0), dtype=torch.float64))
+    with torch.no_grad():  # the same density: a first layer that undoes the temperature
+        first = next(module for module in warm.model.modules() if type(module).__name__ == "FullLinear")
+        other = next(module for module in plain.model.modules() if type(module).__name__ == "FullLinear")
+        first.weight.copy_(0.5 * other.weight)
+    assert torch.allclose(warm.model.core.log_prob(v) + warm_log_det, plain.model.core.log_prob(u) + log_det)
+    with pytest.raises(InputError, match="temperature must be a positive number"):
+        preprocessing(plain.data, temperature=0.0)
+    with pytest.raises(InputError, match="temperature is of images"):
+        preprocessing(load("swirl", limit=1), temperature=0.5)
 
 
 def test_the_paper_start_of_fc_is_minus_the_identity():

@@ -97,9 +97,15 @@ def bench(
 def reproduce(
     what: Annotated[str, typer.Argument(help=f"One of {', '.join(WHATS)}.", show_default=False)],
     budget: Annotated[float | None, typer.Option(help="Minutes for each.", show_default="2 to 90")] = None,
+    seconds: Annotated[
+        float | None, typer.Option(help="Seconds of CPU for each cell.", show_default="by budget")
+    ] = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="How many seeds.", show_default="3")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Processes side by side, one thread each.")] = 1,
-    data: Annotated[str, typer.Option(help="Images: mnist, or digits as a small stand-in.")] = "mnist",
+    data: Annotated[str, typer.Option(help="Images: mnist, cifar10-jpeg, or digits as a small stand-in.")] = "mnist",
+    margin: Annotated[
+        float | None, typer.Option(help="Pixels are kept so far from 0 and 1.", show_default="1e-6")
+    ] = None,
     data_root: DataRoot = None,
     only: Annotated[list[str] | None, typer.Option(help="Only cells with this word: ours, fc, dsm, seed0, …")] = None,
     out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("runs/reproduce"),
@@ -122,5 +128,5 @@ def reproduce(
 
     reproduce.main(
         what, budget=budget, seeds=seeds, jobs=jobs, data=data, data_root=data_root, only=tuple(only or ()), out=out,
-        quick=quick, fresh=fresh,
+        quick=quick, fresh=fresh, seconds=seconds, margin=margin,
     )  # fmt: skip

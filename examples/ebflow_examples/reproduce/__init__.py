@@ -35,6 +35,8 @@ def main(
     only: tuple[str, ...] = (),
     quick: bool = False,
     fresh: bool = False,
+    seconds: float | None = None,
+    margin: float | None = None,
 ) -> None:
     """Reproduces a table or a figure, or all.
 
@@ -49,6 +51,8 @@ def main(
         only: Words that a cell must have in its name, such as ``ours``, ``fc`` or ``dsm``.
         quick: A moment for each cell: shows that all of it works, and nothing else.
         fresh: Computes cells that are there already.
+        seconds: Seconds of training for each cell, in the place of a share of the budget.
+        margin: How far images are kept from 0 and 1; 1e-6 by default, as in the authors' code.
 
     Raises:
         UnknownNameError: There is no such table or figure.
@@ -57,15 +61,18 @@ def main(
     import ebflow_examples.reproduce.common as common
     import ebflow_examples.reproduce.output as output
     from ebflow_examples.folders import writable
-    from ebflow_plugin.errors import UnknownNameError, suggest
+    from ebflow_plugin.errors import InputError, UnknownNameError, suggest
     from ebflow_plugin.plan.inputs import positive, whole
 
     if what not in WHATS:
         raise UnknownNameError(f"unknown table or figure {what!r}. {suggest(what, WHATS)}")
     whole("jobs", jobs)
     whole("seeds", 1 if seeds is None else seeds)
-    if budget is not None:
-        positive("budget", budget)
+    for name, value in (("budget", budget), ("seconds", seconds), ("margin", margin)):
+        if value is not None:
+            positive(name, value)
+    if budget is not None and seconds is not None:
+        raise InputError("budget and seconds are both given; choose one")
     writable(out)
     if what != "report":
         for name in EXPERIMENTS if what == "all" else (what,):
@@ -80,6 +87,8 @@ def main(
                 only=only,
                 quick=quick,
                 fresh=fresh,
+                seconds=seconds,
+                margin=margin or common.MARGIN,
             )
             output.write(options, experiment(name), common.run(options, experiment(name)))
     output.assemble(out)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -18,10 +18,11 @@ from ebflow_examples.console import note
 from ebflow_examples.training import versions
 from ebflow_plugin.errors import InputError, SingularError, TrainingError
 
-__all__ = ["Cell", "Experiment", "Found", "Options", "kept_cells", "run"]
+__all__ = ["MARGIN", "Cell", "Experiment", "Found", "Options", "kept_cells", "run"]
 
 TRAINING = 0.75  # of the budget; the rest is for data, evaluations, calibrations and pictures
 QUICK_SECONDS = 0.2
+MARGIN = 1e-6  # how far pixels are kept from 0 and 1, as in the authors' code
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,17 @@ class Options:
     only: tuple[str, ...] = ()
     quick: bool = False
     fresh: bool = False
+    seconds: float | None = None
+    margin: float = MARGIN
 
     @property
     def command(self) -> str:
         """The command line that asks for the same."""
-        flags = [f"--budget {self.budget:g}", f"--seeds {self.seeds}"]
+        length = f"--budget {self.budget:g}" if self.seconds is None else f"--seconds {self.seconds:g}"
+        flags = [length, f"--seeds {self.seeds}"]
         flags += [f"--jobs {self.jobs}"] * (self.jobs > 1)
         flags += [f"--data {self.data}"] * (self.data != "mnist")
+        flags += [f"--margin {self.margin:g}"] * (self.margin != MARGIN)
         flags += [f"--only {word}" for word in self.only] + ["--quick"] * self.quick
         return " ".join(["ebflow reproduce", self.what, *flags])
 
@@ -65,6 +70,9 @@ class Cell:
         timed: Whether it trains for a share of the budget.
         seconds: That share.
         always: Whether it is needed whatever cells are asked for.
+        part: How long it trains, as a part of what others do.
+        best_of: The names of cells that tried learning rates: it takes the rate of the one with the lowest
+            ``validation_nll``, as its setting ``lr``.
     """
 
     what: str
@@ -73,6 +81,8 @@ class Cell:
     timed: bool = True
     seconds: float = 0.0
     always: bool = False
+    part: float = 1.0
+    best_of: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -83,7 +93,7 @@ class Found:
         cell: What was asked for.
         result: What came out; empty if training failed.
         failed: Why it failed.
-        wall: Seconds that all of it took.
+        wall: Seconds that all of it took, by the clock on the wall.
         facts: Versions and command.
     """
 
@@ -124,11 +134,24 @@ def run(options: Options, made: Experiment) -> list[Found]:
         InputError: If no cell has the words that were asked for.
     """
     words = set(options.only)
-    chosen = [cell for cell in made.cells(options) if cell.always or words <= set(cell.name.split("-"))]
-    cells = _shared(options, chosen)
-    if words and all(cell.always for cell in cells):
+    made_cells = made.cells(options)
+    asked = [cell for cell in made_cells if cell.always or words <= set(cell.name.split("-"))]
+    if words and all(cell.always for cell in asked):
         raise InputError(f"no cell of {options.what} has all of these words in its name: {', '.join(options.only)}")
+    wanted = {name for cell in asked for name in (cell.name, *cell.best_of)}
+    cells = _shared(options, [cell for cell in made_cells if cell.name in wanted])
     options.folder.mkdir(parents=True, exist_ok=True)
+    found = _round(options, made, [cell for cell in cells if not cell.best_of])
+    waiting = [cell for cell in cells if cell.best_of]
+    ready = [_at_best_rate(cell, found) for cell in waiting if _tried(cell, found)]
+    hopeless = [cell for cell in waiting if not _tried(cell, found)]
+    found |= {cell.name: Found(cell, {}, "training failed at every rate of the grid") for cell in hopeless}
+    found |= _round(options, made, ready)
+    return [found[cell.name] for cell in cells]
+
+
+def _round(options: Options, made: Experiment, cells: Sequence[Cell]) -> dict[str, Found]:
+    """Computes those of some cells that are not there yet: all of them by name."""
     found: dict[str, Found] = {}
     for cell in cells:
         kept = None if options.fresh else _kept(cell, options.folder)
@@ -143,14 +166,27 @@ def run(options: Options, made: Experiment) -> list[Found]:
         left = (time.monotonic() - started) / place * (len(missing) - place)
         word = f"failed: {each.failed.splitlines()[0]}" if each.failed else _headline(each.result)
         note(f"{options.what} [{place}/{len(missing)}] {each.cell.name}: {word}  ({left / 60:.1f} min left)", "bold")
-    return [found[cell.name] for cell in cells]
+    return found
+
+
+def _tried(cell: Cell, found: Mapping[str, Found]) -> list[Found]:
+    """The cells that tried learning rates for a cell, without those that failed."""
+    return [found[name] for name in cell.best_of if not found[name].failed]
+
+
+def _at_best_rate(cell: Cell, found: Mapping[str, Found]) -> Cell:
+    """A cell at the learning rate with which validation data were most likely."""
+    best = min(_tried(cell, found), key=lambda each: each.result["validation_nll"])
+    return replace(cell, settings={**cell.settings, "lr": best["lr"]})
 
 
 def _shared(options: Options, cells: list[Cell]) -> list[Cell]:
-    """Returns each cell that trains the same share of the budget."""
-    count = sum(cell.timed for cell in cells)
-    share = QUICK_SECONDS if options.quick else TRAINING * options.budget * 60 * options.jobs / max(1, count)
-    return [replace(cell, seconds=round(share, 2)) if cell.timed else cell for cell in cells]
+    """Returns each cell that trains its part of the budget, or of the seconds that were asked for."""
+    count = sum(cell.part for cell in cells if cell.timed)
+    share = TRAINING * options.budget * 60 * options.jobs / max(1.0, count)
+    share = QUICK_SECONDS if options.quick else share if options.seconds is None else options.seconds
+    part = {cell.name: 1.0 if options.quick else cell.part for cell in cells}
+    return [replace(cell, seconds=round(part[cell.name] * share, 2)) if cell.timed else cell for cell in cells]
 
 
 def _computed(options: Options, made: Experiment, cells: Sequence[Cell]) -> Iterator[Found]:

@@ -20,12 +20,15 @@ GROWTH = "growth"
 
 def cells(options: Options) -> list[Cell]:
     """The measurement of step times; and fc our way, unless Table 2 has curves."""
-    runs = [
-        table2.cell_of(options, "fig2", "ours", "fc", loss, seed)
-        for seed in range(options.seeds)
-        for loss in table2.LOSSES
-    ]
-    timing = Cell("fig2", GROWTH, {"quick": options.quick, "seed": 0}, timed=False)
+    runs = table2.with_rates(
+        options,
+        [
+            table2.cell_of(options, "fig2", "ours", "fc", loss, seed)
+            for seed in range(options.seeds)
+            for loss in table2.LOSSES
+        ],
+    )
+    timing = Cell("fig2", GROWTH, {"quick": options.quick, "seed": 0, "search": False}, timed=False)
     return [timing] if _borrowed(options) else [timing, *runs]
 
 
@@ -48,7 +51,7 @@ def report(options: Options, found: Sequence[Found], path: Path) -> Report:
         rows += keep
         pictures.append(path)
     borrowed = _borrowed(options)
-    curves = borrowed or [each for each in found if each.cell.name != GROWTH]
+    curves = borrowed or [each for each in found if each.cell.name != GROWTH and not each.cell.settings["search"]]
     if curves:
         pictures.append(path.with_stem(f"{path.stem}b"))
         table2.draw(options, curves, pictures[-1])
@@ -62,7 +65,8 @@ def report(options: Options, found: Sequence[Found], path: Path) -> Report:
 
 
 def _borrowed(options: Options) -> list[Found]:
-    kept = kept_cells(options.out, "table2", {"data": options.data, "quick": options.quick})
+    wanted = {"data": options.data, "margin": options.margin, "quick": options.quick, "search": False}
+    kept = kept_cells(options.out, "table2", wanted)
     return [each for each in kept if each.cell.timed]
 
 

@@ -164,7 +164,7 @@ def unlearnt(found: Sequence[Found]) -> list[str]:
 
 
 def _markdown(options: Options, report: Report, found: Sequence[Found], wall: float, about: dict[str, Any]) -> str:
-    shares = sorted({each.cell.seconds for each in found if each.cell.timed})
+    shares = sorted({each.cell.seconds for each in found if each.cell.timed and each.cell.part == 1.0})
     each_cell = f"; each run trains for {shares[0]:.0f} s" if shares else ""
     seeds = sorted({each.cell.settings["seed"] for each in found})
     named = f"Seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"

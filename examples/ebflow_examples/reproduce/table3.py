@@ -32,7 +32,7 @@ def cells(options: Options) -> list[Cell]:
             "table3",
             f"{model}-{loss}-{'map' if after else 'pixels'}-seed{seed}",
             {"data": options.data, "model": model, "way": "paper", "loss": loss, "map": after, "seed": seed,
-             "quick": options.quick},
+             "quick": options.quick, "margin": options.margin},
         )
         for seed in range(options.seeds)
         for model in table2.MODELS
@@ -76,7 +76,7 @@ def report(options: Options, found: Sequence[Found], path: Path) -> Report:
         "and without EMA is the same run: its last weights, and their average.",
         "Without MaP, DSM and FDSSM add noise to pixels in [0, 1], and the logit of what leaves the interval does not "
         f"exist. They have a margin of {MARGIN} and noise of {NOISE} a pixel there, against 1e-6 "
-        "and 1 (in logits) with MaP. The paper does not say what it does about this.",
+        "and the noise of Table 2 (in logits) with MaP. The paper does not say what it does about this.",
     ]
     return Report(grids, rows, notes, [path] if models else [])
 

@@ -1,11 +1,13 @@
-"""Training for so many seconds, with the exact NLL beside it."""
+"""Training for so many seconds of CPU time, with the exact NLL beside it."""
 
 from __future__ import annotations
 
 import copy
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from math import isnan
 from typing import Any
 
 from torch import Tensor, nn, optim
@@ -17,6 +19,9 @@ from ebflow_examples.defaults import objective_of, settle
 from ebflow_examples.runs import Run
 from ebflow_examples.streams import drawing_from
 from ebflow_examples.training import OPTIMISERS, SCHEDULES
+from ebflow_plugin.errors import TrainingError
+from ebflow_plugin.training.batches import batches
+from ebflow_plugin.training.evaluation import calibrated, evaluate
 from ebflow_plugin.training.fitting import FitResult
 from ebflow_plugin.training.loop import Event
 
@@ -25,6 +30,8 @@ __all__ = ["Trained", "train_for"]
 NO_END = 10**9  # steps; the clock ends a run
 PROBE_SECONDS = 0.3  # to see how long a step takes, unless a single one takes longer
 LEAST_SHARE = 0.25  # of the time is left for training, whatever the start takes
+LOOKS = 4  # at the clock, from one evaluation to the next
+VALIDATION_BATCH = 250
 
 
 @dataclass(frozen=True)
@@ -33,24 +40,23 @@ class Trained:
 
     Attributes:
         run: The model and its data.
-        result: What :func:`ebflow_plugin.fit` gave.
-        curve: Seconds and validation NLL, from the start on; of averaged and calibrated weights, if there are such.
-        start: Seconds that the whitening start took, and one calibration; they count as training.
+        result: What :func:`ebflow_plugin.fit` returned, with the best of the weights that were evaluated.
+        curve: CPU seconds and validation NLL, from the start on; of averaged and calibrated weights, if there are such.
+        raw: The same without the calibration.
+        start: CPU seconds that the start in closed form took, and one calibration; they count as training.
+        seconds: CPU seconds of start and steps; evaluations are not counted.
     """
 
     run: Run
     result: FitResult
     curve: list[tuple[float, float]]
+    raw: list[tuple[float, float]]
     start: float
-
-    @property
-    def seconds(self) -> float:
-        """What start and steps took; evaluations are not counted."""
-        return self.start + float(self.result.history[-1]["seconds"])
+    seconds: float
 
     def facts(self) -> dict[str, Any]:
-        """What every cell tells: seconds, steps, the best step, steps per second, the curve, the recipe."""
-        taken = self.result.history[-1]["seconds"]
+        """What every cell tells: seconds, steps, the best step, steps per second, the curves, the recipe."""
+        taken = self.seconds - self.start
         return {
             "seconds": self.seconds,
             "steps": self.result.steps,
@@ -58,65 +64,150 @@ class Trained:
             "steps_per_second": self.result.steps / taken if taken else 0.0,
             "start_seconds": self.start,
             "curve": self.curve,
+            "raw_curve": self.raw,
             "recipe": self.run.config.to_dict(),
         }
 
 
 class Clock:
-    """Tells what share of the time for training is used up, without the evaluations. A callback of fit.
+    """Counts the CPU seconds of this process that go into steps: on a shared machine those of the wall are others' too.
+
+    It stands still but between :meth:`go` and :meth:`stop`, and knows the time of the last :meth:`tick`, which comes
+    with each step: what happens between the last step and an evaluation is no training.
+
+    Arguments:
+        seconds: How long training may take.
 
     Example:
-        >>> 0.0 <= Clock(1000.0).share() < 1.0
+        >>> clock = Clock(1000.0)
+        >>> clock.go()
+        >>> 0.0 <= clock.tick() < 1.0
         True
     """
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self._before = 0.0
-        self._since: float | None = None
+        self._since = self._last = 0.0
 
+    def go(self) -> None:
+        """Starts, or goes on."""
+        self._since = self._last = time.process_time()
+
+    def tick(self) -> float:
+        """Marks the end of a step, and returns the share of the time that is used up."""
+        self._last = time.process_time()
+        return self.share
+
+    def stop(self) -> None:
+        """Stands still from the last tick on, until :meth:`go`."""
+        self._before, self._since = self.used, self._last
+
+    @property
+    def used(self) -> float:
+        """Seconds of training up to the last tick."""
+        return self._before + self._last - self._since
+
+    @property
     def share(self) -> float:
-        """How much of the time is used up; 1 and more at the end. The first call starts the clock."""
-        if self._since is None:
-            self._since = time.monotonic()
-        return (self._before + time.monotonic() - self._since) / self.seconds
+        """How much of the time is used up; 1 and more at the end."""
+        return self.used / self.seconds
+
+
+class Evaluations:
+    """Evaluates a run at some moments of its clock, and keeps the best weights. A callback of fit.
+
+    The moments are dense at first, where a curve is steep: (k/n)² of the time.
+
+    Arguments:
+        run: The model and its data.
+        clock: Its time.
+        count: How many evaluations after that of the start.
+        ema: The average of the weights, which is evaluated in their place.
+        validation: How many validation rows; None for no NLL.
+        calibration: How many training rows a calibration takes; None for all.
+    """
+
+    def __init__(
+        self, run: Run, clock: Clock, count: int, ema: ebf.EMA | None, validation: int | None, calibration: int | None
+    ) -> None:
+        self.run, self.clock, self.ema = run, clock, ema
+        self.rows = None if validation is None else run.split("validation")[:validation]
+        self.training = run.split("train")[:calibration]
+        self.moments = [(place / count) ** 2 for place in range(1, count + 1)]
+        self.found: list[tuple[float, int, float, float]] = []  # seconds, step, NLL, NLL without calibration
+        self.best: tuple[float, int, dict[str, Tensor]] | None = None
 
     def __call__(self, event: Event) -> bool:
-        """Stops the clock for an evaluation, which is over now; True if the time is up."""
-        self._before, self._since = float(event.record["seconds"]), time.monotonic()
-        return self._before >= self.seconds
+        """Evaluates if the moment has come; True at the end."""
+        self.clock.stop()
+        if self.clock.share >= self.moments[0]:
+            self.look(event.step)
+            while len(self.moments) > 1 and self.clock.share >= self.moments[0]:
+                del self.moments[0]
+        over = self.clock.share >= 1.0
+        self.clock.go()
+        return over
+
+    def look(self, step: int) -> None:
+        """Evaluates the weights of a step."""
+        if self.rows is None:
+            return
+        model, config = self.run.model, self.run.config
+        with (
+            self.ema.applied() if self.ema is not None else nullcontext(),
+            drawing_from(config.seed, "calibration"),
+            calibrated(model, self.training, config.calibration),
+        ):
+            nll, _, raw = evaluate(model, batches(self.rows, VALIDATION_BATCH, shuffle=False), config.seed)
+            if isnan(nll):
+                raise TrainingError(f"step {step}: the NLL of the validation data is not a number")
+            if self.best is None or nll < self.best[0]:
+                self.best = nll, step, {name: value.clone() for name, value in model.state_dict().items()}
+        self.found.append((self.clock.used, step, nll, raw))
 
 
-def train_for(run: Run, seconds: float, *, evaluations: int = 10, validation: int | None = 2000) -> Trained:
-    """Trains a model for so many seconds, by the recipe of its configuration.
+def train_for(
+    run: Run,
+    seconds: float,
+    *,
+    evaluations: int = 10,
+    validation: int | None = 2000,
+    calibration: int | None = None,
+) -> Trained:
+    """Trains a model for so many seconds of CPU time, by the recipe of its configuration.
 
-    The learning rate follows the clock. The whitening start and one calibration are counted, evaluations are not.
+    The learning rate follows the clock. The start in closed form and one calibration are counted, evaluations are not.
 
     Arguments:
         run: The model with its data. The configuration's ``steps`` and ``epochs`` have no meaning here.
         seconds: How long.
-        evaluations: How many, about.
+        evaluations: How many, after that of the start.
         validation: How many validation rows they use; None for no NLL.
+        calibration: How many training rows they calibrate on; all by default.
     """
-    began = time.monotonic()
+    began = time.process_time()
     run = settle(run)
     config, model = run.config, run.model
-    start = time.monotonic() - began
-    rows = None if validation is None else run.data.validation[:validation]
-    if rows is not None:
-        start += calibration_seconds(run)
-    left = max(LEAST_SHARE * seconds, seconds - start)
-    pace, clock = step_seconds(run), Clock(left)
+    start = time.process_time() - began
+    if validation is not None:
+        start += calibration_seconds(run, calibration)
+    clock = Clock(max(LEAST_SHARE * seconds, seconds - start))
+    pace = step_seconds(run)
+    ema = ebf.EMA(model, decay=config.ema_decay) if config.ema else None
+    looks = Evaluations(run, clock, evaluations, ema, validation, calibration)
     assert config.lr is not None
     assert config.batch_size is not None
     make, rate, schedule = OPTIMISERS[config.optimizer], config.lr, SCHEDULES[config.schedule]
 
     def scheduler(made: optim.Optimizer) -> LambdaLR:
-        return LambdaLR(made, lambda step: schedule(clock.share() if step else 0.0))
+        return LambdaLR(made, lambda step: schedule(clock.tick() if step else 0.0))
 
     def optimizer(parameters: list[nn.Parameter]) -> optim.Optimizer:
         return make(parameters, lr=rate)
 
+    looks.look(0)
+    clock.go()
     result = ebf.fit(
         objective_of(model, config),
         run.data.train,
@@ -124,46 +215,44 @@ def train_for(run: Run, seconds: float, *, evaluations: int = 10, validation: in
         scheduler=scheduler,
         steps=NO_END,
         batch_size=config.batch_size,
-        validation=rows,
-        evaluate_every=max(1, round(left / evaluations / pace)),
-        ema=ebf.EMA(model, decay=config.ema_decay) if config.ema else None,
+        evaluate_every=max(1, round(clock.seconds / evaluations / LOOKS / pace)),
+        ema=ema,
         clip_norm=config.clip_norm,
-        callbacks=[clock],
-        calibrate=None if rows is None else config.calibration,
+        callbacks=[looks],
         progress=False,
         seed=config.seed,
     )
-    curve = []
-    if rows is not None:
-        assert result.start_nll is not None  # every ActNorm is started: fit has looked at the model before its steps
-        curve = [(start, result.start_nll), *((start + each["seconds"], each["nll"]) for each in result.history)]
-    return Trained(run, result, curve, start)
+    if looks.best is not None:
+        nll, step, state = looks.best
+        result = replace(result, start_nll=looks.found[0][2], best_nll=nll, best_step=step, best_state=state)
+    curve = [(start + used, nll) for used, _, nll, _ in looks.found]
+    raw = [(start + used, nll) for used, _, _, nll in looks.found]
+    return Trained(run, result, curve, raw, start, start + clock.used)
 
 
-def calibration_seconds(run: Run) -> float:
+def calibration_seconds(run: Run, rows: int | None = None) -> float:
     """How long a calibration takes, of a copy of the model; nothing if its evaluations have none."""
     kind = run.config.calibration
     if kind is None:
         return 0.0
     probe = copy.deepcopy(run.model)
     with drawing_from(run.config.seed, "probe"):
-        return _seconds(lambda: probe.calibrate(run.split("train"), kind))
+        return _seconds(lambda: probe.calibrate(run.split("train")[:rows], kind))
 
 
 def step_seconds(run: Run) -> float:
-    """About how long a step takes: the best of up to three of a copy of the model."""
+    """About how long a step takes: the best of up to four of a copy of the model."""
     probe = copy.deepcopy(run.model)
     batch: Tensor = run.split("train")[: run.config.batch_size]
     with drawing_from(run.config.seed, "probe"):
         step = training_step(probe, objective_of(probe, run.config), batch)
-        step()
         taken = [_seconds(step)]
-        while len(taken) < 3 and sum(taken) < PROBE_SECONDS:
+        while len(taken) < 4 and sum(taken) < PROBE_SECONDS:
             taken.append(_seconds(step))
-        return min(taken)
+        return max(min(taken), 1e-6)
 
 
 def _seconds(call: Callable[[], object]) -> float:
-    began = time.monotonic()
+    began = time.process_time()
     call()
-    return time.monotonic() - began
+    return time.process_time() - began
