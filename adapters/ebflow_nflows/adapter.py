@@ -23,6 +23,9 @@ from ebflow_plugin.adapting import (
     RefusedStep,
     Rule,
     drop_caches,
+    follow_class,
+    follow_residual_block,
+    follow_residual_net,
     is_a,
     resolve,
     see_into,
@@ -38,6 +41,8 @@ see_into(
     *("MixtureOfGaussiansMADE", "MADEMoG", "MaskedLinear", "MaskedFeedforwardBlock", "MaskedResidualBlock"),
     *("AffineCouplingTransform", "AdditiveCouplingTransform", "MaskedAffineAutoregressiveTransform"),
 )
+follow_class("nflows", "ResidualNet", follow_residual_net)
+follow_class("nflows", "ResidualBlock", follow_residual_block)
 
 
 def composite(module: Any) -> Iterator[Child]:
@@ -101,7 +106,7 @@ RULES: dict[str, Rule] = {
     "Exp": steps.ExpStep,
     "GatedLinearUnit": steps.GatedLinearUnitStep,
     "CauchyCDF": steps.CauchyCDFStep,
-    "AffineCouplingTransform": steps.NetworkStep,
+    "AffineCouplingTransform": steps.AffineCouplingStep,
     "AdditiveCouplingTransform": steps.AdditiveCouplingStep,
     "MaskedAffineAutoregressiveTransform": steps.NetworkStep,
     "UMNNCouplingTransform": steps.IntegratedStep,

@@ -6,6 +6,7 @@ The classes are known by name and by the package that they come from, not by ide
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import log, pi
 
 import torch
@@ -14,18 +15,28 @@ from torch.nn import functional as F
 
 from ebflow_plugin.adapting import (
     DEPENDS_ON_CONTEXT,
+    FIRST_SECOND,
     VOLUME_PRESERVING,
     BoundedStep,
     ConditionedStep,
     Curve,
     ElementwiseStep,
+    Expandable,
+    Halves,
     NonlinearStep,
     OpaqueStep,
+    Operation,
     SigmoidStep,
     Smoothness,
     SplineStep,
+    acts_as_its_class,
+    affine,
     clamped_logit_curve,
+    coupling,
+    indexed,
+    shifted,
     sigmoid_curve,
+    sigmoid_scale,
 )
 
 
@@ -63,10 +74,33 @@ class NetworkStep(ConditionedStep, NflowsStep):
         return super().smoothness
 
 
-class AdditiveCouplingStep(NetworkStep):
+class AffineCouplingStep(NetworkStep):
+    """AffineCouplingTransform, in closed form if its network is."""
+
+    @property
+    def closed(self) -> bool:
+        return self.operations(curved=False) is not None
+
+    def operations(self, curved: bool) -> Sequence[Expandable] | None:
+        module = self.module
+        # Forks scale in other ways; the class of the step itself was looked at by the walk.
+        own = type(module).__module__.startswith("nflows.") and acts_as_its_class(module)
+        if not own or module.unconditional_transform is not None:
+            return None
+        halves = indexed(module.identity_features, module.transform_features)
+        return coupling(halves, module.transform_net, self._merge(halves), curved)
+
+    def _merge(self, halves: Halves) -> Operation:
+        return affine(halves, FIRST_SECOND, lambda u: sigmoid_scale(u, floor=1e-3), divide=self.inverted)
+
+
+class AdditiveCouplingStep(AffineCouplingStep):
     """A coupling that shifts: its log-det is 0, but it is not affine in x."""
 
     reason = VOLUME_PRESERVING
+
+    def _merge(self, halves: Halves) -> Operation:
+        return shifted(halves, -1.0 if self.inverted else 1.0)
 
 
 class RationalSplineStep(SplineStep, NflowsStep):

@@ -24,6 +24,8 @@ from ebflow_plugin.adapting.shared import (
     SigmoidStep,
     SplineStep,
     drop_caches,
+    follow_residual_block,
+    follow_residual_net,
     lazy_layers,
 )
 from ebflow_plugin.adapting.teaching import (
@@ -37,7 +39,20 @@ from ebflow_plugin.adapting.teaching import (
     registered_smoothness,
 )
 from ebflow_plugin.linalg.memo import Memo
-from ebflow_plugin.plan.derivatives import gaussian_expansion, summed
+from ebflow_plugin.plan.couplings import (
+    FIRST_SECOND,
+    INTERLEAVED,
+    PAIR,
+    Halves,
+    LogScale,
+    affine,
+    coupling,
+    exponential_scale,
+    indexed,
+    shifted,
+    sigmoid_scale,
+)
+from ebflow_plugin.plan.derivatives import gaussian_expansion, summed, transformed
 from ebflow_plugin.plan.elementwise import (
     ActivationStep,
     Curve,
@@ -57,6 +72,19 @@ from ebflow_plugin.plan.linear import (
     SqueezeStep,
 )
 from ebflow_plugin.plan.matrices import FullStep, MatrixStep, MixingStep, TriangularStep
+from ebflow_plugin.plan.networks import (
+    COPY,
+    SUM,
+    Opaque,
+    Operation,
+    acts_as_its_class,
+    follow,
+    follow_class,
+    followed,
+    gated,
+    linear,
+    without_context,
+)
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.registry import changes_the_map, resolve
 from ebflow_plugin.plan.smooth_modules import Smoothness, see_into, worst_of
@@ -64,6 +92,7 @@ from ebflow_plugin.plan.smoothness import smoothness_of
 from ebflow_plugin.plan.step import (
     Base,
     BaseExpansion,
+    Expandable,
     Expansion,
     Linearity,
     LinearStep,
@@ -76,8 +105,13 @@ from ebflow_plugin.plan.step import (
 from ebflow_plugin.plan.values import Value, per_sample
 
 __all__ = [
+    "COPY",
     "DEPENDS_ON_CONTEXT",
+    "FIRST_SECOND",
+    "INTERLEAVED",
+    "PAIR",
     "REGISTERED",
+    "SUM",
     "VOLUME_PRESERVING",
     "ActivationStep",
     "Adapter",
@@ -90,19 +124,24 @@ __all__ = [
     "Curve",
     "ElementwiseAffineStep",
     "ElementwiseStep",
+    "Expandable",
     "Expansion",
     "FullStep",
+    "Halves",
     "IdentityStep",
     "IndexedPermutationStep",
     "InitialisedAffineStep",
     "IsometryStep",
     "LinearStep",
     "Linearity",
+    "LogScale",
     "MatrixStep",
     "Memo",
     "MixingStep",
     "NonlinearStep",
+    "Opaque",
     "OpaqueStep",
+    "Operation",
     "OrthogonalStep",
     "PackedLUStep",
     "Part",
@@ -121,23 +160,39 @@ __all__ = [
     "Step",
     "TriangularStep",
     "Value",
+    "acts_as_its_class",
+    "affine",
     "changes_the_map",
     "clamped_logit_curve",
     "comes_from",
+    "coupling",
     "density_smoothness",
     "drop_caches",
+    "exponential_scale",
+    "follow",
+    "follow_class",
+    "follow_residual_block",
+    "follow_residual_net",
+    "followed",
+    "gated",
     "gaussian_expansion",
     "gaussian_mean",
+    "indexed",
     "is_a",
     "lazy_layers",
+    "linear",
     "logit_curve",
     "per_sample",
     "registered_smoothness",
     "resolve",
     "see_into",
+    "shifted",
     "sigmoid_curve",
+    "sigmoid_scale",
     "smoothness_of",
     "summed",
     "takes_context",
+    "transformed",
+    "without_context",
     "worst_of",
 ]

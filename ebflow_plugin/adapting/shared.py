@@ -5,7 +5,7 @@ An adapter derives from these and adds how its library calls a module.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from importlib import import_module
 from typing import Any
 
@@ -16,6 +16,7 @@ from ebflow_plugin.adapting.adapter import comes_from
 from ebflow_plugin.plan.elementwise import Curve, ElementwiseStep, sigmoid_curve
 from ebflow_plugin.plan.linear import PermutationStep
 from ebflow_plugin.plan.matrices import TriangularStep
+from ebflow_plugin.plan.networks import COPY, SUM, Opaque, Operation, follow, gated
 from ebflow_plugin.plan.smoothness import Smoothness, smoothness_of
 from ebflow_plugin.plan.step import NonlinearStep
 
@@ -29,6 +30,8 @@ __all__ = [
     "SigmoidStep",
     "SplineStep",
     "drop_caches",
+    "follow_residual_block",
+    "follow_residual_net",
     "lazy_layers",
 ]
 
@@ -154,3 +157,27 @@ def _packed_places(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
     up_rows, up_columns = torch.triu_indices(size, size, 1, device=device)
     diagonal = torch.arange(size, device=device) * (size + 1)
     return torch.cat([rows * size + columns, diagonal]), torch.cat([up_rows * size + up_columns, diagonal])
+
+
+def follow_residual_net(net: Any, curved: bool) -> Iterator[Operation]:
+    """The operations of a ResidualNet of nflows, and of its twin in normflows; a context stands after its input."""
+    yield from follow(net.initial_layer, curved, conditioned=True)
+    for block in net.blocks:
+        yield from follow(block, curved)
+    yield from follow(net.final_layer, curved)
+
+
+def follow_residual_block(block: Any, curved: bool) -> Iterator[Operation]:
+    """The operations of one of its blocks: two layers that are added to what they take, gated by a context."""
+
+    def gate(context: Tensor | None) -> Tensor | None:
+        return None if context is None else torch.sigmoid(block.context_layer(context))
+
+    if block.use_batch_norm:
+        raise Opaque
+    yield COPY
+    for part in (block.activation, block.linear_layers[0], block.activation, block.dropout, block.linear_layers[1]):
+        yield from follow(part, curved)
+    if hasattr(block, "context_layer"):
+        yield gated(gate)
+    yield SUM

@@ -13,12 +13,14 @@ y` back through them from the base:
 (:math:`\lambda_y` held fixed in the sum, which the base closes with its own term). A linear step adds nothing to the
 sum: three products, :math:`Wx`, :math:`W\dot x` and :math:`W^\top\lambda`, are all that it costs, and the second
 derivative of the path itself, :math:`\ddot x`, is never carried through a matrix. An elementwise step knows its terms
-in closed form. All of it is plain arithmetic, so that training needs one backward pass, and x no gradient of its own.
+in closed form. A coupling whose network is known (:mod:`~ebflow_plugin.plan.networks`) is a list of such operations,
+linear and elementwise. All of it is plain arithmetic, so that training needs one backward pass, and x no gradient of
+its own.
 
-Steps without such a form (couplings, autoregressive steps, splines) end this: what comes from there on is one function
-of what reaches it, and is differentiated twice. A nested ``torch.func.jvp`` around these steps gives the same numbers
-and takes 2 to 6 times as long as the double backward (measured for affine couplings, MAF and NSF in 2, 20 and 64
-dimensions).
+Steps without such a form (autoregressive steps, splines, other networks) end this: what comes from there on is one
+function of what reaches it, and is differentiated twice. A nested ``torch.func.jvp`` around these steps gives the same
+numbers and takes 2 to 6 times as long as the double backward (measured for affine couplings, MAF and NSF in 2, 20 and
+64 dimensions).
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ from torch import Tensor
 
 from ebflow_plugin.errors import blame
 from ebflow_plugin.plan.plan import Plan
-from ebflow_plugin.plan.step import BaseExpansion, Expansion, Step
-from ebflow_plugin.plan.values import Value, pop, push
+from ebflow_plugin.plan.step import BaseExpansion, Expandable, Expansion
+from ebflow_plugin.plan.values import Value, pop, push, summed
 
 __all__ = [
     "Derivatives",
@@ -94,22 +96,27 @@ def derivatives(
     """
     context = plan.embed(context)
     stack, tangents = [x.detach()], [[direction.detach()] for direction in directions]
-    head: list[tuple[Step, Expansion, list[Value]]] = []
-    bent: tuple[int, list[list[Tensor]]] | None = None  # the first nonlinear step, and the tangents that reach it
-    count = closed_steps(plan) if closed else 0
-    for place, step in enumerate(plan.steps[:count]):
-        value = pop(stack, step.takes)
-        try:
-            made: Expansion = step.expand(value, context)
-        except Exception as error:
-            blame(error, step, value, context)
-        if made.curvature is not None and bent is None:
-            bent = place, [list(tangent) for tangent in tangents]
-        moved = [pop(tangent, step.takes) for tangent in tangents]
-        head.append((step, made, moved))
-        push(stack, made.value)
-        for tangent, before in zip(tangents, moved, strict=True):
-            push(tangent, made.push(before))
+    head: list[tuple[Expandable, Expansion, list[Value]]] = []
+    bent: tuple[int, list[list[Tensor]]] | None = None  # the first nonlinear part, and the tangents that reach it
+    count = 0
+    for step in plan.steps if closed else ():
+        operations = step.operations(bool(directions))
+        if operations is None:
+            break
+        count += 1
+        for each in operations:
+            value = pop(stack, each.takes)
+            try:
+                made: Expansion = each.expand(value, context)
+            except Exception as error:
+                blame(error, step, value, context)
+            if made.curvature is not None and bent is None:
+                bent = len(head), [list(tangent) for tangent in tangents]
+            moved = [pop(tangent, each.takes) for tangent in tangents]
+            head.append((each, made, moved))
+            push(stack, made.value)
+            for tangent, before in zip(tangents, moved, strict=True):
+                push(tangent, made.push(before))
     if closed and count == len(plan.steps) and plan.base.closed:
         try:
             end: BaseExpansion = plan.base.expand(tuple(stack), context)
@@ -119,9 +126,9 @@ def derivatives(
         end = _differentiated_twice(plan, count, stack, context, bool(directions))
     curvatures = end.curvatures(tangents)
     adjoints = list(end.slopes)
-    last, reached = (0, [[direction] for direction in directions]) if gradient else bent or (count, tangents)
-    for step, made, moved in reversed(head[last:]):
-        adjoint = pop(adjoints, step.gives)
+    last, reached = (0, [[direction] for direction in directions]) if gradient else bent or (len(head), tangents)
+    for each, made, moved in reversed(head[last:]):
+        adjoint = pop(adjoints, each.gives)
         if made.curvature is not None:
             curvatures = [total + made.curvature(adjoint, one) for total, one in zip(curvatures, moved, strict=True)]
         push(adjoints, made.pull(adjoint))
@@ -170,16 +177,6 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
         tensor([12., 12.])
     """
     return summed(a * b)
-
-
-def summed(values: Tensor) -> Tensor:
-    """Sums over all but the batch dimension: ``(B, *)`` to ``(B,)``.
-
-    Example:
-        >>> summed(torch.ones(2, 3, 4))
-        tensor([12., 12.])
-    """
-    return values.flatten(1).sum(1)
 
 
 def transformed() -> bool:

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -22,6 +22,7 @@ __all__ = [
     "Base",
     "BaseExpansion",
     "Blocks",
+    "Expandable",
     "Expansion",
     "LinearStep",
     "Linearity",
@@ -65,6 +66,21 @@ class Expansion:
     pull: Callable[[Any], Any]
     curvature: Callable[[Any, Any], Tensor] | None = None
     log_det: Callable[[], Tensor] | None = None
+
+
+class Expandable(Protocol):
+    """A step, or an operation that a step is made of: takes tensors from the top of a stack, and leaves others."""
+
+    @property
+    def takes(self) -> int:
+        """How many tensors it takes."""
+
+    @property
+    def gives(self) -> int:
+        """How many it leaves."""
+
+    def expand(self, x: Any, context: Tensor | None) -> Expansion:
+        """How derivatives pass it."""
 
 
 @dataclass(frozen=True)
@@ -166,6 +182,14 @@ class Step(Part, ABC):
         self.inverted = inverted
         if inverted:
             self.takes, self.gives = self.gives, self.takes
+
+    def operations(self, curved: bool) -> Sequence[Expandable] | None:
+        """What derivatives pass one after the other: the step itself, or what it is made of; None without closed forms.
+
+        Arguments:
+            curved: Whether second derivatives are wanted.
+        """
+        return (self,) if self.closed else None
 
     @property
     def sensitive(self) -> bool:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ebflow_plugin.errors import UnsupportedStepError
 
-__all__ = ["Value", "per_sample", "pop", "push"]
+__all__ = ["Value", "per_sample", "pop", "push", "summed"]
 
 Value = Tensor | tuple[Tensor, ...]
 
@@ -46,3 +46,14 @@ def pop(stack: list[Tensor], count: int) -> Value:
 def push(stack: list[Tensor], value: Value) -> None:
     """Puts one tensor, or all of several, on top of a stack."""
     stack.extend((value,) if isinstance(value, Tensor) else value)
+
+
+def summed(values: Tensor) -> Tensor:
+    """Sums over all but the batch dimension: ``(B, *)`` to ``(B,)``.
+
+    Example:
+        >>> import torch
+        >>> summed(torch.ones(2, 3, 4))
+        tensor([12., 12.])
+    """
+    return values.flatten(1).sum(1)

@@ -1,0 +1,333 @@
+r"""Networks inside of steps, followed layer by layer: they are linear layers and elementwise functions, like the steps.
+
+A network of known layers is a list of operations on a stack of tensors, each with an :class:`~.step.Expansion`: its
+value, how a tangent passes it and how an adjoint returns, and what it adds to a second derivative. So a coupling needs
+no second backward pass: an activation :math:`f` pushes :math:`f'\dot u`, pulls :math:`f'\lambda` and adds
+:math:`\lambda^\top (f''\dot u^2)`; a linear layer is three products.
+
+What is followed is known by its exact class. Hooks, patches, parametrisations and subclasses make a network opaque,
+and :func:`followed` returns None; autograd then does it as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from math import pi, sqrt
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ebflow_plugin.plan.registry import changes_the_map
+from ebflow_plugin.plan.step import Expansion
+from ebflow_plugin.plan.values import summed
+
+__all__ = [
+    "COPY",
+    "SUM",
+    "Opaque",
+    "Operation",
+    "activated",
+    "acts_as_its_class",
+    "follow",
+    "follow_class",
+    "followed",
+    "gated",
+    "linear",
+    "without_context",
+]
+
+Derivatives = Callable[[Tensor], Iterator[Tensor]]
+
+
+class Opaque(Exception):
+    """A part of a network is of no known class, or does not act as its class does."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """Something that takes tensors from the top of a stack, and leaves others.
+
+    Attributes:
+        expand: Takes the tensors, and the context, to how derivatives pass.
+        takes: How many tensors.
+        gives: How many are left in their place.
+    """
+
+    expand: Callable[[Any, Tensor | None], Expansion]
+    takes: int = 1
+    gives: int = 1
+
+
+# --- operations ----------------------------------------------------------------------------------------------------
+
+
+def linear(weight: Tensor, bias: Tensor | None, conditioned: bool = False) -> Operation:
+    """Y = W x + b, on vectors; if it is conditioned, the context stands after x."""
+
+    def expand(x: Tensor, context: Tensor | None) -> Expansion:
+        own, value = weight, x
+        if conditioned and context is not None:
+            own, value = weight[:, : x.shape[1]], torch.cat((x, context), dim=1)
+        return Expansion(
+            F.linear(value, weight, bias), lambda tangent: F.linear(tangent, own), lambda adjoint: adjoint @ own
+        )
+
+    return Operation(expand)
+
+
+def gated(gate: Callable[[Tensor | None], Tensor | None]) -> Operation:
+    """Y = gate · x, elementwise, with a gate that depends on the context alone; None leaves x as it is."""
+
+    def expand(x: Tensor, context: Tensor | None) -> Expansion:
+        factor = gate(context)
+        if factor is None:
+            return Expansion(x, lambda tangent: tangent, lambda adjoint: adjoint)
+        return Expansion(x * factor, lambda tangent: tangent * factor, lambda adjoint: adjoint * factor)
+
+    return Operation(expand)
+
+
+def activated(derivatives: Derivatives, curved: bool) -> Operation:
+    """Y = f(x), elementwise.
+
+    Arguments:
+        derivatives: Yields f, f', f'' and f''' at a point; it may end with f' where the rest is 0.
+        curved: Whether second derivatives of the energy are wanted.
+    """
+
+    def expand(x: Tensor, context: Tensor | None) -> Expansion:
+        value, slope, *bend = _Activation.at(x, derivatives, 3 if curved else 2)
+
+        def curvature(adjoint: Tensor, tangent: Tensor) -> Tensor:
+            return summed(adjoint * bend[0] * tangent * tangent)
+
+        return Expansion(
+            value,
+            push=lambda tangent: tangent * slope,
+            pull=lambda adjoint: adjoint * slope,
+            curvature=curvature if bend else None,
+        )
+
+    return Operation(expand)
+
+
+def without_context(operation: Operation) -> Operation:
+    """The same where a library hands no context to a network."""
+    return replace(operation, expand=lambda x, context: operation.expand(x, None))
+
+
+COPY = Operation(lambda x, context: Expansion((x, x), lambda dx: (dx, dx), lambda dy: dy[0] + dy[1]), gives=2)
+SUM = Operation(lambda x, context: Expansion(x[0] + x[1], lambda dx: dx[0] + dx[1], lambda dy: (dy, dy)), takes=2)
+
+
+class _Activation(torch.autograd.Function):
+    """f, f' and f'' at once. Their derivatives are f', f'' and f''', which autograd would put together from many."""
+
+    @staticmethod
+    def at(x: Tensor, derivatives: Derivatives, count: int) -> Sequence[Tensor]:
+        """The first ``count`` of f, f' and f''."""
+        if not (torch.is_grad_enabled() and x.requires_grad):
+            return tuple(islice(derivatives(x), count))
+        made: Sequence[Tensor] = _Activation.apply(x, derivatives, count)
+        return made
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, derivatives: Derivatives, count: int) -> tuple[Tensor, ...]:
+        made = tuple(islice(derivatives(x), count + 1))
+        ctx.set_materialize_grads(False)
+        ctx.derivatives = derivatives
+        ctx.save_for_backward(x, *made[1:])
+        return made[:count]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None, None]:
+        x, *slopes = ctx.saved_tensors
+        if torch.is_grad_enabled():  # somebody differentiates once more: what was saved knows nothing of x
+            slopes = list(islice(ctx.derivatives(x), 1, len(gradients) + 1))
+        pairs = [(g, slope) for g, slope in zip(gradients, slopes, strict=False) if g is not None]
+        total = None
+        for gradient, slope in pairs:
+            total = gradient * slope if total is None else torch.addcmul(total, gradient, slope)
+        return total, None, None
+
+
+# --- activations ---------------------------------------------------------------------------------------------------
+
+
+def _silu(x: Tensor) -> Iterator[Tensor]:
+    s = torch.sigmoid(x)
+    y = x * s
+    yield y
+    rest = 1.0 - s
+    yield torch.addcmul(s, y, rest)
+    bell, odd = s * rest, rest - s
+    inner = x * odd + 2.0
+    yield bell * inner
+    yield bell * ((inner + 1.0) * odd - 2.0 * x * bell)
+
+
+def _tanh(x: Tensor) -> Iterator[Tensor]:
+    y = torch.tanh(x)
+    yield y
+    slope = 1.0 - y * y
+    yield slope
+    yield -2.0 * y * slope
+    yield slope * (4.0 - 6.0 * slope)
+
+
+def _sigmoid(x: Tensor) -> Iterator[Tensor]:
+    s = torch.sigmoid(x)
+    yield s
+    bell = s * (1.0 - s)
+    yield bell
+    yield bell * (1.0 - 2.0 * s)
+    yield bell * (1.0 - 6.0 * bell)
+
+
+def _gelu(x: Tensor) -> Iterator[Tensor]:
+    yield F.gelu(x)
+    mass, density = torch.special.ndtr(x), torch.exp(-0.5 * x * x) / sqrt(2.0 * pi)
+    yield mass + x * density
+    yield density * (2.0 - x * x)
+    yield density * x * (x * x - 4.0)
+
+
+def _softplus(module: nn.Softplus) -> Derivatives:
+    beta, threshold = float(module.beta), float(module.threshold)
+
+    def derivatives(x: Tensor) -> Iterator[Tensor]:
+        yield F.softplus(x, beta, threshold)
+        straight = x * beta > threshold  # torch has a line there
+        s = torch.sigmoid(beta * x).masked_fill(straight, 1.0)
+        yield s
+        bell = beta * s * (1.0 - s)
+        yield bell
+        yield beta * bell * (1.0 - 2.0 * s)
+
+    return derivatives
+
+
+def _elu(alpha: float) -> Derivatives:
+    def derivatives(x: Tensor) -> Iterator[Tensor]:
+        yield F.elu(x, alpha)
+        grown = alpha * torch.exp(x.clamp(max=0.0))
+        yield torch.where(x > 0, torch.ones_like(x), grown)
+        bend = grown.masked_fill(x > 0, 0.0)
+        yield bend
+        yield bend
+
+    return derivatives
+
+
+def _leaky(slope: float) -> Derivatives:
+    def derivatives(x: Tensor) -> Iterator[Tensor]:
+        yield F.leaky_relu(x, slope)
+        yield torch.where(x > 0, torch.ones_like(x), slope)
+
+    return derivatives
+
+
+_FUNCTIONS: dict[Any, Derivatives] = {
+    **dict.fromkeys((F.silu,), _silu),
+    **dict.fromkeys((torch.tanh, F.tanh), _tanh),
+    **dict.fromkeys((torch.sigmoid, F.sigmoid), _sigmoid),
+    **dict.fromkeys((F.relu, torch.relu), _leaky(0.0)),
+    F.gelu: _gelu,
+    F.elu: _elu(1.0),
+    F.softplus: _softplus(nn.Softplus()),
+    F.leaky_relu: _leaky(0.01),
+}
+_MODULES: dict[type, Callable[[Any], Derivatives | None]] = {
+    nn.SiLU: lambda module: _silu,
+    nn.Tanh: lambda module: _tanh,
+    nn.Sigmoid: lambda module: _sigmoid,
+    nn.GELU: lambda module: _gelu if module.approximate == "none" else None,
+    nn.ELU: lambda module: _elu(module.alpha),
+    nn.Softplus: _softplus,
+    nn.ReLU: lambda module: _leaky(0.0),
+    nn.LeakyReLU: lambda module: _leaky(module.negative_slope),
+}
+
+
+# --- following -----------------------------------------------------------------------------------------------------
+
+Follow = Callable[[Any, bool], Iterable[Operation]]
+
+
+def followed(networks: Iterable[Operation]) -> list[Operation] | None:
+    """The operations, or None if a part of them turns out to be opaque.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(2, 3), nn.Tanh())
+        >>> len(followed(follow(net, True))), followed(follow(nn.Transformer(2, 1), True))
+        (2, None)
+    """
+    try:
+        return list(networks)
+    except Opaque:
+        return None
+
+
+def follow(part: Any, curved: bool, conditioned: bool = False) -> Iterator[Operation]:
+    """The operations of a layer, a network or an activation function.
+
+    Arguments:
+        part: A module, or a function.
+        curved: Whether second derivatives of the energy are wanted.
+        conditioned: Whether the context, if there is one, stands after what the part takes: a linear layer.
+
+    Raises:
+        Opaque: If it is not known what it does, with the first operation that is asked for after it.
+    """
+    if not isinstance(part, nn.Module):
+        derivatives = _FUNCTIONS.get(part)
+        if derivatives is None:
+            raise Opaque
+        yield activated(derivatives, curved)
+        return
+    if not acts_as_its_class(part):
+        raise Opaque
+    cls = type(part)
+    if cls in _MODULES:
+        derivatives = _MODULES[cls](part)
+        if derivatives is None or getattr(part, "inplace", False):  # which would change what others see
+            raise Opaque
+        yield activated(derivatives, curved)
+    elif isinstance(part, nn.Linear) and cls is nn.Linear:
+        yield linear(part.weight, part.bias, conditioned)
+    elif cls is nn.Sequential:
+        for member in part._modules.values():
+            yield from follow(member, curved)
+    elif cls is nn.Dropout:
+        if part.training and part.p:
+            raise Opaque
+    elif cls is not nn.Identity:
+        known = _CLASSES.get((cls.__module__.partition(".")[0], cls.__name__))
+        if known is None:
+            raise Opaque
+        yield from known(part, curved)
+
+
+def acts_as_its_class(module: nn.Module) -> bool:
+    """Whether nobody hooked or patched a module; what is inside of it is not looked at."""
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return False
+    if type(module).__module__.startswith("torch.nn."):  # asked for each layer of each batch: look at one name
+        return "forward" not in module.__dict__
+    return changes_the_map(module, type(module)) is None
+
+
+_CLASSES: dict[tuple[str, str], Follow] = {}
+
+
+def follow_class(package: str, name: str, how: Follow) -> None:
+    """Says how a class of a flow library is followed; an adapter does so. It is known by its exact name.
+
+    Example:
+        >>> follow_class("my_flows", "MyNet", lambda net, curved: follow(net.layers, curved))
+    """
+    _CLASSES[package, name] = how
