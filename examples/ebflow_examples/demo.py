@@ -122,7 +122,7 @@ def _verdict(found: dict[str, Small]) -> str:
     apart = dsm.nll - ml.nll
     difference, error = float(apart.mean()), standard_error(apart)  # on the same rows, so of the difference itself
     better = "ML is better by" if difference > 0 else "DSM is better by"
-    if abs(difference) < 2 * error:
+    if abs(difference) <= 2 * error:
         better = "They differ by no more than chance:"
     return (
         f"After as many steps the test NLL is {float(ml.nll.mean()):.2f} by ML and {float(dsm.nll.mean()):.2f} by DSM. "

@@ -179,11 +179,6 @@ def draw(
             axes.plot(x, np.mean(lines, axis=0), color=COLOURS[name], linewidth=2.4)
             if len(lines) > 1:
                 axes.plot(x, np.transpose(lines), color=COLOURS[name], linewidth=0.6, alpha=0.6)
-            words = f"{CONTENDERS[name].name}\n{ends[name]:,.0f} nats, {steps[name]:,.0f} steps"
-            axes.annotate(
-                words, (x[-1], ends[name]), (6, 0), textcoords="offset points", color=COLOURS[name], va="center",
-                fontsize=9,
-            )  # fmt: skip
         last = max(curve[-1][0] for seeds in curves.values() for curve in seeds)
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
@@ -193,6 +188,9 @@ def draw(
         axes.set_xticks([round(last / 5) * part for part in range(6)] if last >= 5 else [])
         axes.grid(axis="y", color=plots.COLOURS["grid"], linewidth=0.6)
         axes.set(title=title, xlabel="CPU seconds of training, one thread", ylabel="nats above the floor (log scale)")
+        for name, place in _apart(ends, axes.get_ylim()).items():
+            words = f"{CONTENDERS[name].name}\n{ends[name]:,.0f} nats, {steps[name]:,.0f} steps"
+            axes.text(1.03 * last, place, words, color=COLOURS[name], va="center", fontsize=9)
         panels = right.subplots(2, columns, squeeze=False).flatten()
         plots.images(panels[0], data.shown(data.test[:SAMPLES]), 3, f"the data, D = {data.train[0].numel()}")
         for place in panels[1:]:
@@ -200,3 +198,14 @@ def draw(
         for place, name in zip(panels[1:], sorted(samples, key=ends.__getitem__), strict=False):
             plots.images(place, data.shown(samples[name]), 3)
             place.set_title(f"by {CONTENDERS[name].name}", color=COLOURS[name])
+
+
+def _apart(ends: Mapping[str, float], limits: tuple[float, float]) -> dict[str, float]:
+    """Places for labels on a logarithmic axis: near where the curves end, and a tenth of the axis apart at least."""
+    least = (np.log(limits[1]) - np.log(limits[0])) / 10
+    places: dict[str, float] = {}
+    before = -np.inf
+    for name in sorted(ends, key=ends.__getitem__):
+        before = max(float(np.log(ends[name])), before + least)
+        places[name] = float(np.exp(before))
+    return places
