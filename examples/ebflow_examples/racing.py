@@ -172,7 +172,8 @@ def draw(
     ends = {name: float(np.mean([curve[-1][1] for curve in seeds])) for name, seeds in curves.items()}
     columns = -(-(1 + len(samples)) // 2)
     with plots.figure(path, 6.6 + 2.7 * columns, 5.6) as figure:
-        left, right = figure.subfigures(1, 2, width_ratios=(6.6, 2.7 * columns))
+        parts: Any = figure.subfigures(1, 2, width_ratios=(6.6, 2.7 * columns))
+        left, right = parts
         axes = left.subplots()
         for name, seeds in curves.items():
             x, lines = joined(seeds)

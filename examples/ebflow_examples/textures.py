@@ -86,6 +86,7 @@ class Textures:
         with torch.no_grad():
             self._first.weight.copy_(-_kernel([wave.scale for wave in WAVES]))
             self._second.weight.copy_(-_kernel([1.0 for _ in WAVES]))
+            assert self._first.bias is not None
             self._first.bias.copy_(self._latent_mean())  # so that the images are near zero in the mean
         layers = transforms.CompositeTransform([self._first, self._bend, self._second])
         flow = flows.Flow(layers, distributions.StandardNormal(self.shape)).double().requires_grad_(False)
@@ -121,10 +122,9 @@ class Textures:
         """The standard deviation of each entry of W₂⁻¹ z, shape (3, side, side): the root of the rows' squares."""
         size = math.prod(self.shape)
         total = torch.zeros(self.shape, dtype=torch.float64)
-        bias = self._second.bias[:, None, None]
         for start in range(0, size, CHUNK):
             units = torch.eye(size, dtype=torch.float64)[start : start + CHUNK].reshape(-1, *self.shape)
-            total += self._second.invert(units + bias).square().sum(0)
+            total += self._second.invert(units).square().sum(0)  # its bias is zero
         return total.sqrt()
 
     def _latent_mean(self) -> Tensor:
