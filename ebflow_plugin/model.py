@@ -159,9 +159,9 @@ class EBFlow(EnergyModel):
         self._seen = tuple(x.shape[1:]), x.device, x.dtype
         if x.shape[0] == 0:
             return x.flatten(1).sum(1)
-        first = walked.dequantize
-        x, start = (x, 0) if first is None else (first.dequantize(x, generator), 1)
-        return plan.energy_from(start, (x,), plan.embed(context))
+        x, start, surplus = walked.drawn(x, generator)
+        energy = plan.energy_from(start, (x,), plan.embed(context))
+        return energy if surplus is None else energy - surplus
 
     def score(self, x: Tensor, context: Tensor | None = None, *, generator: torch.Generator | None = None) -> Tensor:
         """Computes the score, d log p(x) / dx = -dE(x)/dx, with the shape of x.

@@ -69,14 +69,23 @@ class Walked:
             after, whole = (replace(one, steps=one.steps[start:]) for one in (bare, plan))
             self.core = Walked(found, after, whole, 0, watch)
 
+    def drawn(self, x: Tensor, generator: Generator | None) -> tuple[Tensor, int, Tensor | None]:
+        """Takes the random step: the value, the index of the next step, and what the noise adds to the log-det."""
+        if self.dequantize is None:
+            return x, 0, None
+        u, surplus = self.dequantize.dequantize(x, generator)
+        return u, 1, surplus
+
     def to_matched(self, x: Tensor, generator: Generator | None) -> tuple[Tensor, Tensor]:
         """The matched variable, and the log-det of the way to it, with shape ``(B,)``."""
         if not self.prefix.steps:
             return x, x.new_zeros(len(x))
         refuse_trainable(self.prefix)
-        u, start = (x, 0) if self.dequantize is None else (self.dequantize.dequantize(x, generator), 1)
+        u, start, surplus = self.drawn(x, generator)
         (matched,), log_det = self.prefix.encode(u, start=start)
         total = x.new_zeros(len(x)) if log_det is None else log_det
+        if surplus is not None:
+            total = total + surplus
         for _, constant in self.prefix.log_dets(tuple(x.shape[1:]), x):
             total = total + constant
         return matched, total

@@ -3,8 +3,8 @@ r"""What score matching cannot do with a given flow, said before training and no
 Two things are looked for. When an objective is made, steps that bias or falsify it: a score that jumps biases what
 integrates by parts, a density that jumps biases every kind of score matching (of a LeakyReLU with slope 0.5 before a
 shift of 0.7, DSM learns 0.43 and 0.32, however small σ is), a wrong second derivative falsifies what differentiates the
-score. And with its first batch, parameters that the score does not depend on (a class prior, say): score matching
-leaves them at their initial value.
+score; and the data must not jump either, for what integrates by parts over their density. And with its first batch,
+parameters that the score does not depend on (a class prior, say): score matching leaves them at their initial value.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from ebflow_plugin.linalg.dense import without_autocast
 from ebflow_plugin.linalg.streams import seeded_by
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.plan.energy_model import perturbed
+from ebflow_plugin.plan.preprocessing import DequantizeStep
 from ebflow_plugin.plan.registry import altered_part
 from ebflow_plugin.plan.smoothness import Smoothness
 from ebflow_plugin.plan.step import Part
@@ -35,7 +36,14 @@ from ebflow_plugin.plan.step import Part
 if TYPE_CHECKING:
     from ebflow_plugin.objectives.base import Objective
 
-__all__ = ["EVERY_JUMP", "BlindSpots", "refuse_false_derivatives", "refuse_useless_context", "warn_about_jumps"]
+__all__ = [
+    "EVERY_JUMP",
+    "BlindSpots",
+    "refuse_false_derivatives",
+    "refuse_useless_context",
+    "warn_about_jumps",
+    "warn_about_uniform_noise",
+]
 
 ROWS = 16  # how many samples a search for blind spots takes
 EVERY_JUMP = (Smoothness.KINKED, Smoothness.JUMPS, Smoothness.UNKNOWN)
@@ -102,6 +110,24 @@ def warn_about_jumps(objective: Objective, harmed_by: Collection[Smoothness], ra
         BiasWarning,
         stacklevel=3,
     )
+
+
+def warn_about_uniform_noise(objective: Objective) -> None:
+    """Warns if the data are made continuous by uniform noise: their density then jumps at every level.
+
+    What integrates by parts does so over the density of the data, and misses its jumps as it misses those of a score.
+    """
+    noisy = [step for step in objective.model.prefix.steps if isinstance(step, DequantizeStep)]
+    if any(step.module.noise == "uniform" for step in noisy):
+        name = type(objective).__name__
+        warnings.warn(
+            f"{name} integrates by parts over the density of the data, which jumps here\n  {noisy[0].where}: uniform "
+            "noise has a jump at every level\nValue and gradients are biased by that. Use "
+            f'Dequantize({noisy[0].module.levels}, noise="smooth"), whose log_prob is a bound as well, or DSM or ML, '
+            "which the jumps do no harm.",
+            BiasWarning,
+            stacklevel=3,
+        )
 
 
 def _parts(model: EBFlow) -> tuple[Part, ...]:

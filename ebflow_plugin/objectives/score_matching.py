@@ -67,7 +67,8 @@ class SM(ScoreObjective):
     .. math:: L = \mathbb{E}\left[\tfrac12 \|\nabla E(x)\|^2 - \operatorname{tr} \nabla^2 E(x)\right]
 
     Cost: one energy, its gradient, and D Hessian-vector products. Use it for small D, and to check the others. It
-    integrates by parts, so it needs a continuous score: it warns where a step does not give one.
+    integrates by parts, so it needs a continuous score, and data whose density does not jump: it warns where a step
+    does not give the one, and where a ``Dequantize`` with uniform noise takes away the other.
 
     Arguments:
         model: What :func:`~ebflow_plugin.wrap` returns.
@@ -88,6 +89,7 @@ class SM(ScoreObjective):
         super().__init__(model, **common)
         checks.refuse_false_derivatives(self)
         checks.warn_about_jumps(self, checks.EVERY_JUMP)
+        checks.warn_about_uniform_noise(self)
 
     def per_sample(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:
         size = prod(x.shape[1:])
@@ -105,8 +107,9 @@ class SSM(ScoreObjective):
     Cost: one energy, its gradient, and for each projection one tangent through all steps, as long as these are linear
     or elementwise (three products for a full layer: :mod:`ebflow_plugin.plan.derivatives`), and a Hessian-vector
     product through the rest; ``model.report`` says where that begins. Use it where the data have a density of their own
-    (no noise is added), and the flow is smooth. It integrates by parts, so it needs a continuous score: it warns where
-    a step does not give one.
+    (no noise is added), and the flow is smooth. It integrates by parts, so it needs a continuous score, and data whose
+    density does not jump: it warns where a step does not give the one, and where a ``Dequantize`` with uniform noise
+    takes away the other.
 
     Arguments:
         model: What :func:`~ebflow_plugin.wrap` returns.
@@ -143,6 +146,7 @@ class SSM(ScoreObjective):
         self.projected = flag("projected", projected)
         checks.refuse_false_derivatives(self)
         checks.warn_about_jumps(self, checks.EVERY_JUMP)
+        checks.warn_about_uniform_noise(self)
 
     def per_sample(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:
         directions = [PROJECTIONS[self.projection](x, self.generator) for _ in range(self.projections)]

@@ -27,6 +27,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "optimizer": ("adam", "adamw", "rmsprop", "sgd"),
     "schedule": ("constant", "cosine", "multistep"),
     "calibrate": ("full", "diagonal", "none"),
+    "dequantize": ("uniform", "smooth"),
 }
 
 LOSS_OPTIONS = {"sigma": "dsm", "eps": "fdssm", "projections": "ssm", "log_det": "ml"}  # and the one loss that has each
@@ -78,7 +79,7 @@ class TrainConfig:
         None,
         LOSS,
         "DSM: standard deviation of the noise, in the matched variable (of standardised rows: in their deviations).",
-        "1 for 256 grey levels, 0.2 for fewer, 0.1 otherwise",
+        "1 for 256 grey levels, 0.2 for other images, 0.1 otherwise",
     )
     eps: float | None = _option(None, LOSS, "FDSSM: length of the finite difference.", "1 for images, 0.1 otherwise")
     projections: int | None = _option(None, LOSS, "SSM: directions for each sample.", "1")
@@ -136,6 +137,12 @@ class TrainConfig:
         MACHINE,
         "Take each column in units of its standard deviation; NLL stays that of the data.",
         "for rows of your own",
+    )
+    dequantize: str | None = _option(
+        None,
+        MACHINE,
+        "Noise that makes grey levels continuous; smooth for SSM, whose data must not jump. NLL is a bound by either.",
+        "uniform",
     )
     alpha: float | None = _option(
         None, MACHINE, "Images are squeezed to alpha … 1 - alpha before the logit.", "1e-6; 0.05 for CIFAR-10"

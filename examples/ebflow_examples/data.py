@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,6 +22,8 @@ NAMES = {
     "swirl": "2-D, a spiral of one turn and a half, smoothed by a Gaussian of 0.375; its density is known",
     "checkerboard": "2-D, squares of side 3, smoothed by a Gaussian of 0.375; its density is known",
     "autoregressive10": "10-D, each entry a bimodal function of the one before (Eq. A7); its density is known",
+    "textures": "3 x 32 x 32 real-valued images of stripes and grain; their density and entropy are known",
+    "textures16": "the same of 3 x 16 x 16",
     "digits": "1,797 handwritten digits of 8 x 8 pixels, 17 grey levels; comes with scikit-learn",
     "mnist": "handwritten digits of 28 x 28 pixels, from the data root",
     "kmnist": "cursive Japanese characters of 28 x 28 pixels, from the data root",
@@ -29,6 +31,7 @@ NAMES = {
     "cifar10-jpeg": f"CIFAR-10 out of {images.CIFAR_JPEG} in the data root; JPEG changed its pixels",
 }
 SIZES = (50_000, 5_000, 10_000)  # of data made on the spot: training, validation, test
+OF_TEXTURES = (1_500, 250, 500)  # each costs two solves with the true flow; some four seconds in all
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,8 @@ class DataSet:
 
     Attributes:
         name: What it was asked for by.
-        train: Shape (N, *), float32. Images hold whole grey levels, 0 to ``levels - 1``, with shape (N, C, H, W).
+        train: Shape (N, *), float32. Images have shape (N, C, H, W), and hold whole grey levels, 0 to ``levels - 1``,
+            or, without levels, any numbers.
         validation: The same, to choose by.
         test: The same, to report on.
         levels: How many grey levels there are; None for continuous data.
@@ -67,6 +71,14 @@ class DataSet:
     def own_rows(self) -> bool:
         """Whether these are rows of numbers of the user's: in units that nobody knows, and of unknown density."""
         return self.levels is None and self.truth is None
+
+    def shown(self, rows: Tensor) -> Tensor:
+        """Pixels as pictures show them, in [0, 1]: levels from black to white; of other numbers, nearly all of them."""
+        if self.levels is not None:
+            return rows / (self.levels - 1)
+        pixels = self.train[:100].flatten()
+        low, high = torch.quantile(pixels[:: max(1, len(pixels) // 100_000)], torch.tensor([0.003, 0.997])).tolist()
+        return ((rows - low) / (high - low)).clamp(0.0, 1.0)
 
     def flattened(self) -> DataSet:
         """The same with images as vectors, shape (N, D)."""
@@ -109,6 +121,7 @@ def load(
         "cifar10": lambda: _held_out(name, images.cifar10(place, download), 5_000, generator),
         "cifar10-jpeg": lambda: _held_out(name, images.cifar10_jpeg(place), 5_000, generator),
         **{plane: lambda: _smoothed(name, generator) for plane in synthetic.PLANE},
+        **{texture: lambda: _textures(name, generator) for texture in ("textures", "textures16")},
     }
     data = makers[name]() if name in makers else _own(name, generator)
     if limit is None:
@@ -130,9 +143,15 @@ def _smoothed(name: str, generator: Generator) -> DataSet:
     return DataSet(name, train.float(), validation.float(), test.float(), truth=truth, clean=clean.float())
 
 
-def _drawn(name: str, truth: Truth, generator: Generator) -> DataSet:
-    train, validation, test = (truth.sample(size, generator).float() for size in SIZES)
+def _drawn(name: str, truth: Truth, generator: Generator, sizes: Sequence[int] = SIZES) -> DataSet:
+    train, validation, test = (truth.sample(size, generator).float() for size in sizes)
     return DataSet(name, train, validation, test, truth=truth)
+
+
+def _textures(name: str, generator: Generator) -> DataSet:
+    from ebflow_examples.textures import SIDES, Textures  # which needs a flow library
+
+    return _drawn(name, Textures(SIDES[name]), generator, OF_TEXTURES)
 
 
 def _own(name: str, generator: Generator) -> DataSet:

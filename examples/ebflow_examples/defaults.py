@@ -41,7 +41,8 @@ def check(config: TrainConfig) -> None:
 def settle(run: Run) -> Run:
     """Chooses what the configuration left open, and starts the model: in closed form where wanted and possible."""
     check(run.config)
-    config, images = run.config, run.data.levels is not None
+    config, levels = run.config, run.data.levels is not None
+    images = levels or run.config.data.startswith("textures")
     chosen: dict[str, Any] = {}
     if config.data_root is not None:  # the file is read from other folders too
         chosen["data_root"] = str(Path(config.data_root).expanduser().absolute())
@@ -57,13 +58,13 @@ def settle(run: Run) -> Run:
         chosen["loss"] = usual_loss(run)
     loss = chosen.get("loss", config.loss)
     if config.lr is None:
-        chosen["lr"] = 3e-3 if not closed_form else 1e-4 if images else 1e-3
+        chosen["lr"] = 3e-3 if not closed_form else 1e-4 if levels else 1e-3
     if config.batch_size is None:
         chosen["batch_size"] = min(100 if images else 500, len(run.data.train))
     if config.steps is None and config.epochs is None:
         chosen["steps"] = STEPS[images]
     if config.calibrate is None:
-        chosen["calibrate"] = "full" if images or closed_form else "none"
+        chosen["calibrate"] = "full" if levels or closed_form else "none"
     if config.clip_norm is None and not images:
         chosen["clip_norm"] = 10.0
     if config.sigma is None and loss == "dsm":

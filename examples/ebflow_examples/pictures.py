@@ -172,7 +172,11 @@ def impute_rows(run: Run, count: int, kind: str, *, share: float, steps: int, se
     mask = missing(kind, run.image_shape, len(truth), share, chance).to(run.device).reshape(truth.shape)
     if not bool(mask.any()):
         raise InputError(f"no pixel is missing with --share {share:g}; choose a larger share")
-    noise = torch.randint(run.data.levels or 256, truth.shape, generator=chance).to(truth)
+    if run.data.levels is None:  # pixels of other places
+        pixels = run.data.train.flatten()
+        noise = pixels[torch.randint(len(pixels), truth.shape, generator=chance)].to(truth)
+    else:
+        noise = torch.randint(run.data.levels, truth.shape, generator=chance).to(truth)
     start = torch.where(mask, noise, truth)
     states = {0: start}
     for length in (*(shown for shown in SHOWN[1:] if shown < steps), steps):

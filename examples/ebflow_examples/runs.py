@@ -85,7 +85,7 @@ class Run:
         """Rows of the data as images with shape (N, C, H, W) and values in [0, 1]."""
         if self.image_shape is None:
             raise InputError(f"{self.config.data} has no images, but rows of shape {self.data.event_shape}")
-        return rows.reshape(-1, *self.image_shape) / ((self.data.levels or 2) - 1)
+        return self.data.shown(rows).reshape(-1, *self.image_shape)
 
     def generator(self, seed: int, name: str) -> Generator:
         """The generator of a stream, on the device of the model."""
@@ -111,7 +111,8 @@ def build(config: TrainConfig) -> Run:
     """Makes the data and the model of a configuration, with the weights that its seed gives."""
     original = load(config.data, root=config.data_root, download=config.download, seed=config.seed, limit=config.limit)
     if config.model is None:
-        config = replace(config, model="glow" if original.event_shape == (2,) else "fc")
+        textures = config.data.startswith("textures") and original.truth is not None
+        config = replace(config, model="glow" if original.event_shape == (2,) else "cnn" if textures else "fc")
     assert config.model is not None
     with drawing_from(config.seed, "weights"):
         flow, data = flow_for(
@@ -119,7 +120,7 @@ def build(config: TrainConfig) -> Run:
         )
     if config.standardize is None:
         config = replace(config, standardize=data.own_rows)
-    steps = preprocessing(data, config.alpha, bool(config.standardize), config.temperature)
+    steps = preprocessing(data, config.alpha, bool(config.standardize), config.temperature, config.dequantize)
     model = ebf.wrap(flow, preprocess=steps, match_after=_matched(config, len(steps)))
     model.to(choose_device(config.device))
     shape = original.event_shape if len(original.event_shape) == 3 else None

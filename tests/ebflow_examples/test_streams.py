@@ -31,9 +31,9 @@ def drawn(monkeypatch):
     real = DequantizeStep.dequantize
 
     def dequantize(self, x, generator=None):
-        y = real(self, x, generator)
+        y, surplus = real(self, x, generator)
         calls.append((x.detach().clone(), (y * self.module.levels - x).detach().double()))
-        return y
+        return y, surplus
 
     monkeypatch.setattr(DequantizeStep, "dequantize", dequantize)
     return calls
@@ -81,10 +81,8 @@ def test_the_noise_of_the_test_is_none_of_training(tmp_path, drawn):
 
 
 def test_the_noise_of_the_test_is_none_of_training_in_the_demo(drawn, monkeypatch):
-    lesson = replace(demo.LESSONS[1], steps=2)
-    data = load("digits")
-    demo._train(lesson, replace(data, train=data.train[:200]), "dsm", {"sigma": 0.2}, 0)
-    check(drawn, data.test)
+    demo.small_case("dsm", 2, 0)
+    check(drawn, load("digits").test)
 
 
 @pytest.mark.parametrize("model", ["gaussian", "fc"])

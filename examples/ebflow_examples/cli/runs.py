@@ -101,7 +101,8 @@ def impute(
     path = _png(out, run / "imputation.png")
     found = impute_rows(opened, count, mask, share=share, steps=steps, seed=seed)
     draw_imputation(opened, found, path)
-    say(f"root mean square error of the missing pixels, in grey levels of {opened.data.levels}:")
+    unit = "units of the data" if opened.data.levels is None else f"grey levels of {opened.data.levels}"
+    say(f"root mean square error of the missing pixels, in {unit}:")
     say(f"  noise, the start of the chains     {found.start_error:.2f}")
     say(f"  the mean training image            {found.mean_error:.2f}")
     say(f"  the chains after {steps:,} steps{'':{max(1, 12 - len(f'{steps:,}'))}}{found.error:.2f}")

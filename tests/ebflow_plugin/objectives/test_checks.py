@@ -71,6 +71,30 @@ def test_nothing_is_said_about_smooth_flows(make):
     assert messages(lambda: make(smooth_model()))[1] == []
 
 
+def of_levels(noise):
+    preprocess = [ebf.Dequantize(8, noise=noise), ebf.Rescale(0.05, 0.95), ebf.Logit()]
+    return ebf.wrap(flow_of(LULinear(2), SmoothLeakyReLU(0.3), LULinear(2)), preprocess=preprocess)
+
+
+@pytest.mark.parametrize("make", [SM, SSM])
+def test_data_that_jump(make):
+    _, (message,) = messages(lambda: make(of_levels("uniform")))
+    assert message.startswith(f"{make.__name__} integrates by parts over the density of the data, which jumps here\n")
+    assert "preprocess.0  Dequantize (ebflow_plugin.plan.preprocessing): uniform noise" in message
+    assert 'Dequantize(8, noise="smooth")' in message
+    assert "DSM or ML" in message
+
+
+@pytest.mark.parametrize("make", [SM, SSM, FDSSM, DSM, ML, SML])
+def test_data_that_do_not_jump(make):
+    assert messages(lambda: make(of_levels("smooth")))[1] == []
+
+
+@pytest.mark.parametrize("make", [FDSSM, DSM, ML, SML])
+def test_what_jumps_of_the_data_do_not_harm(make):
+    assert messages(lambda: make(of_levels("uniform")))[1] == []
+
+
 @pytest.mark.parametrize("make", [SM, SSM])
 def test_jumps_of_the_score(make):
     model = ebf.wrap(flow_of(LULinear(2), spline(), LULinear(2)))

@@ -1,0 +1,212 @@
+"""A race: one model, one data set of known density, objectives that train for equal time; who is nearest to the truth.
+
+Time is CPU time of one thread, so that a busy machine slows nobody's clock, and evaluations do not count.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import cos, pi
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+from torch import Tensor
+from torch.optim import Adam
+
+import ebflow_plugin as ebf
+from ebflow_examples import plots
+from ebflow_examples.data import DataSet
+from ebflow_examples.models import flow_for, preprocessing
+from ebflow_examples.reproduce.curves import COLOURS, Points, joined
+from ebflow_examples.runs import standard_error
+from ebflow_examples.streams import drawing_from, stream
+from ebflow_plugin.errors import ConditioningWarning, TrainingError
+
+__all__ = ["CONTENDERS", "SAMPLES", "Contender", "Lap", "draw", "gap", "run", "spread"]
+
+BATCH = 50
+EVALUATIONS = 6
+SAMPLES = 9  # of each model, in the picture
+
+
+@dataclass(frozen=True)
+class Contender:
+    """An objective that takes part.
+
+    Attributes:
+        name: As tables and pictures call it.
+        loss: As :func:`ebflow_plugin.make_objective` does.
+        options: Those of the objective.
+        rate: Its learning rate: the best of ``RATES`` of :mod:`~ebflow_examples.reproduce.race` on other data.
+    """
+
+    name: str
+    loss: str
+    options: dict[str, Any]
+    rate: float
+
+
+CONTENDERS = {
+    "ml": Contender("exact ML", "ml", {}, 1e-2),
+    "ml_stochastic": Contender("ML without determinants", "ml", {"log_det": "stochastic"}, 1e-2),
+    "dsm": Contender("DSM", "dsm", {"sigma": 0.2}, 3e-3),
+    "ssm": Contender("SSM", "ssm", {}, 3e-3),
+    "fdssm": Contender("FDSSM", "fdssm", {"eps": 1.0}, 3e-3),
+}
+
+
+@dataclass(frozen=True)
+class Lap:
+    """What one objective came to.
+
+    Attributes:
+        model: With its last weights.
+        curve: CPU seconds of training, and nats above the truth, from the start on.
+        error: The standard error of the last of these, over the rows.
+        steps: How many steps there were.
+    """
+
+    model: ebf.EBFlow
+    curve: list[tuple[float, float]]
+    error: float
+    steps: int
+
+
+def run(
+    contender: Contender,
+    data: DataSet,
+    rows: Tensor,
+    seconds: float,
+    *,
+    rate: float | None = None,
+    seed: int = 0,
+    tick: Callable[[float, int], None] = lambda done, steps: None,
+) -> Lap:
+    """Trains the built-in ``cnn`` for so many CPU seconds: Adam, batches of 50, the rate falls to zero as a cosine.
+
+    Arguments:
+        contender: The objective.
+        data: Images of a known density.
+        rows: Images to evaluate with, which are not among those that it trains with.
+        seconds: CPU seconds of this process; call it with one thread.
+        rate: Another learning rate than the contender's.
+        seed: Decides the weights, the batches and the noise.
+        tick: Called after each step with the seconds used, and the number of steps.
+
+    Raises:
+        TrainingError: If a loss is not finite.
+    """
+    with drawing_from(seed, "weights"):
+        flow, data = flow_for("cnn", data)
+    model = ebf.wrap(flow, preprocess=preprocessing(data))
+    objective = ebf.make_objective(contender.loss, model, generator=stream(seed, "training noise"), **contender.options)
+    rate = contender.rate if rate is None else rate
+    optimizer = Adam(model.parameters(), lr=rate)
+    order = stream(seed, "batches")
+    found, error = gap(model, data, rows)
+    curve, used, steps = [(0.0, found)], 0.0, 0
+    while used < seconds:
+        began = time.process_time()
+        batch = data.train[torch.randint(len(data.train), (BATCH,), generator=order)]
+        for group in optimizer.param_groups:
+            group["lr"] = rate * 0.5 * (1.0 + cos(pi * used / seconds))
+        with warnings.catch_warnings():
+            # Where a solve does not converge the exact log-det is taken: right, and its time counts.
+            warnings.simplefilter("ignore", ConditioningWarning)
+            loss = objective(batch)
+        if not bool(loss.isfinite()):
+            raise TrainingError(f"the loss of {contender.name} is {loss.item()} at step {steps + 1}, rate {rate:g}")
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        steps += 1
+        used += time.process_time() - began
+        tick(used, steps)
+        if used >= seconds or used >= seconds * len(curve) / EVALUATIONS:
+            found, error = gap(model, data, rows)
+            curve.append((used, found))
+    return Lap(model, curve, error, steps)
+
+
+@torch.no_grad()
+def gap(model: ebf.EBFlow, data: DataSet, rows: Tensor) -> tuple[float, float]:
+    """How far a model is above the truth: the mean of log p(x) of the truth less that of the model, in nats.
+
+    It is the Kullback-Leibler divergence, estimated on rows that both see, and so with little error, which is the
+    second number. Zero is the least, which no model can do better than.
+    """
+    assert data.truth is not None
+    apart = data.truth.log_prob(rows).double() - model.log_prob(rows).double()
+    return float(apart.mean()), standard_error(apart)
+
+
+def spread(drawn: Tensor, data: DataSet) -> float:
+    """The standard deviation of the pixels of samples, in units of that of the data."""
+    return float(drawn.std() / data.test.std())
+
+
+def draw(
+    path: Path,
+    title: str,
+    curves: Mapping[str, Sequence[Points]],
+    steps: Mapping[str, float],
+    samples: Mapping[str, Tensor],
+    data: DataSet,
+) -> None:
+    """Saves a picture. Left: nats above the floor against time. Right: samples of each model, beside the data.
+
+    Arguments:
+        path: Where to.
+        title: Of the curves.
+        curves: Contender -> the curves of its seeds.
+        steps: Contender -> how many steps it made.
+        samples: Contender -> samples of its model.
+        data: The data.
+    """
+    ends = {name: float(np.mean([curve[-1][1] for curve in seeds])) for name, seeds in curves.items()}
+    columns = -(-(1 + len(samples)) // 2)
+    with plots.figure(path, 6.6 + 2.7 * columns, 5.6) as figure:
+        parts: Any = figure.subfigures(1, 2, width_ratios=(6.6, 2.7 * columns))
+        left, right = parts
+        axes = left.subplots()
+        for name, seeds in curves.items():
+            x, lines = joined(seeds)
+            axes.plot(x, np.mean(lines, axis=0), color=COLOURS[name], linewidth=2.4)
+            if len(lines) > 1:
+                axes.plot(x, np.transpose(lines), color=COLOURS[name], linewidth=0.6, alpha=0.6)
+        last = max(curve[-1][0] for seeds in curves.values() for curve in seeds)
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.set_xlim(0, 1.45 * last)
+        axes.set_xticks([round(last / 5) * part for part in range(6)] if last >= 5 else [])
+        axes.grid(axis="y", color=plots.COLOURS["grid"], linewidth=0.6)
+        axes.set(title=title, xlabel="CPU seconds of training, one thread", ylabel="nats above the floor (log scale)")
+        for name, place in _apart(ends, axes.get_ylim()).items():
+            words = f"{CONTENDERS[name].name}\n{ends[name]:,.0f} nats, {steps[name]:,.0f} steps"
+            axes.text(1.03 * last, place, words, color=COLOURS[name], va="center", fontsize=9)
+        panels = right.subplots(2, columns, squeeze=False).flatten()
+        plots.images(panels[0], data.shown(data.test[:SAMPLES]), 3, f"the data, D = {data.train[0].numel()}")
+        for place in panels[1:]:
+            place.set_axis_off()
+        for place, name in zip(panels[1:], sorted(samples, key=ends.__getitem__), strict=False):
+            plots.images(place, data.shown(samples[name]), 3)
+            place.set_title(f"by {CONTENDERS[name].name}", color=COLOURS[name])
+
+
+def _apart(ends: Mapping[str, float], limits: tuple[float, float]) -> dict[str, float]:
+    """Places for labels on a logarithmic axis: near where the curves end, and a tenth of the axis apart at least."""
+    least = (np.log(limits[1]) - np.log(limits[0])) / 10
+    places: dict[str, float] = {}
+    before = -np.inf
+    for name in sorted(ends, key=ends.__getitem__):
+        before = max(float(np.log(ends[name])), before + least)
+        places[name] = float(np.exp(before))
+    return places

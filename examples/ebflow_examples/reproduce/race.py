@@ -1,0 +1,130 @@
+"""A race on textures, whose entropy is known: exact likelihood, the same without determinants, and score matching."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ebflow_examples import racing
+from ebflow_examples.data import load
+from ebflow_examples.racing import CONTENDERS, SAMPLES, Contender
+from ebflow_examples.reproduce.common import Cell, Found, Options
+from ebflow_examples.reproduce.output import Grid, Report, column, grouped, mean
+from ebflow_examples.streams import stream
+from ebflow_plugin.errors import SingularError, TrainingError
+
+MINUTES = 10.0
+RATES = (1e-3, 3e-3, 1e-2)
+SEARCH = 0.2  # of the time of a race, for each rate
+ROWS = 250
+CHOOSING = 100  # validation images that a rate is chosen by
+
+
+def cells(options: Options) -> list[Cell]:
+    """One for each objective and seed."""
+    data = "textures16" if options.quick else "textures"
+    return [
+        Cell("race", f"{name}-seed{seed}", {"data": data, "loss": name, "seed": seed, "quick": options.quick})
+        for seed in range(options.seeds)
+        for name in CONTENDERS
+    ]
+
+
+def compute(cell: Cell, folder: Path, data_root: str | None) -> dict[str, Any]:
+    """Chooses the rate on validation images, trains again from the start with it, and evaluates on test images."""
+    settings = cell.settings
+    seed, contender = settings["seed"], CONTENDERS[settings["loss"]]
+    data = load(settings["data"], seed=seed)
+
+    def after_search(rate: float) -> float:
+        try:
+            lap = racing.run(contender, data, data.validation[:CHOOSING], SEARCH * cell.seconds, rate=rate, seed=seed)
+        except (TrainingError, SingularError):
+            return inf
+        return lap.curve[-1][1]
+
+    tried = {rate: after_search(rate) for rate in RATES}
+    rate = min(tried, key=tried.__getitem__)
+    lap = racing.run(contender, data, data.test[:ROWS], cell.seconds, rate=rate, seed=seed)
+    drawn = lap.model.sample(SAMPLES, generator=stream(seed, "samples"))
+    np.save(folder / f"{cell.name}.npy", drawn.numpy())
+    return {
+        "above_floor": lap.curve[-1][1],
+        "error": lap.error,
+        "rate": rate,
+        "tried": {f"{each:g}": None if found == inf else found for each, found in tried.items()},
+        "steps": lap.steps,
+        "seconds": lap.curve[-1][0],
+        "spread": racing.spread(drawn, data),
+        "curve": lap.curve,
+    }
+
+
+def report(options: Options, found: Sequence[Found], path: Path) -> Report:
+    """Nats above the floor on the way and at the end, steps, rates, and the spread of samples; curves and samples."""
+    from ebflow_examples.textures import SIDES, Textures
+
+    groups = {key[0]: group for key, group in grouped(found, "loss").items()}
+    name = next(iter(groups.values()))[0]["data"]
+    floor = Textures(SIDES[name]).entropy()
+    lines, rows = [], []
+    for loss in sorted(groups, key=lambda loss: column(groups[loss], "above_floor").value):
+        group = groups[loss]
+        above, steps, width = (column(group, key) for key in ("above_floor", "steps", "spread"))
+        quarter, half = (mean(_at(each["curve"], share * each["seconds"]) for each in group) for share in (0.25, 0.5))
+        rates = ", ".join(f"{rate:g}" for rate in sorted({each["rate"] for each in group}))
+        rows.append(
+            {"loss": loss, "above_floor": above, "at_a_quarter": quarter, "at_half": half, "steps": steps,
+             "rates": rates, "spread": width, "floor": floor}
+        )  # fmt: skip
+        lines.append(
+            [CONTENDERS[loss].name, rates, f"{steps.value:.0f}", f"{quarter.value:,.0f}", f"{half.value:,.0f}",
+             above.text(1), width.text(2)]
+        )  # fmt: skip
+    seconds = mean(each["seconds"] for group in groups.values() for each in group).value
+    head = ("objective", "rate", "steps", f"{seconds / 4:.0f} s", f"{seconds / 2:.0f} s", f"{seconds:.0f} s", "spread")
+    size = 3 * SIDES[name] ** 2
+    grid = Grid(f"{name}, D = {size}: nats above the entropy of {floor:,.1f}, by CPU seconds of training", head, lines)
+    _draw(options, groups, path, name, seconds)
+    return Report([grid], rows, _notes(), [path])
+
+
+def _at(curve: Sequence[tuple[float, float]], seconds: float) -> float:
+    x, y = np.array(curve).T
+    return float(np.interp(seconds, x, y))
+
+
+def _notes() -> list[str]:
+    settings = ", ".join(_setting(each) for each in CONTENDERS.values() if each.options)
+    return [
+        f"`cnn` of one block (two 7 × 7 convolutions, zeros around the image), which can reach the floor, from the "
+        f"paper's start; Adam, batches of {racing.BATCH}, a cosine schedule by CPU time of one thread, evaluations not "
+        f"counted, the last weights; {settings}. Each rate is the best of {', '.join(f'{rate:g}' for rate in RATES)} "
+        f"on {CHOOSING} validation images after {SEARCH:.0%} of the time; a new run from the start follows. Nats above "
+        f"the floor: the mean of log p of the truth less that of the model on {ROWS} test images. Spread: the standard "
+        "deviation of the pixels of samples over that of the data; 1 is right.",
+        "With padding by wrapping around (`circular`) determinants come from Fourier transforms and cost next to "
+        "nothing: exact ML is then the one to use.",
+    ]
+
+
+def _setting(contender: Contender) -> str:
+    return f"{contender.name}: {', '.join(f'{key} = {value}' for key, value in contender.options.items())}"
+
+
+def _draw(options: Options, groups: dict[str, list[Found]], path: Path, name: str, seconds: float) -> None:
+    first = {loss: group[0] for loss, group in groups.items()}
+    data = load(name, seed=0)
+    racing.draw(
+        path,
+        f"The same model, {seconds:.0f} seconds of one core: how far from the best possible",
+        {loss: [each["curve"] for each in group] for loss, group in groups.items()},
+        {loss: column(group, "steps").value for loss, group in groups.items()},
+        {loss: torch.from_numpy(np.load(options.folder / f"{each.cell.name}.npy")) for loss, each in first.items()},
+        data,
+    )

@@ -1,0 +1,53 @@
+"""Which objective `ebflow profile` recommends, by what it measured."""
+
+import pytest
+
+from ebflow_examples.profiler import Cost, Profile
+
+
+def advice(**milliseconds):
+    costs = [
+        Cost(name.replace("_stochastic", " stochastic"), value, value, value, 1.0, usable=value is not None)
+        for name, value in milliseconds.items()
+    ]
+    return Profile(tuple(costs), (100, 8), "cpu", 1, 5).recommendation.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("measured", "first", "second"),
+    [
+        (
+            {"dsm": 2.0, "ssm": 4.0, "ml": 2.5, "ml_stochastic": 6.0},
+            "use ml. Its determinants are cheap",
+            "use dsm, 1.2",
+        ),
+        (
+            {"dsm": 50.0, "ssm": 100.0, "ml": 500.0, "ml_stochastic": 60.0},
+            "use ml with --log-det stochastic, 8.3 times as many steps a second as ml (the same gradient",
+            "use dsm, 10.0 times as many steps a second as ml",
+        ),
+        (
+            {"dsm": 30.0, "ml": 90.0, "ml_stochastic": 50.0, "relative_ml": 25.0},
+            "use relative_ml, 3.6 times as many steps a second as ml (other steps",
+            "use dsm, 3.0",
+        ),
+        (
+            {"dsm": 30.0, "relative_ml": 25.0},
+            "use relative_ml, the cheapest likelihood that works",
+            "use dsm; it learns",
+        ),
+        ({"ml": 90.0}, "use ml. Its determinants", "no score matching is right"),
+        ({"fdssm": 9.0, "ssm": 5.0}, "no likelihood works", "use ssm. Follow"),
+    ],
+)
+def test_advice_follows_from_the_measurements(measured, first, second):
+    likelihood, score = advice(**measured)
+    assert likelihood.startswith("NLL, samples: ")
+    assert score.startswith("Score, denoising: ")
+    assert first in likelihood
+    assert second in score
+
+
+def test_sliced_score_matching_is_named_where_it_is_right():
+    assert "Without noise: ssm, a step 2.0 times as long" in advice(dsm=50.0, ssm=100.0, ml=500.0)[1]
+    assert "ssm" not in advice(dsm=50.0, ssm=None, ml=500.0)[1]
