@@ -20,7 +20,7 @@ MODEL, LOSS, OPTIMISER, EVALUATION, MACHINE = "What", "Loss", "Optimiser", "Star
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "library": ("nflows", "normflows", "zuko"),
-    "activation": ("silu", "tanh", "softplus", "relu"),
+    "activation": ("silu", "tanh", "softplus", "relu", "leaky_relu"),
     "linear": ("full", "lu", "lower", "upper", "qr", "svd"),
     "loss": ("ssm", "dsm", "fdssm", "sm", "ml", "sml", "relative_ml"),
     "log_det": ("exact", "stochastic", "relative", "auto"),
@@ -90,6 +90,7 @@ class TrainConfig:
     )
     optimizer: str = _option("adam", OPTIMISER, "Optimiser.")
     schedule: str = _option("cosine", OPTIMISER, "Learning rate over the run; multistep: a tenth at 1/2 and at 3/4.")
+    weight_decay: float = _option(0.0, OPTIMISER, "Weight decay of the matrices and kernels of full linear layers.")
     clip_norm: float | None = _option(
         None, OPTIMISER, "Largest norm of the gradient.", "none; 10 for rows that are no images"
     )

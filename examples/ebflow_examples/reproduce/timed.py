@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn, optim
+from torch import Tensor, optim
 from torch.optim.lr_scheduler import LambdaLR
 
 import ebflow_plugin as ebf
@@ -16,7 +16,7 @@ from ebflow_examples.bench.contenders import training_step
 from ebflow_examples.defaults import objective_of, settle
 from ebflow_examples.runs import Run
 from ebflow_examples.streams import drawing_from
-from ebflow_examples.training import OPTIMISERS, SCHEDULES
+from ebflow_examples.training import SCHEDULES, optimizer_for
 from ebflow_plugin.training.fitting import FitResult
 from ebflow_plugin.training.loop import Event
 
@@ -109,18 +109,15 @@ def train_for(run: Run, seconds: float, *, evaluations: int = 10, validation: in
     pace, clock = step_seconds(run), Clock(left)
     assert config.lr is not None
     assert config.batch_size is not None
-    make, rate, schedule = OPTIMISERS[config.optimizer], config.lr, SCHEDULES[config.schedule]
+    schedule = SCHEDULES[config.schedule]
 
     def scheduler(made: optim.Optimizer) -> LambdaLR:
         return LambdaLR(made, lambda step: schedule(clock.share() if step else 0.0))
 
-    def optimizer(parameters: list[nn.Parameter]) -> optim.Optimizer:
-        return make(parameters, lr=rate)
-
     result = ebf.fit(
         objective_of(model, config),
         run.data.train,
-        optimizer=optimizer,
+        optimizer=optimizer_for(run),
         scheduler=scheduler,
         steps=NO_END,
         batch_size=config.batch_size,
