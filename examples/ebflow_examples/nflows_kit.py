@@ -15,6 +15,8 @@ import ebflow_plugin as ebf
 from ebflow_examples.kits import Conditioner, ImageNetwork, Shape, Split, no_layer
 from ebflow_examples.triangular import Triangular
 from ebflow_nflows import FullConv2d, FullLinear, SmoothLeakyReLU
+from ebflow_nflows.steps import NetworkStep
+from ebflow_plugin.adapting import Child, see_into
 
 __all__ = ["NflowsKit", "TriangularLinear"]
 
@@ -52,6 +54,11 @@ class ImageCoupling(transforms.AffineCouplingTransform):
     def _scale_and_shift(self, transform_params: Tensor) -> tuple[Tensor, Tensor]:
         shift, log_scale = transform_params.chunk(2, dim=1)
         return log_scale.exp(), shift
+
+
+# It acts as its parent does, and is as smooth as the network that it holds.
+see_into(("ebflow_examples",), "ImageCoupling")
+ebf.register_container(ImageCoupling, lambda coupling: [Child("", coupling, step=NetworkStep)])
 
 
 class NflowsKit:
