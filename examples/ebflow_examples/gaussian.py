@@ -59,11 +59,11 @@ class Gaussian:
         centre = self.mean[missing] + (u[:, seen].to(self.mean) - self.mean[seen]) @ gain.mT
         return centre, self.covariance[missing][:, missing] - gain @ cross.mT
 
-    def draw(self, u: Tensor, missing: Tensor, count: int, generator: torch.Generator) -> Tensor:
-        """Rows with their missing entries drawn from the conditional, with shape ``(B, count, D)``."""
+    def draw(self, u: Tensor, missing: Tensor, generator: torch.Generator) -> Tensor:
+        """Rows with their missing entries drawn from the conditional, with shape ``(B, D)``."""
         centre, spread = self.conditional(u, missing)
         factor = torch.linalg.cholesky(0.5 * (spread + spread.mT))
-        noise = torch.randn(len(u), count, len(factor), generator=generator, dtype=factor.dtype)
-        filled = u[:, None].expand(-1, count, -1).clone()
-        filled[..., missing] = (centre[:, None] + noise @ factor.mT).to(u)
+        noise = torch.randn(centre.shape, generator=generator, dtype=factor.dtype)
+        filled = u.clone()
+        filled[:, missing] = (centre + noise @ factor.mT).to(u)
         return filled

@@ -25,7 +25,7 @@ MINUTES = 10.0
 LAYERS = 2
 MASKS = {"left": "the left half", "random": "three quarters, at random"}
 SHARES = {"left": 0.5, "random": 0.75}
-SHOWN, CHAINS = 10, 16
+SHOWN, CHAINS, DRAWS = 10, 16, 500
 IMAGES, BURN_IN, STEPS = 40, 200, 200
 # What the missing pixels are taken to be, in the order of the picture's rows.
 GUESSES = {
@@ -75,11 +75,14 @@ def _mask(run: Run, kind: str, count: int) -> Tensor:
 
 
 def _guesses(run: Run, gaussian: Gaussian, truth: Tensor, mask: Tensor, burn_in: int, steps: int) -> dict[str, Tensor]:
-    """What the missing pixels are taken to be, as rows of the data. The chains begin at noise."""
-    model, hidden = run.model, mask[0]
-    u, _ = model.preprocess(truth, run.generator(0, "observed"))
-    drawn = gaussian.draw(u, hidden, 500, run.generator(0, "exact"))
-    levels = model.prefix.decode((drawn.flatten(0, 1),), None).unflatten(0, drawn.shape[:2]).float()
+    """What the missing pixels are taken to be, as rows of the data.
+
+    Chains begin at noise. Each of them, and each exact draw, has its own dequantisation of the observed pixels.
+    """
+    model = run.model
+    u, _ = model.preprocess(truth.repeat_interleave(DRAWS, 0), run.generator(0, "observed"))
+    drawn = gaussian.draw(u, mask[0], run.generator(0, "exact"))
+    levels = model.prefix.decode((drawn,), None).unflatten(0, (len(truth), DRAWS)).float()
     noise = torch.randint(run.data.levels or 256, truth.shape, generator=run.generator(0, "starts")).to(truth)
     filled = ebf.impute(
         model, truth, mask, init=noise, chains=CHAINS, burn_in=burn_in, steps=steps, step_size=0.1,
@@ -110,8 +113,8 @@ def report(options: Options, found: Sequence[Found], path: Path) -> Report:
     notes = [
         f"fc with {each['layers']} full layers, NLL {each['nll']:.1f}; {IMAGES} test images, root mean square error of "
         "the missing pixels and its standard error over images. Rows of the picture: the image, what is observed, the "
-        "exact conditional mean of the Gaussian that the whitening start of fc is (500 exact draws), the mean of "
-        f"{CHAINS} chains, and one of them. Chains begin at noise and take {BURN_IN + STEPS} adjusted steps in the "
+        f"exact conditional mean of the Gaussian that the whitening start of fc is (the mean of {DRAWS} exact draws), "
+        f"the mean of {CHAINS} chains, and one of them. Chains begin at noise and take {BURN_IN + STEPS} adjusted steps in the "
         "units of the Gaussian's conditional covariance. A draw has a larger error than the mean of all that is "
         "possible: twice the variance, if the model were true. The paper shows faces and gives no numbers.",
     ]
