@@ -12,6 +12,7 @@ from ebflow_plugin.errors import EBFlowError, InputError
 from ebflow_plugin.linalg.random import at_least, gaussian_like, rows_in_chunks, shown, uniform_like
 from ebflow_plugin.plan.energy_model import EnergyModel
 from ebflow_plugin.plan.inputs import positive, refuse_non_finite
+from ebflow_plugin.sampling.preconditioning import Preconditioner, check_covariance
 
 __all__ = ["Chains", "Moves", "run_chains"]
 
@@ -54,6 +55,7 @@ class Moves:
     adjusted: bool
     adapt: bool
     thin: int | None
+    covariance: Tensor | None = None
 
     def __post_init__(self) -> None:
         at_least(0, "steps", self.steps)
@@ -131,7 +133,11 @@ def _chains(
     """Runs the chains in the space of ``target``; frozen entries stay as they are."""
     sizes = torch.full_like(x.flatten(1)[:, 0], moves.step_size)
     wide = (-1, *[1] * (x.dim() - 1))
-    energy, slope = _energy_and_slope(target, x, frozen, context)
+    units = None
+    if moves.covariance is not None:
+        stays = torch.zeros_like(x, dtype=torch.bool) if frozen is None else frozen
+        units = Preconditioner(check_covariance(moves.covariance, x), stays)
+    energy, slope = _energy_and_slope(target, x, frozen, context, units)
     if not bool(torch.isfinite(energy).all()):
         raise InputError(f"the energy is NaN or inf at {int((~torch.isfinite(energy)).sum())} of {len(x)} starts")
     energies, kept = [energy], []
@@ -141,11 +147,12 @@ def _chains(
         noise = gaussian_like(x, generator)
         noise = noise if frozen is None else noise.masked_fill(frozen, 0.0)
         alpha = sizes.reshape(wide)
-        new = x - alpha * slope + (2 * alpha).sqrt() * noise
-        new_energy, new_slope = _energy_and_slope(target, new, frozen, context)
+        move = (2 * alpha).sqrt() * noise - alpha * slope
+        new = x + (move if units is None else units.push(move))
+        new_energy, new_slope = _energy_and_slope(target, new, frozen, context, units)
         if moves.adjusted:
             # The noise that would have led back, and how likely it is beside the noise that was drawn.
-            reverse = (x - new + alpha * new_slope) / (2 * alpha).sqrt()
+            reverse = (0.5 * alpha).sqrt() * (slope + new_slope) - noise
             change = energy - new_energy + 0.5 * (noise.square() - reverse.square()).flatten(1).sum(1)
             # A proposal without a finite energy lies outside of the support, and has probability zero.
             chance = torch.where(torch.isfinite(new_energy), change.clamp_max(0.0).exp(), 0.0).nan_to_num(0.0)
@@ -176,13 +183,15 @@ def _chains(
 
 
 def _energy_and_slope(
-    target: EnergyModel, x: Tensor, frozen: Tensor | None, context: Tensor | None
+    target: EnergyModel, x: Tensor, frozen: Tensor | None, context: Tensor | None, units: Preconditioner | None
 ) -> tuple[Tensor, Tensor]:
+    """The energy at x, and its gradient in the variable of the moves."""
     with torch.inference_mode(False), torch.enable_grad():
         x = x.detach().clone().requires_grad_()
         energy = target.energy(x, context)
         (slope,) = torch.autograd.grad(energy.sum(), x, allow_unused=True, materialize_grads=True)
-    return energy.detach(), slope if frozen is None else slope.masked_fill(frozen, 0.0)
+    slope = slope if frozen is None else slope.masked_fill(frozen, 0.0)
+    return energy.detach(), slope if units is None else units.pull(slope)
 
 
 def _way_back(model: EnergyModel, context: Tensor | None) -> Callable[[Tensor], Tensor]:

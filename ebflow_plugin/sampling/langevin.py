@@ -25,6 +25,7 @@ def langevin(
     adjusted: bool = True,
     burn_in: int = 0,
     adapt: bool = True,
+    covariance: Tensor | None = None,
     space: str = "matched",
     thin: int | None = None,
     batch_size: int | None = None,
@@ -51,6 +52,9 @@ def langevin(
         burn_in: How many steps before the others.
         adapt: Whether each chain tunes its own step size during the burn-in, to an acceptance of 0.574; adjusted chains
             alone. The step size is fixed after it, so that the limit is right.
+        covariance: Moves are in its units: with :math:`L L^\top` this ``(D, D)`` matrix, :math:`\nabla E` becomes
+            :math:`L L^\top \nabla E` and z becomes L z. The limit stays; if it is about the covariance of the
+            (flattened) variable that the chains run in, ill-scaled densities take tens of steps and not thousands.
         space: ``"matched"``: the chains run in the variable after the model's preprocessing and are mapped back,
             which knows no edges; ``"data"``: in the data's own. They are the same for a model without preprocessing,
             and adjusted chains have the same limit in either.
@@ -76,7 +80,7 @@ def langevin(
         model,
         x0,
         None,
-        Moves(steps, step_size, burn_in, adjusted, adapt, thin),
+        Moves(steps, step_size, burn_in, adjusted, adapt, thin, covariance),
         context=context,
         space=space,
         batch_size=batch_size,
@@ -98,6 +102,7 @@ def impute(
     adjusted: bool = True,
     burn_in: int = 0,
     adapt: bool = True,
+    covariance: Tensor | None = None,
     space: str = "matched",
     batch_size: int | None = None,
     generator: Generator | None = None,
@@ -125,6 +130,7 @@ def impute(
         adjusted: As for :func:`langevin`.
         burn_in: As for :func:`langevin`.
         adapt: As for :func:`langevin`.
+        covariance: As for :func:`langevin`, of all entries; what is used is that of the missing ones given the others.
         space: As for :func:`langevin`. The matched variable needs preprocessing that treats entries one by one.
         batch_size: At most how many chains at a time.
         generator: Draws everything random.
@@ -172,7 +178,7 @@ def impute(
         model,
         rows,
         missing,
-        Moves(steps, step_size, burn_in, adjusted, adapt, None),
+        Moves(steps, step_size, burn_in, adjusted, adapt, None, covariance),
         context=contexts,
         space=space,
         batch_size=batch_size,

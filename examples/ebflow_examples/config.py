@@ -20,7 +20,7 @@ MODEL, LOSS, OPTIMISER, EVALUATION, MACHINE = "What", "Loss", "Optimiser", "Star
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "library": ("nflows", "normflows", "zuko"),
-    "activation": ("silu", "tanh", "softplus", "relu"),
+    "activation": ("silu", "tanh", "softplus", "relu", "leaky_relu"),
     "linear": ("full", "lu", "lower", "upper", "qr", "svd"),
     "loss": ("ssm", "dsm", "fdssm", "sm", "ml", "sml", "relative_ml"),
     "log_det": ("exact", "stochastic", "relative", "auto"),
@@ -58,8 +58,8 @@ class TrainConfig:
     model: str | None = _option(None, MODEL, "Model.", "fc; glow in two dimensions")
     library: str = _option("nflows", MODEL, "Flow library that the model is built from.")
     linear: str = _option("full", MODEL, "Linear layers of the model.")
+    layers: int | None = _option(None, MODEL, "Full layers of the model (fc).", "as the model has")
     blocks: int | None = _option(None, MODEL, "Blocks of the model (cnn, glow, realnvp, maf, nsf).", "as the model has")
-    layers: int | None = _option(None, MODEL, "Full layers of fc.", "as the model has")
     kernel: int | None = _option(
         None, MODEL, "Size of the convolutions (cnn, glow on images).", "7 for cnn, 1 for glow"
     )
@@ -95,6 +95,7 @@ class TrainConfig:
     )
     optimizer: str = _option("adam", OPTIMISER, "Optimiser.")
     schedule: str = _option("cosine", OPTIMISER, "Learning rate over the run; multistep: a tenth at 1/2 and at 3/4.")
+    weight_decay: float = _option(0.0, OPTIMISER, "Weight decay of the matrices and kernels of full linear layers.")
     clip_norm: float | None = _option(
         None, OPTIMISER, "Largest norm of the gradient.", "none; 10 for rows that are no images"
     )
@@ -154,7 +155,7 @@ class TrainConfig:
     @property
     def model_options(self) -> dict[str, Any]:
         """What is said about the inside of the model."""
-        names = ("blocks", "layers", "kernel", "hidden", "activation", "residual")
+        names = ("layers", "blocks", "kernel", "hidden", "activation", "residual")
         told = {name: getattr(self, name) for name in names}
         return {name: value for name, value in told.items() if value is not None}
 

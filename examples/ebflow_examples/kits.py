@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -13,17 +14,18 @@ from torch.nn import functional as F
 import ebflow_plugin as ebf
 from ebflow_plugin.errors import InputError, UnknownNameError, suggest
 
-__all__ = ["ACTIVATIONS", "LIBRARIES", "LINEAR", "OF_IMAGES", "Conditioner", "ImageNetwork", "Kit", "no_layer"]
+__all__ = ["ACTIVATIONS", "LIBRARIES", "LINEAR", "OF_IMAGES", "Conditioner", "ImageNetwork", "Kit", "Split", "no_layer"]
 
 LIBRARIES = ("nflows", "normflows", "zuko")
 OF_IMAGES = ("nflows", "normflows")  # the libraries with couplings and squeezes of images
 LINEAR = ("full", "lu", "lower", "upper", "qr", "svd")
 # As a function, and as a module: the libraries want both.
-ACTIVATIONS: dict[str, tuple[Callable[..., Any], type[nn.Module]]] = {
+ACTIVATIONS: dict[str, tuple[Callable[..., Any], Callable[[], nn.Module]]] = {
     "tanh": (torch.tanh, nn.Tanh),
     "silu": (F.silu, nn.SiLU),
     "softplus": (F.softplus, nn.Softplus),
     "relu": (F.relu, nn.ReLU),
+    "leaky_relu": (partial(F.leaky_relu, negative_slope=0.1), partial(nn.LeakyReLU, 0.1)),
 }
 Shape = tuple[int, ...]
 
@@ -35,7 +37,7 @@ class Conditioner:
     Attributes:
         hidden: Features, or channels, of its hidden layers.
         blocks: How many residual blocks it has; on images, how many 1 x 1 convolutions.
-        activation: A name of :data:`ACTIVATIONS`. All but ``relu`` are smooth, as SSM needs it.
+        activation: A name of :data:`ACTIVATIONS`. All but ``relu`` and ``leaky_relu`` are smooth, as SSM needs it.
     """
 
     hidden: int
@@ -54,8 +56,8 @@ class Conditioner:
         return ACTIVATIONS[self.activation][0]
 
     @property
-    def module(self) -> type[nn.Module]:
-        """The activation as a class of modules."""
+    def module(self) -> Callable[[], nn.Module]:
+        """Makes the activation as a module."""
         return ACTIVATIONS[self.activation][1]
 
     def make(self, network: Callable[..., Any], inputs: int, outputs: int) -> nn.Module:
@@ -73,17 +75,17 @@ class Conditioner:
 class ImageNetwork(nn.Module):
     """Glow's network inside of a coupling of images: convolutions of 3 x 3, 1 x 1 and 3 x 3, zero at first.
 
-    Both libraries scale by sigmoid(u + 2) towards noise, and by its inverse towards data. Score matching sees the data
-    alone: off it u may fall without bound, and samples explode. With u above -3 no coupling stretches by more than 4.
+    Score matching sees the data alone: off it a log-scale could grow without bound, and samples would explode. Log-scales
+    are bounded as 2·tanh(h / 2), so that no coupling stretches by more than e² = 7.4.
 
     Arguments:
         inputs: Channels of the half that stays as it is.
         outputs: Twice those of the other half.
         net: Width, number of 1 x 1 convolutions, and activation.
-        scales: Which of the outputs are u.
+        scales: Which of the outputs are log-scales.
     """
 
-    bound = 3.0
+    bound = 2.0
     is_scale: Tensor
 
     def __init__(self, inputs: int, outputs: int, net: Conditioner, scales: slice) -> None:
@@ -100,13 +102,47 @@ class ImageNetwork(nn.Module):
         self.register_buffer("is_scale", is_scale, persistent=False)
 
     def forward(self, inputs: Tensor, context: Tensor | None = None) -> Tensor:
-        """Returns u and the shifts, in the order of the library."""
+        """Returns log-scales and shifts, in the order of the library."""
         free = self.layers(inputs)
         return torch.where(self.is_scale, self.bound * torch.tanh(free / self.bound), free)
 
 
 # As smooth as the activation, which wrap() sees for itself; without this nobody could know what forward() adds to it.
 ebf.register_nonlinear(ImageNetwork, smoothness="smooth")
+
+
+class Split(nn.Module):
+    """Marks a place among the layers of a model of images where half of the channels are finished.
+
+    Arguments:
+        shape: The shape of an image there.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+
+    @property
+    def half(self) -> Shape:
+        """The shape of either half.
+
+        Example:
+            >>> Split((4, 14, 14)).half
+            (2, 14, 14)
+        """
+        return (self.shape[0] // 2, *self.shape[1:])
+
+    @staticmethod
+    def levels(layers: Sequence[nn.Module], latent: Shape) -> Iterator[tuple[list[nn.Module], Shape]]:
+        """The layers between the marks, and the shape after them."""
+        level: list[nn.Module] = []
+        for layer in layers:
+            if isinstance(layer, Split):
+                yield level, layer.shape
+                level = []
+            else:
+                level.append(layer)
+        yield level, latent
 
 
 class Kit(Protocol):
@@ -124,6 +160,12 @@ class Kit(Protocol):
     def act_norm(self, shape: Shape) -> nn.Module:
         """An affine map for each feature of a vector, or each channel of an image, that starts from the data."""
 
+    def split_prior(self, shape: Shape, net: Conditioner) -> nn.Module:
+        """A coupling that scales and shifts the half of the channels that a :class:`Split` finishes by the other half.
+
+        On a standard normal it is the same as a normal prior of that half given the other: log p(z₂ | z₁).
+        """
+
     def squeeze(self) -> nn.Module:
         """Trades 2 × 2 pixels for four times the channels."""
 
@@ -137,7 +179,10 @@ class Kit(Protocol):
         """Scales and shifts each feature by functions of those before it, in one pass in the density direction."""
 
     def flow(self, layers: Sequence[nn.Module], latent: Shape) -> nn.Module:
-        """The model: layers from data to noise, on a standard normal base with the given shape."""
+        """The model: layers from data to noise, on a standard normal base with the given shape.
+
+        Where a :class:`Split` stands half of the channels go to the base, and the layers after it see the other half.
+        """
 
 
 def no_layer(library: str, kind: str, where: str, possible: Sequence[str]) -> InputError:

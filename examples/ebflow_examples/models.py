@@ -17,7 +17,7 @@ from torch import nn
 
 import ebflow_plugin as ebf
 from ebflow_examples.data import DataSet
-from ebflow_examples.kits import LIBRARIES, LINEAR, OF_IMAGES, Conditioner, Kit, Shape
+from ebflow_examples.kits import LIBRARIES, LINEAR, OF_IMAGES, Conditioner, Kit, Shape, Split
 from ebflow_plugin.errors import InputError, UnknownNameError, suggest
 from ebflow_plugin.plan.inputs import positive
 
@@ -111,11 +111,13 @@ def glow(
     depth: int = 1,
     activation: str = "silu",
     init: str = "orthogonal",
+    split: bool = True,
 ) -> tuple[list[nn.Module], Shape]:
     """Glow: blocks of ActNorm, a linear layer and an affine coupling.
 
     On vectors ten blocks (Section 5.1) of networks 64 wide; on images eight at each of two levels, a squeeze before
-    each (Section 5.4), of Glow's own networks with 32 channels; the paper does not say how wide its are.
+    each (Section 5.4), of Glow's own networks with 32 channels; the authors have sixteen and 512. With ``split`` half of
+    the channels are finished between two levels, with a normal prior of their own given the other half.
     """
     images = len(shape) == 3
     net = Conditioner((32 if images else 64) if hidden is None else hidden, depth, activation)
@@ -131,6 +133,9 @@ def glow(
         for block in range(count):
             mixing = kit.convolution(shape[0], size, linear, init) if images else kit.linear(shape[0], linear, init)
             result += [kit.act_norm(shape), mixing, kit.coupling(shape, block % 2 == 1, net)]
+        if split and images and level < levels - 1:
+            result += [kit.split_prior(shape, net), Split(shape)]
+            shape = Split(shape).half
     return result, shape
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,9 +12,11 @@ from nflows.nn import nets
 from torch import Tensor, nn
 
 import ebflow_plugin as ebf
-from ebflow_examples.kits import Conditioner, ImageNetwork, Shape, no_layer
+from ebflow_examples.kits import Conditioner, ImageNetwork, Shape, Split, no_layer
 from ebflow_examples.triangular import Triangular
 from ebflow_nflows import FullConv2d, FullLinear, SmoothLeakyReLU
+from ebflow_nflows.steps import NetworkStep
+from ebflow_plugin.adapting import Child, see_into
 
 __all__ = ["NflowsKit", "TriangularLinear"]
 
@@ -43,6 +46,19 @@ ebf.register_linear(
     log_det=lambda layer, shape: layer.log_det(),
     cost="O(D)",
 )
+
+
+class ImageCoupling(transforms.AffineCouplingTransform):
+    """An affine coupling of images with log-scales as its network bounds them; nflows' own can shrink alone."""
+
+    def _scale_and_shift(self, transform_params: Tensor) -> tuple[Tensor, Tensor]:
+        shift, log_scale = transform_params.chunk(2, dim=1)
+        return log_scale.exp(), shift
+
+
+# It acts as its parent does, and is as smooth as the network that it holds.
+see_into(("ebflow_examples",), "ImageCoupling")
+ebf.register_container(ImageCoupling, lambda coupling: [Child("", coupling, step=NetworkStep)])
 
 
 class NflowsKit:
@@ -76,12 +92,13 @@ class NflowsKit:
         return transforms.SqueezeTransform()
 
     def coupling(self, shape: Shape, flip: bool, net: Conditioner) -> nn.Module:
-        def network(inputs: int, outputs: int) -> nn.Module:
-            if len(shape) == 1:
-                return net.start(nets.ResidualNet, inputs, outputs)
-            return ImageNetwork(inputs, outputs, net, scales=slice(outputs // 2, None))
+        mask = _mask(shape[0], flip)
+        if len(shape) == 1:
+            return transforms.AffineCouplingTransform(mask, lambda *sizes: net.start(nets.ResidualNet, *sizes))
+        return ImageCoupling(mask, lambda *sizes: ImageNetwork(*sizes, net, scales=slice(sizes[1] // 2, None)))
 
-        return transforms.AffineCouplingTransform(_mask(shape[0], flip), network)
+    def split_prior(self, shape: Shape, net: Conditioner) -> nn.Module:
+        return self.coupling(shape, True, net)  # nflows finishes the first half
 
     def spline(self, features: int, flip: bool, net: Conditioner, bins: int, bound: float) -> nn.Module:
         return transforms.PiecewiseRationalQuadraticCouplingTransform(
@@ -98,7 +115,14 @@ class NflowsKit:
         )
 
     def flow(self, layers: Sequence[nn.Module], latent: Shape) -> nn.Module:
-        return flows.Flow(transforms.CompositeTransform(layers), distributions.StandardNormal(latent))
+        levels = list(Split.levels(layers, latent))
+        if len(levels) == 1:
+            return flows.Flow(transforms.CompositeTransform(layers), distributions.StandardNormal(latent))
+        transform = transforms.MultiscaleCompositeTransform(len(levels))
+        for level, shape in levels:
+            transform.add_transform(transforms.CompositeTransform(level), shape)
+        size = sum(prod(shape) for shape in transform._output_shapes)
+        return flows.Flow(transform, distributions.StandardNormal([size]))
 
 
 def _mask(features: int, flip: bool) -> Tensor:

@@ -13,7 +13,7 @@ import normflows as nf
 from torch import Tensor, nn
 
 import ebflow_plugin as ebf
-from ebflow_examples.kits import Conditioner, ImageNetwork, Shape, no_layer
+from ebflow_examples.kits import Conditioner, ImageNetwork, Shape, Split, no_layer
 from ebflow_examples.triangular import Triangular
 from ebflow_normflows import FullConv2d, FullLinear, SmoothLeakyReLU
 
@@ -81,13 +81,15 @@ class NormflowsKit:
     def coupling(self, shape: Shape, flip: bool, net: Conditioner) -> nn.Module:
         changed = (shape[0] + 1) // 2 if flip else shape[0] // 2
         sizes = shape[0] - changed, 2 * changed
-        conditioner = (
-            net.start(nf.nets.ResidualNet, *sizes)
-            if len(shape) == 1
-            else ImageNetwork(*sizes, net, scales=slice(1, None, 2))
-        )
         mode = "channel_inv" if flip else "channel"
-        return nf.flows.AffineCouplingBlock(conditioner, scale_map="sigmoid", split_mode=mode)
+        if len(shape) == 1:
+            conditioner = net.start(nf.nets.ResidualNet, *sizes)
+            return nf.flows.AffineCouplingBlock(conditioner, scale_map="sigmoid", split_mode=mode)
+        conditioner = ImageNetwork(*sizes, net, scales=slice(1, None, 2))
+        return nf.flows.AffineCouplingBlock(conditioner, scale_map="exp", split_mode=mode)
+
+    def split_prior(self, shape: Shape, net: Conditioner) -> nn.Module:
+        return self.coupling(shape, False, net)  # a MultiscaleFlow finishes the second half
 
     def spline(self, features: int, flip: bool, net: Conditioner, bins: int, bound: float) -> nn.Module:
         """A coupling by splines with linear tails; normflows alternates the features, and moves all of them."""
@@ -103,5 +105,12 @@ class NormflowsKit:
         return nf.flows.Reverse(inner)
 
     def flow(self, layers: Sequence[nn.Module], latent: Shape) -> nn.Module:
-        base = nf.distributions.DiagGaussian(latent, trainable=False)
-        return nf.NormalizingFlow(base, list(layers)[::-1])
+        def base(shape: Shape) -> nn.Module:
+            return nf.distributions.DiagGaussian(shape, trainable=False)
+
+        levels = list(Split.levels(layers, latent))[::-1]
+        if len(levels) == 1:
+            return nf.NormalizingFlow(base(latent), list(layers)[::-1])
+        finished = [base(latent), *(base(Split(shape).half) for _, shape in levels[1:])]
+        merges = [nf.flows.Merge("channel") for _ in levels[1:]]
+        return nf.MultiscaleFlow(finished, [level[::-1] for level, _ in levels], merges, class_cond=False)

@@ -35,9 +35,10 @@ from ebflow_examples.runs import (
     run_configuration,
 )
 from ebflow_plugin.errors import InputError
+from ebflow_plugin.layers import FullConv2d, FullLinear
 from ebflow_plugin.training.checkpoints import atomic_write
 
-__all__ = ["configuration", "first_process", "free_folder", "report", "train"]
+__all__ = ["configuration", "first_process", "fit_options", "free_folder", "optimizer_for", "report", "train"]
 
 OPTIMISERS: dict[str, Callable[..., optim.Optimizer]] = {
     "adam": optim.Adam,
@@ -148,7 +149,7 @@ def _train(run: Run, out: Path, resume: bool, progress: bool) -> dict[str, Any]:
         note(_headline(run, out))
     started = time.monotonic()
     try:
-        result = ebf.fit(objective, run.data.train, **_fit_options(run, out, resume, progress))
+        result = ebf.fit(objective, run.data.train, **fit_options(run, out, resume, progress))
     except InputError:
         if first:  # what cannot go on with this run does not describe it
             _put_back(out, kept)
@@ -246,22 +247,36 @@ def _headline(run: Run, out: Path) -> str:
     )
 
 
-def _fit_options(run: Run, out: Path, resume: bool, progress: bool) -> dict[str, Any]:
+def optimizer_for(run: Run) -> Callable[[list[nn.Parameter]], optim.Optimizer]:
+    """What makes the optimiser of a configuration: its weight decay is that of full linear layers alone."""
+    config = run.config
+    layers = (module for module in run.model.flow.modules() if isinstance(module, (FullLinear, FullConv2d)))
+    decaying = {id(layer.weight) for layer in layers} if config.weight_decay else set()
+
+    def optimizer(parameters: list[nn.Parameter]) -> optim.Optimizer:
+        groups: list[dict[str, Any]] = [
+            {"params": [each for each in parameters if id(each) not in decaying], "weight_decay": 0.0},
+            {"params": [each for each in parameters if id(each) in decaying], "weight_decay": config.weight_decay},
+        ]
+        return OPTIMISERS[config.optimizer]([group for group in groups if group["params"]], lr=config.lr)
+
+    return optimizer
+
+
+def fit_options(run: Run, out: Path, resume: bool, progress: bool) -> dict[str, Any]:
+    """What :func:`ebflow_plugin.fit` is told for a run whose configuration is settled."""
     config = run.config
     assert config.lr is not None
     assert config.batch_size is not None
     batches = max(1, len(run.data.train) // (config.batch_size * int(os.environ.get("WORLD_SIZE", "1"))))
     total = config.steps or (config.epochs or 1) * batches
-    make, rate, schedule = OPTIMISERS[config.optimizer], config.lr, SCHEDULES[config.schedule]
-
-    def optimizer(parameters: list[nn.Parameter]) -> optim.Optimizer:
-        return make(parameters, lr=rate)
+    schedule = SCHEDULES[config.schedule]
 
     def scheduler(made: optim.Optimizer) -> LambdaLR:
         return LambdaLR(made, lambda step: schedule(step / total))
 
     return {
-        "optimizer": optimizer,
+        "optimizer": optimizer_for(run),
         "scheduler": None if config.schedule == "constant" else scheduler,
         "steps": config.steps,
         "epochs": config.epochs,

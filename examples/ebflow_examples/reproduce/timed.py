@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from math import isnan
 from typing import Any
 
-from torch import Tensor, nn, optim
+from torch import Tensor, optim
 from torch.optim.lr_scheduler import LambdaLR
 
 import ebflow_plugin as ebf
@@ -18,7 +18,7 @@ from ebflow_examples.bench.contenders import training_step
 from ebflow_examples.defaults import objective_of, settle
 from ebflow_examples.runs import Run
 from ebflow_examples.streams import drawing_from
-from ebflow_examples.training import OPTIMISERS, SCHEDULES
+from ebflow_examples.training import SCHEDULES, optimizer_for
 from ebflow_plugin.errors import TrainingError
 from ebflow_plugin.training.batches import batches
 from ebflow_plugin.training.evaluation import calibrated, evaluate
@@ -198,20 +198,17 @@ def train_for(
     looks = Evaluations(run, clock, evaluations, ema, validation, calibration)
     assert config.lr is not None
     assert config.batch_size is not None
-    make, rate, schedule = OPTIMISERS[config.optimizer], config.lr, SCHEDULES[config.schedule]
+    schedule = SCHEDULES[config.schedule]
 
     def scheduler(made: optim.Optimizer) -> LambdaLR:
         return LambdaLR(made, lambda step: schedule(clock.tick() if step else 0.0))
-
-    def optimizer(parameters: list[nn.Parameter]) -> optim.Optimizer:
-        return make(parameters, lr=rate)
 
     looks.look(0)
     clock.go()
     result = ebf.fit(
         objective_of(model, config),
         run.data.train,
-        optimizer=optimizer,
+        optimizer=optimizer_for(run),
         scheduler=scheduler,
         steps=NO_END,
         batch_size=config.batch_size,

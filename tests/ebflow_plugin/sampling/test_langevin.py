@@ -220,6 +220,10 @@ LANGEVIN_ERRORS = [
     ({"x0": torch.full((2, 3), math.nan, dtype=WIDE)}, "x0 holds 6 NaN or inf"),
     ({"x0": torch.full((2, 3), 1e200, dtype=WIDE)}, "energy is NaN or inf at 2 of 2 starts"),
     ({"x0": torch.zeros(2, 3)}, "x is torch.float32"),
+    ({"covariance": torch.eye(2)}, "covariance must have shape \\(3, 3\\), got \\(2, 2\\)"),
+    ({"covariance": -torch.eye(3)}, "symmetric and positive definite"),
+    ({"covariance": torch.ones(3, 3).tril() + torch.eye(3)}, "symmetric and positive definite"),
+    ({"covariance": torch.full((3, 3), math.nan)}, "covariance holds 9 NaN"),
 ]
 
 
@@ -267,6 +271,50 @@ def test_imputation_has_the_exact_conditional(preprocess):
         assert torch.equal(filled[row][:, observed], x[row, observed].expand(1500, -1))  # bit by bit
         centre, spread = conditional(mean, covariance, observed, x[row])
         assert_moments(filled[row][:, mask[row]], centre, spread.reshape(len(centre), -1), 1000)
+
+
+def ill_scaled():
+    """A Gaussian whose widest direction is a thousand times its narrowest."""
+    layer = ebflow_nflows.FullLinear(4, dtype=WIDE)
+    turn = torch.linalg.qr(torch.randn(4, 4, generator=seed(3), dtype=WIDE)).Q
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([100.0, 10.0, 1.0, 0.1], dtype=WIDE)[:, None] * turn)
+        layer.bias.normal_(generator=seed(4))
+    layer.requires_grad_(False)
+    inverse = torch.linalg.inv(layer.weight)
+    model = ebf.wrap(flows.Flow(layer, distributions.StandardNormal([4])))
+    return model, -inverse @ layer.bias, inverse @ inverse.mT
+
+
+def test_a_covariance_makes_ill_scaled_chains_fast_and_keeps_the_limit():
+    model, mean, covariance = ill_scaled()
+    x = mean + torch.randn(2, 4, generator=seed(1), dtype=WIDE) @ torch.linalg.cholesky(covariance).mT
+    mask = torch.tensor([[True, False, True, False], [False, True, True, True]])
+    options = {"steps": 60, "burn_in": 40, "step_size": 0.5, "chains": 1500, "generator": seed()}
+    filled = impute(model, x, mask, **options, covariance=covariance, init=torch.zeros_like(x))
+    for row in range(2):
+        observed = ~mask[row]
+        assert torch.equal(filled[row][:, observed], x[row, observed].expand(1500, -1))
+        centre, spread = conditional(mean, covariance, observed, x[row])
+        assert_moments(filled[row][:, mask[row]], centre, spread.reshape(len(centre), -1), 1000)
+
+
+def test_chains_without_a_covariance_do_not_get_there():
+    model, mean, covariance = ill_scaled()
+    start, options = mean.expand(1000, 4), {"steps": 60, "burn_in": 40, "step_size": 0.5}
+    found = langevin(model, start, **options, generator=seed())
+    assert float(found.samples.var(0).sum()) < 0.1 * float(covariance.trace())
+    found = langevin(model, start, **options, covariance=covariance, generator=seed())
+    assert_moments(found.samples, mean, covariance, 500)
+
+
+def test_a_wrong_covariance_keeps_the_limit_of_adjusted_chains():
+    model, mean, covariance = make_gaussian()
+    wrong = torch.tensor([[2.0, 0.5, 0.0], [0.5, 0.4, 0.0], [0.0, 0.0, 1.0]], dtype=WIDE)
+    start = mean.expand(2000, 3)
+    found = langevin(model, start, 300, 0.2, burn_in=100, covariance=wrong, generator=seed())
+    assert_moments(found.samples, mean, covariance, 1000)
+    assert 0.3 < float(found.acceptance.mean()) < 0.9
 
 
 def test_observed_entries_survive_preprocessing_bit_by_bit():
