@@ -38,6 +38,7 @@ __all__ = ["CheckpointFolder", "atomic_write", "compare", "load_best"]
 FORMAT = "ebflow_plugin.fit"
 VERSION = 1
 KEPT = 2
+FATAL = ("model", "objective", "optimizer", "scheduler", "ema")  # what a checkpoint must agree on to be resumed
 NO_SUM = b"0" * 64  # stands where the checksum will, while it is computed
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -129,11 +130,15 @@ class CheckpointFolder:
         """The checkpoints that are there, the latest first."""
         return sorted(self.path.glob("step-*.pt"), reverse=True)
 
+    def write(self, name: str, content: Mapping[str, Any]) -> Path:
+        """Writes one file that ``torch.load`` reads."""
+        path = self.path / name
+        atomic_write(path, lambda file: torch.save(dict(content), file))
+        return path
+
     def save(self, state: Mapping[str, Any]) -> Path:
-        """Writes a checkpoint, then removes all but the last two, and what killed processes left after."""
-        path = self.path / f"step-{state['step']:08d}.pt"
-        content = {"format": FORMAT, "version": VERSION, **state}
-        atomic_write(path, lambda file: torch.save(content, file))
+        """Writes a checkpoint, then removes all but the last two, and temporary files of killed processes."""
+        path = self.write(f"step-{state['step']:08d}.pt", {"format": FORMAT, "version": VERSION, **state})
         for old in (*self.files()[KEPT:], *self.path.glob(".*.tmp")):
             old.unlink(missing_ok=True)
         return path
@@ -167,9 +172,7 @@ class CheckpointFolder:
         """Writes the best weights, and what is known about them (the step, the NLL)."""
         tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
         if find_spec("safetensors") is None:
-            path = self.path / "best.pt"
-            atomic_write(path, lambda file: torch.save({"weights": tensors, "facts": dict(facts)}, file))
-            return path
+            return self.write("best.pt", {"weights": tensors, "facts": dict(facts)})
         from safetensors.torch import save
 
         path = self.path / "best.safetensors"
@@ -184,6 +187,14 @@ class CheckpointFolder:
             if path.exists():
                 return _read_best(path)
         return None
+
+    def find_best(self) -> dict[str, Tensor] | str:
+        """The best weights, or why there are none: a run can go on without them."""
+        try:
+            found = self.load_best()
+        except InputError as error:
+            return str(error)
+        return f"{self.path} holds none" if found is None else found[0]
 
     def clear(self) -> None:
         """Removes the checkpoints and the best weights of an earlier run."""
@@ -221,15 +232,15 @@ def _unzip(path: Path) -> Any:
         raise InputError(f"{path} cannot be read ({type(error).__name__}: {_first_line(error)})") from error
 
 
-def compare(path: Path, here: Mapping[str, str], there: Mapping[str, str], fatal: tuple[str, ...]) -> bool:
-    """Compares what a run is with what a checkpoint was made by. Gives whether they are the same.
+def compare(path: Path | None, here: Mapping[str, str], there: Mapping[str, str]) -> bool:
+    """Compares the facts of a run with those of a checkpoint. Returns whether they are the same.
 
     Raises:
-        InputError: If the fatal ones differ (the model, the objective, …); the others give a warning.
+        InputError: If the model, the objective, … differ. Other differences give a warning.
     """
     differing = [name for name in here if here[name] != there.get(name)]
     lines = [f"{name}: {_shorten(there.get(name, 'nothing'), here[name])}" for name in differing]
-    if set(differing) & set(fatal):
+    if set(differing) & set(FATAL):
         raise InputError(
             f"the checkpoint in {path} is of another run\n  " + "\n  ".join(lines) + "\nPass another checkpoint "
             "folder, or resume=False to begin anew in this one."
@@ -238,21 +249,17 @@ def compare(path: Path, here: Mapping[str, str], there: Mapping[str, str], fatal
         warnings.warn(
             f"the run in {path} goes on with other settings, and not exactly as it would have\n  " + "\n  ".join(lines),
             ResumeWarning,
-            stacklevel=4,
+            stacklevel=6,
         )
     return not lines
 
 
-def check_saveable(**parts: Mapping[str, Any]) -> None:
-    """Raises if a state cannot be read again, before any work is lost to it.
-
-    Raises:
-        InputError: If ``torch.load(weights_only=True)`` would refuse it.
-    """
-    for name, state in parts.items():
+def check_saveable(**parts: Any) -> None:
+    """Raises if ``torch.load(weights_only=True)`` cannot read a state again, before any work is lost to it."""
+    for name, part in parts.items():
         buffer = io.BytesIO()
         try:
-            torch.save(dict(state), buffer)
+            torch.save({} if part is None else part.state_dict(), buffer)
             buffer.seek(0)
             torch.load(buffer, weights_only=True)
         except Exception as error:
@@ -263,7 +270,7 @@ def check_saveable(**parts: Mapping[str, Any]) -> None:
 
 
 def load_best(model: EBFlow, folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Returns a model the weights with the best validation NLL of a training run.
+    """Gives a model the weights with the best validation NLL of a training run.
 
     Arguments:
         model: A model like the one that was trained.
@@ -349,10 +356,10 @@ def _shorten(there: str, here: str) -> str:
     return "; ".join(parts) or "in another order"
 
 
-def identity(
+def facts_of(
     objective: Objective, optimizer: Optimizer, scheduler: LRScheduler | None, ema: EMA | None
 ) -> dict[str, str]:
-    """What a checkpoint must agree on, in words."""
+    """What a run must agree on with its checkpoint, in words."""
     options = "; ".join(f"{name}={value}" for name, value in sorted(optimizer.defaults.items()) if value is not None)
     groups = "+".join(str(len(group["params"])) for group in optimizer.param_groups)
     return {

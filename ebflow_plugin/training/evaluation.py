@@ -1,9 +1,9 @@
-"""The exact NLL of data: what tells whether a model is getting better."""
+"""The exact NLL of data: what tells whether a model gets better."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
@@ -15,8 +15,7 @@ from torch import Generator, Tensor
 from ebflow_plugin.closed_form.calibration import Calibration, CalibrationStep
 from ebflow_plugin.log_z.exact import Normalizer
 from ebflow_plugin.model import EBFlow
-from ebflow_plugin.plan.values import per_sample
-from ebflow_plugin.training.batches import Batches, LoaderBatches
+from ebflow_plugin.plan.inputs import Batch
 from ebflow_plugin.training.distributed import Processes
 from ebflow_plugin.training.randomness import mix
 
@@ -32,16 +31,16 @@ class Likelihood(NamedTuple):
 
 
 class LikelihoodSum:
-    """Adds up the exact NLL of data, batch by batch. log Z is computed once.
+    """Adds up the exact NLL of data, batch by batch, and computes log Z once.
 
-    The noise of a :class:`~ebflow_plugin.Dequantize` is the same each time, so that evaluations can be compared. The
-    flow of a calibrated model is gone through once for both of its likelihoods.
+    The noise of a :class:`~ebflow_plugin.Dequantize` is the same each time, so that evaluations can be compared. One
+    pass through the flow serves both likelihoods of a calibrated model, calibrated and not.
 
     Arguments:
-        model: The model, which must stay as it is.
+        model: The model. Its parameters and its calibration count as they are now.
         seed: Where the noise comes from.
-        processes: Who shares the data.
-        rows: How many rows count, for this process; all of them by default.
+        processes: The processes that share the data.
+        rows: How many rows of this process count; all of them by default.
 
     Example:
         >>> import ebflow_plugin as ebf
@@ -57,11 +56,19 @@ class LikelihoodSum:
 
     def __init__(self, model: EBFlow, seed: int, processes: Processes | None = None, rows: int | None = None) -> None:
         self._model, self._processes, self._left = model, processes or Processes(), rows
-        self._device = model.like().device
-        self._generator = Generator(self._device).manual_seed(mix(seed, "validation", self._processes.rank))
-        self._log_probs = _densities(model.core)
-        wide = torch.float32 if self._device.type == "mps" else torch.float64
-        self._sums = torch.zeros(4, dtype=wide, device=self._device)
+        device = model.like().device
+        self._generator = Generator(device).manual_seed(mix(seed, "validation", self._processes.rank))
+        self._sums = torch.zeros(4, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+        plan = model.core_plan
+        plan.refuse()
+        self._fitted: CalibrationStep | None = None
+        if plan.steps and isinstance(plan.steps[-1], CalibrationStep):
+            # A copy: the model may be calibrated in another way when the data come.
+            self._fitted, module = copy(plan.steps[-1]), Calibration()
+            module.set(**{name: getattr(self._fitted.module, name) for name in Calibration.names})
+            self._fitted.module = module
+            plan = replace(plan, steps=plan.steps[:-1])
+        self._plan, self._normalizer = plan, Normalizer(plan)
 
     @torch.no_grad()
     def add(self, x: Tensor, context: Tensor | None) -> None:
@@ -69,9 +76,24 @@ class LikelihoodSum:
         if self._left is not None:
             x, context = x[: self._left], None if context is None else context[: self._left]
             self._left -= len(x)
-        x, context = x.to(self._device), None if context is None else context.to(self._device)
-        u, log_det = self._model.preprocess(x, self._generator)
-        found = [-(value + log_det).to(self._sums).sum() for value in self._log_probs(u, context)]
+        if len(x) == 0:
+            return
+        device, plan = self._sums.device, self._plan
+        x, context = x.to(device), None if context is None else context.to(device)
+        _, u, before = self._model.match(x, context, self._generator)
+        context = plan.embed(context)
+        latents, log_det = plan.encode(u, context)
+        log_z = self._normalizer.log_z(tuple(u.shape[1:]), u)
+        densities = [(latents, log_z)]
+        if self._fitted is not None:
+            moved, _ = self._fitted.encode(latents[0] if len(latents) == 1 else latents, context)
+            scale = self._fitted.log_det(tuple(tuple(part.shape[1:]) for part in latents))
+            densities.insert(0, ((moved,) if isinstance(moved, Tensor) else moved, log_z - scale))
+        found = []
+        for z, constant in densities:
+            value = plan.base_log_prob(z, context)
+            value = (value if log_det is None else value + log_det) - constant
+            found.append(-(value + before).to(self._sums).sum())
         self._sums = self._sums + torch.stack([found[0], found[-1], *found[0].new_tensor([len(x), x.numel()])])
 
     def mean(self) -> Likelihood:
@@ -82,69 +104,29 @@ class LikelihoodSum:
         return Likelihood(nll / rows, nll / values / math.log(2.0), uncalibrated / rows)
 
 
+def evaluate(
+    model: EBFlow, rows: Iterable[Batch], seed: int, processes: Processes | None = None
+) -> Likelihood:
+    """The exact mean NLL of the rows of all processes, in one pass."""
+    total = LikelihoodSum(model, seed, processes)
+    for x, context in rows:
+        total.add(x, context)
+    return total.mean()
+
+
 @contextmanager
 def calibrated(model: EBFlow, data: Any, kind: str | None) -> Iterator[None]:
-    """Calibrates a model for the duration of a ``with`` block; not at all if ``kind`` is None.
+    """Calibrates a model inside a ``with`` block; not at all if ``kind`` is None.
 
-    A :class:`LikelihoodSum` that is made inside of it is of the calibrated model, also after the block.
+    A :class:`LikelihoodSum` that is made inside it is of the calibrated model, also after the block.
     """
     if kind is None:
         yield
         return
-    kept = {name: getattr(model.calibration, name) for name in model.calibration.names}
+    before = {name: getattr(model.calibration, name) for name in model.calibration.names}
     try:
         with torch.inference_mode(False), torch.no_grad():
             model.calibrate(data, kind)
         yield
     finally:
-        model.calibration.set(**kept)
-
-
-def evaluate(
-    model: EBFlow, source: Batches | LoaderBatches, seed: int, processes: Processes | None = None
-) -> Likelihood:
-    """The exact mean NLL of data, in one pass.
-
-    Example:
-        >>> import ebflow_plugin as ebf
-        >>> from ebflow_plugin.training.batches import batches
-        >>> from nflows import distributions, flows, transforms
-        >>> model = ebf.wrap(flows.Flow(transforms.LULinear(2), distributions.StandardNormal([2])))
-        >>> x = 3.0 * torch.randn(100, 2)
-        >>> before = -model.log_prob(x).mean().item()
-        >>> report = model.calibrate(x)
-        >>> found = evaluate(model, batches(x, 40, shuffle=False), seed=0)
-        >>> abs(found.nll + model.log_prob(x).mean().item()) < 1e-4, abs(found.uncalibrated - before) < 1e-4
-        (True, True)
-    """
-    total = LikelihoodSum(model, seed, processes)
-    for x, context in source.once():
-        total.add(x, context)
-    return total.mean()
-
-
-def _densities(core: EBFlow) -> Callable[[Tensor, Tensor | None], list[Tensor]]:
-    """The log-density of the matched variable; of a calibrated model, that without its calibration too."""
-    last = core.plan.steps[-1] if core.plan.steps else None
-    if not isinstance(last, CalibrationStep):
-        return lambda u, context: [core.log_prob(u, context)]
-    bare = replace(core.plan, steps=core.plan.steps[:-1])
-    normalizer = Normalizer(bare)
-
-    fit = copy(last)  # of its own: the model's may be another one when the data come
-    fit.module = Calibration()
-    fit.module.set(**{name: getattr(last.module, name) for name in Calibration.names})
-
-    def both(u: Tensor, context: Tensor | None) -> list[Tensor]:
-        context = bare.embed(context)
-        latents, log_det = bare.encode(u, context)
-        fitted, _ = fit.encode(latents[0] if len(latents) == 1 else latents, context)
-        log_z = normalizer.log_z(tuple(u.shape[1:]), u)
-        scale = fit.log_det(tuple(tuple(part.shape[1:]) for part in latents))
-        found = []
-        for z, constant in (((fitted,) if isinstance(fitted, Tensor) else fitted, log_z - scale), (latents, log_z)):
-            value = per_sample(bare.base.log_prob(z, context), u)
-            found.append((value if log_det is None else value + log_det) - constant)
-        return found
-
-    return both
+        model.calibration.set(**before)

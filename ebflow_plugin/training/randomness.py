@@ -1,4 +1,4 @@
-"""Where the randomness of a training run comes from: seeds for each purpose, and states that can be kept."""
+"""Where the randomness of a training run comes from: a seed for each purpose, and states that can be restored."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def set_random_state(state: RandomState, device: torch.device, generators: Seque
     torch.set_rng_state(state["cpu"])
     if device.type == "cuda" and state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"], device)
-    for generator, kept in zip(generators, state["generators"], strict=True):
-        generator.set_state(kept)
+    for generator, saved in zip(generators, state["generators"], strict=True):
+        generator.set_state(saved)
 
 
 def terms_of(objective: Objective) -> list[Objective]:
@@ -53,8 +53,8 @@ def terms_of(objective: Objective) -> list[Objective]:
 def noise_of(objective: Objective, seed: int, rank: int, device: torch.device) -> dict[Objective, Generator]:
     """The generator that each term draws from in this process.
 
-    In the first process the term's own one, if it has one. Other processes draw from a copy, seeded for them, so that
-    no two have the same noise and nothing of the user's is reseeded. Terms without one share one of the run.
+    The first process uses a term's own generator. Other processes use a copy with a seed of its own, so that no two
+    have the same noise and the user's generator is not reseeded. Terms without a generator share one of the run.
     """
     shared = Generator(device).manual_seed(mix(seed, "noise", rank))
     copies: dict[int, Generator] = {}
@@ -69,12 +69,12 @@ def noise_of(objective: Objective, seed: int, rank: int, device: torch.device) -
 
 @contextmanager
 def lend(noise: Mapping[Objective, Generator]) -> Iterator[None]:
-    """Lets terms draw from these generators, for the duration of a ``with`` block."""
+    """Lets terms draw from these generators inside a ``with`` block."""
     own = {term: term.generator for term in noise}
     for term, generator in noise.items():
         term.generator = generator
     try:
         yield
     finally:
-        for term in noise:
-            term.generator = own[term]
+        for term, generator in own.items():
+            term.generator = generator  # type: ignore[assignment]
