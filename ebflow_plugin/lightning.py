@@ -17,16 +17,17 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DistributedSampler
 
 from ebflow_plugin.errors import InputError
+from ebflow_plugin.linalg.random import mix, random_state, set_random_state
 from ebflow_plugin.objectives import Objective
 from ebflow_plugin.objectives.checks import refuse_useless_context
+from ebflow_plugin.objectives.evaluation import LikelihoodSum, calibrated
+from ebflow_plugin.objectives.noise import lend, noise_of
 from ebflow_plugin.plan.inputs import one_of, pair, whole
 from ebflow_plugin.plan.spectrum import NEAR_SINGULAR, ConditionWatch, full_layers
 from ebflow_plugin.training.checkpoints import write_weights
 from ebflow_plugin.training.distributed import awaits_start, is_sharded, processes, start_once
-from ebflow_plugin.training.evaluation import LikelihoodSum, calibrated
 from ebflow_plugin.training.guards import FiniteWatch, diagnose, failure, gradient_norms
 from ebflow_plugin.training.options import optimizer_of, scalar_objective, scheduler_of
-from ebflow_plugin.training.randomness import lend, mix, noise_of, random_state, set_random_state
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -170,12 +171,14 @@ class ExactNLL(Callback):
                 kind = None if trainer.sanity_checking else self._kind  # before that there are no training data
                 loaders = found if isinstance(found, (list, tuple)) else [found]
                 with calibrated(model, _training_data(trainer, module), kind):
-                    self._sums = [LikelihoodSum(model, self._seed, group, _own_rows(loader)) for loader in loaders]
+                    for loader in loaders:
+                        noise = Generator(module.device).manual_seed(mix(self._seed, "validation", group.rank))
+                        self._sums.append(LikelihoodSum(model, noise, _own_rows(loader)))
             self._sums[place].add(*pair(batch))
 
     def on_validation_epoch_end(self, trainer: Trainer, module: Any) -> None:
         for place, total in enumerate(self._sums):
-            nll, bits, uncalibrated = total.mean()
+            nll, bits, uncalibrated = total.mean(processes(module.device).total)
             found = {"val_nll": nll, "val_bits_per_dim": bits}
             found |= {} if self._kind is None else {"val_nll_uncalibrated": uncalibrated}
             end = f"/dataloader_idx_{place}" if len(self._sums) > 1 else ""

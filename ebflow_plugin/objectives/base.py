@@ -164,6 +164,10 @@ class Objective(nn.Module, ABC):
         weight = f", energy_weight={self.energy_weight:g}" if self.energy_weight else ""
         return f"reduction={self.reduction!r}{weight}"
 
+    def in_words(self) -> str:
+        """Its name and options: a checkpoint must agree on them with the run that goes on from it."""
+        return f"{type(self).__name__}({self.extra_repr()})"
+
     def __mul__(self, weight: float) -> WeightedSum:
         if not isinstance(weight, Real):
             return NotImplemented
@@ -269,6 +273,11 @@ class WeightedSum(Objective):
     def load_state(self, state: Mapping[str, Any]) -> None:
         for place, term in enumerate(self.terms):
             term.load_state(state.get(str(place), {}))  # type: ignore[operator]
+
+    def in_words(self) -> str:
+        return " + ".join(
+            f"{weight:g} * {term.in_words()}" for weight, term in zip(self.weights, self._parts(), strict=True)
+        )
 
     def extra_repr(self) -> str:
         """Describes the weights."""

@@ -18,8 +18,8 @@ from torch.utils.data import (
 )
 
 from ebflow_plugin.errors import InputError
+from ebflow_plugin.linalg.random import RandomState, mix, random_state, set_random_state
 from ebflow_plugin.plan.inputs import Batch, pair, refuse_non_finite
-from ebflow_plugin.training.randomness import RandomState, mix, random_state, set_random_state
 
 __all__ = ["Batches", "LoaderBatches", "batches"]
 

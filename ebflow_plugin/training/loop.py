@@ -14,19 +14,20 @@ from torch import Generator, Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ebflow_plugin.errors import EBFlowError, ResumeWarning, TrainingError, WriteError
+from ebflow_plugin.linalg.random import mix, random_state, set_random_state
 from ebflow_plugin.objectives import Objective
 from ebflow_plugin.objectives.base import waits_for_data
+from ebflow_plugin.objectives.evaluation import LikelihoodSum, calibrated
+from ebflow_plugin.objectives.noise import lend, noise_of
 from ebflow_plugin.plan.inputs import Batch
 from ebflow_plugin.plan.spectrum import ConditionWatch, FullLayer, conditioning_penalty, full_layers
 from ebflow_plugin.training.batches import Batches, LoaderBatches, batches
-from ebflow_plugin.training.checkpoints import CheckpointFolder, check_saveable, compare, facts_of, write_weights
+from ebflow_plugin.training.checkpoints import CheckpointFolder, check_saveable, compare, write_weights
 from ebflow_plugin.training.distributed import parallel, processes, start_once
-from ebflow_plugin.training.evaluation import calibrated, evaluate
 from ebflow_plugin.training.guards import Finding, FiniteWatch, diagnose, failure, gradient_norms
 from ebflow_plugin.training.interrupts import Interrupts
 from ebflow_plugin.training.options import Settings, average, check_batch, optimizer_of, scheduler_of
 from ebflow_plugin.training.progress import Callback, Event, JsonLines, Record, display
-from ebflow_plugin.training.randomness import lend, mix, noise_of, random_state, set_random_state
 
 __all__ = ["Event", "Run"]
 
@@ -116,11 +117,9 @@ class Run:
         start_once(self.model, *first, group, Generator(device).manual_seed(mix(settings.seed, "start")))
         self.ema = average(self.model, settings.ema)
         self.facts = {
-            **facts_of(objective, self.optimizer, self.scheduler, self.ema),
+            **settings.facts(objective, self.optimizer, self.scheduler, self.ema),
             "data": str(self.data),
-            "seed": str(settings.seed),
             "processes": str(group.world),
-            **settings.facts(),
         }
         state: dict[str, Any] | None = None
         if self.folder is not None:
@@ -142,6 +141,7 @@ class Run:
             self._loss = parallel(self._loss, device, unused=self._has_unused(*first))
         self._sum = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
         self._grad_norm = torch.zeros((), device=device)
+        self._validation_seed = mix(settings.seed, "validation", group.rank)
         self._skip = settings.on_non_finite == "skip"
         self._look_every = 1 if self._skip else LOOK_EVERY.get(device.type, LOOK_EVERY_ELSEWHERE)
         if state is not None:
@@ -328,7 +328,10 @@ class Run:
         try:
             rows = (self._to_device(*batch) for batch in self.data.once())
             with nullcontext() if self.ema is None else self.ema.applied(), calibrated(self.model, rows, kind):
-                nll, bits, uncalibrated = evaluate(self.model, validation.once(), self.settings.seed, self.processes)
+                total = LikelihoodSum(self.model, Generator(self.device).manual_seed(self._validation_seed))
+                for x, context in validation.once():
+                    total.add(x, context)
+                nll, bits, uncalibrated = total.mean(self.processes.total)
                 if math.isnan(nll):
                     raise TrainingError("the NLL on the validation data is not a number")
                 found: Record = {"nll": nll, "bits_per_dim": bits}

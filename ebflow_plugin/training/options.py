@@ -127,11 +127,23 @@ class Settings:
         evaluate_every = self.evaluate_every or max(often, min(worth, ceil(total / FEWEST)))
         return Pace(total, evaluate_every, self.checkpoint_every or self.evaluate_every or often)
 
-    def facts(self) -> dict[str, str]:
-        """What a resumed run should agree on with its checkpoint, in words (those of the first format)."""
+    def facts(
+        self, objective: Objective, optimizer: Optimizer, scheduler: LRScheduler | None, ema: EMA | None
+    ) -> dict[str, str]:
+        """What a run should agree on with the checkpoint that it goes on from, in words."""
+        options = sorted(optimizer.defaults.items())
+        words = "; ".join(f"{name}={value}" for name, value in options if value is not None)
+        groups = "+".join(str(len(group["params"])) for group in optimizer.param_groups)
+        state = objective.model.state_dict().items()
         numbers = f"clip_norm={self.clip_norm}, conditioning={self.conditioning}"
         return {
-            "training": f"accumulate=1, {numbers}, amp=False",
+            "model": "; ".join(f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in state),
+            "objective": objective.in_words(),
+            "optimizer": f"{type(optimizer).__name__}; {words}; {groups} parameters",
+            "scheduler": "none" if scheduler is None else type(scheduler).__name__,
+            "ema": "none" if ema is None else f"decay={ema.decay}, warmup={ema.warmup}",
+            "seed": str(self.seed),
+            "training": f"accumulate=1, {numbers}, amp=False",  # the words of the first format
             "evaluation": f"calibrate={self.calibration}, on_non_finite={self.on_non_finite}",
         }
 

@@ -15,14 +15,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ebflow_plugin as ebf
 from ebflow_nflows import FullLinear
+from ebflow_plugin.linalg.random import mix
 from ebflow_plugin.objectives import DSM, ML, SSM
+from ebflow_plugin.objectives.evaluation import LikelihoodSum
+from ebflow_plugin.objectives.noise import lend, noise_of
 from ebflow_plugin.training import fit, loop
 from ebflow_plugin.training import progress as shown
 from ebflow_plugin.training.batches import batches
 from ebflow_plugin.training.checkpoints import load_best
-from ebflow_plugin.training.evaluation import evaluate
 from ebflow_plugin.training.options import Pace
-from ebflow_plugin.training.randomness import lend, mix, noise_of
 from training_models import make_data, make_model, same, weights, without_timing
 
 QUIET = {"progress": False}
@@ -30,6 +31,13 @@ QUIET = {"progress": False}
 
 def adam(rate):
     return lambda parameters: torch.optim.Adam(parameters, lr=rate)
+
+
+def evaluate(model, source, seed):
+    total = LikelihoodSum(model, torch.Generator().manual_seed(mix(seed, "validation", 0)))
+    for x, context in source.once():
+        total.add(x, context)
+    return total.mean()
 
 
 def coupling_model(context=None, hidden=8):
@@ -121,7 +129,7 @@ def test_both_likelihoods_come_from_one_pass(kind):
     )
     x = torch.randint(8, (200, 4), generator=torch.Generator().manual_seed(0))
     source = batches(x, 64, shuffle=False)
-    before = evaluate(model, source.once(), seed=3).nll
+    before = evaluate(model, source, seed=3).nll
     model.calibrate(x, kind)
     generator = torch.Generator().manual_seed(mix(3, "validation", 0))
     log_probs = torch.cat([model.log_prob(part, generator=generator) for part in x.split(64)]).detach()
@@ -129,7 +137,7 @@ def test_both_likelihoods_come_from_one_pass(kind):
     assert after < before - 0.1
     passes = []
     hook = model.flow._transform.transform_net.register_forward_pre_hook(lambda *args: passes.append(1))
-    found = evaluate(model, source.once(), seed=3)
+    found = evaluate(model, source, seed=3)
     hook.remove()
     assert len(passes) == len(source)
     assert found == pytest.approx((after, bits, before), rel=1e-12)
@@ -261,7 +269,7 @@ def test_log_z_is_computed_once_for_an_evaluation(monkeypatch):
     plan = type(model.core.plan)
     original = plan.log_z
     monkeypatch.setattr(plan, "log_z", lambda self, *args: calls.append(1) or original(self, *args))
-    evaluate(model, batches(x, 10, shuffle=False).once(), seed=0)
+    evaluate(model, batches(x, 10, shuffle=False), seed=0)
     assert len(calls) == 1
 
 
@@ -272,7 +280,7 @@ def test_integers_are_dequantized_with_the_same_noise_at_each_evaluation():
     )
     x = torch.randint(8, (60, 4), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     source = batches(x, 20, shuffle=False)
-    assert evaluate(model, source.once(), 0) == evaluate(model, source.once(), 0)
+    assert evaluate(model, source, 0) == evaluate(model, source, 0)
     result = fit(SSM(model), x, steps=5, batch_size=20, validation=x, **QUIET)
     assert result.history[-1]["bits_per_dim"] == pytest.approx(result.history[-1]["nll"] / 4 / 0.6931472, rel=1e-5)
     assert 0 < result.history[-1]["bits_per_dim"] < 20

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
@@ -15,11 +15,8 @@ from torch import Generator, Tensor
 from ebflow_plugin.closed_form.calibration import Calibration, CalibrationStep
 from ebflow_plugin.log_z.exact import Normalizer
 from ebflow_plugin.model import EBFlow
-from ebflow_plugin.plan.inputs import Batch
-from ebflow_plugin.training.distributed import Processes
-from ebflow_plugin.training.randomness import mix
 
-__all__ = ["Likelihood", "LikelihoodSum", "calibrated", "evaluate"]
+__all__ = ["Likelihood", "LikelihoodSum", "calibrated"]
 
 
 class Likelihood(NamedTuple):
@@ -33,31 +30,29 @@ class Likelihood(NamedTuple):
 class LikelihoodSum:
     """Adds up the exact NLL of data, batch by batch, and computes log Z once.
 
-    The noise of a :class:`~ebflow_plugin.Dequantize` is the same each time, so that evaluations can be compared. One
-    pass through the flow serves both likelihoods of a calibrated model, calibrated and not.
+    Give a generator with the same seed each time, so that evaluations can be compared: it draws the noise of a
+    :class:`~ebflow_plugin.Dequantize`. One pass through the flow serves both likelihoods of a calibrated model.
 
     Arguments:
         model: The model. Its parameters and its calibration count as they are now.
-        seed: Where the noise comes from.
-        processes: The processes that share the data.
-        rows: How many rows of this process count; all of them by default.
+        generator: Draws the noise.
+        rows: How many rows count; all of them by default.
 
     Example:
         >>> import ebflow_plugin as ebf
         >>> from nflows import distributions, flows, transforms
         >>> model = ebf.wrap(flows.Flow(transforms.LULinear(2), distributions.StandardNormal([2])))
         >>> x = torch.randn(10, 2)
-        >>> total = LikelihoodSum(model, seed=0)
+        >>> total = LikelihoodSum(model)
         >>> for batch in x.split(4):
         ...     total.add(batch, None)
         >>> abs(total.mean().nll + model.log_prob(x).mean().item()) < 1e-5
         True
     """
 
-    def __init__(self, model: EBFlow, seed: int, processes: Processes | None = None, rows: int | None = None) -> None:
-        self._model, self._processes, self._left = model, processes or Processes(), rows
+    def __init__(self, model: EBFlow, generator: Generator | None = None, rows: int | None = None) -> None:
+        self._model, self._generator, self._left = model, generator, rows
         device = model.like().device
-        self._generator = Generator(device).manual_seed(mix(seed, "validation", self._processes.rank))
         self._sums = torch.zeros(4, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
         plan = model.core_plan
         plan.refuse()
@@ -96,22 +91,12 @@ class LikelihoodSum:
             found.append(-(value + before).to(self._sums).sum())
         self._sums = self._sums + torch.stack([found[0], found[-1], *found[0].new_tensor([len(x), x.numel()])])
 
-    def mean(self) -> Likelihood:
-        """The means over the rows of all processes, which must ask together. NaN where there were none."""
-        nll, uncalibrated, rows, values = self._processes.total(self._sums.clone()).tolist()
+    def mean(self, total: Callable[[Tensor], Tensor] = lambda sums: sums) -> Likelihood:
+        """The means over all rows, NaN where there were none. ``total`` adds up the sums of several processes."""
+        nll, uncalibrated, rows, values = total(self._sums.clone()).tolist()
         if not rows:
             return Likelihood(math.nan, math.nan, math.nan)
         return Likelihood(nll / rows, nll / values / math.log(2.0), uncalibrated / rows)
-
-
-def evaluate(
-    model: EBFlow, rows: Iterable[Batch], seed: int, processes: Processes | None = None
-) -> Likelihood:
-    """The exact mean NLL of the rows of all processes, in one pass."""
-    total = LikelihoodSum(model, seed, processes)
-    for x, context in rows:
-        total.add(x, context)
-    return total.mean()
 
 
 @contextmanager

@@ -1,48 +1,17 @@
-"""Where the randomness of a training run comes from: a seed for each purpose, and states that can be restored."""
+"""The generators that the terms of an objective draw from, in each process of a training run."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Generator
 
-from ebflow_plugin.objectives import Objective, WeightedSum
+from ebflow_plugin.linalg.random import mix
+from ebflow_plugin.objectives.base import Objective, WeightedSum
 
-__all__ = ["RandomState", "lend", "mix", "noise_of", "random_state", "set_random_state", "terms_of"]
-
-RandomState = dict[str, Any]
-
-
-def mix(*parts: object) -> int:
-    """A seed for each purpose: the same parts give the same number, other parts an unrelated one.
-
-    Example:
-        >>> mix(0, "epoch", 1) == mix(0, "epoch", 1), mix(0, "epoch", 1) == mix(0, "epoch", 2)
-        (True, False)
-    """
-    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big") >> 1
-
-
-def random_state(device: torch.device, generators: Sequence[Generator]) -> RandomState:
-    """The state of torch's own generators and of these."""
-    return {
-        "cpu": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        "generators": [generator.get_state() for generator in generators],
-    }
-
-
-def set_random_state(state: RandomState, device: torch.device, generators: Sequence[Generator]) -> None:
-    """Undoes whatever was drawn since :func:`random_state`."""
-    torch.set_rng_state(state["cpu"])
-    if device.type == "cuda" and state["cuda"] is not None:
-        torch.cuda.set_rng_state(state["cuda"], device)
-    for generator, saved in zip(generators, state["generators"], strict=True):
-        generator.set_state(saved)
+__all__ = ["lend", "noise_of", "terms_of"]
 
 
 def terms_of(objective: Objective) -> list[Objective]:
