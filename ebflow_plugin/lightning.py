@@ -25,7 +25,7 @@ from ebflow_plugin.objectives.noise import lend, noise_of
 from ebflow_plugin.plan.inputs import one_of, pair, whole
 from ebflow_plugin.plan.spectrum import NEAR_SINGULAR, ConditionWatch, full_layers
 from ebflow_plugin.training.checkpoints import write_weights
-from ebflow_plugin.training.distributed import awaits_start, is_sharded, processes, start_once
+from ebflow_plugin.training.distributed import is_sharded, processes, start_once
 from ebflow_plugin.training.guards import FiniteWatch, diagnose, failure, gradient_norms
 from ebflow_plugin.training.options import optimizer_of, scalar_objective, scheduler_of
 
@@ -123,7 +123,7 @@ class DataDependentStart(Callback):
         self._untouched: dict[str, Tensor] = {}
 
     def on_sanity_check_start(self, trainer: Trainer, module: Any) -> None:
-        if awaits_start(module.objective.model):  # which the validation data must not give
+        if module.objective.model.core_plan.uninitialised():  # which the validation data must not give
             self._untouched = {name: value.clone() for name, value in module.objective.model.state_dict().items()}
 
     def on_sanity_check_end(self, trainer: Trainer, module: Any) -> None:

@@ -63,7 +63,8 @@ class LikelihoodSum:
             module.set(**{name: getattr(self._fitted.module, name) for name in Calibration.names})
             self._fitted.module = module
             plan = replace(plan, steps=plan.steps[:-1])
-        self._plan, self._normalizer = plan, Normalizer(plan)
+        self._plan = plan
+        self._normalizer = model.normalizer(plan) if self._fitted is None else Normalizer(plan)
 
     @torch.no_grad()
     def add(self, x: Tensor, context: Tensor | None) -> None:

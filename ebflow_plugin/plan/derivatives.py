@@ -32,7 +32,7 @@ from torch import Tensor
 from ebflow_plugin.errors import blame
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.step import BaseExpansion, Expansion, Step
-from ebflow_plugin.plan.values import Value, pop, push
+from ebflow_plugin.plan.values import Value, pop
 
 __all__ = [
     "Derivatives",
@@ -96,20 +96,24 @@ def derivatives(
     stack, tangents = [x.detach()], [[direction.detach()] for direction in directions]
     head: list[tuple[Step, Expansion, list[Value]]] = []
     bent: tuple[int, list[list[Tensor]]] | None = None  # the first nonlinear step, and the tangents that reach it
-    count = closed_steps(plan) if closed else 0
-    for place, step in enumerate(plan.steps[:count]):
-        value = pop(stack, step.takes)
+    count = 0
+    for place, step in enumerate(plan.steps if closed else ()):
+        if not step.closed:
+            break
+        count = place + 1
+        value: Value = stack.pop() if step.takes == 1 else pop(stack, step.takes)
         try:
             made: Expansion = step.expand(value, context)
         except Exception as error:
             blame(error, step, value, context)
         if made.curvature is not None and bent is None:
             bent = place, [list(tangent) for tangent in tangents]
-        moved = [pop(tangent, step.takes) for tangent in tangents]
+        moved = [tangent.pop() if step.takes == 1 else pop(tangent, step.takes) for tangent in tangents]
         head.append((step, made, moved))
-        push(stack, made.value)
+        stack.extend((made.value,) if isinstance(made.value, Tensor) else made.value)
         for tangent, before in zip(tangents, moved, strict=True):
-            push(tangent, made.push(before))
+            after = made.push(before)
+            tangent.extend((after,) if isinstance(after, Tensor) else after)
     if closed and count == len(plan.steps) and plan.base.closed:
         try:
             end: BaseExpansion = plan.base.expand(tuple(stack), context)
@@ -121,10 +125,11 @@ def derivatives(
     adjoints = list(end.slopes)
     last, reached = (0, [[direction] for direction in directions]) if gradient else bent or (count, tangents)
     for step, made, moved in reversed(head[last:]):
-        adjoint = pop(adjoints, step.gives)
+        adjoint = adjoints.pop() if step.gives == 1 else pop(adjoints, step.gives)
         if made.curvature is not None:
             curvatures = [total + made.curvature(adjoint, one) for total, one in zip(curvatures, moved, strict=True)]
-        push(adjoints, made.pull(adjoint))
+        before = made.pull(adjoint)
+        adjoints.extend((before,) if isinstance(before, Tensor) else before)
     total = end.energy() if energy else None
     if total is not None:
         for _, made, _ in head:

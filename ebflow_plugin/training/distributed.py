@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.model import EBFlow
 
-__all__ = ["Processes", "awaits_start", "is_sharded", "parallel", "processes", "start_once"]
+__all__ = ["Processes", "is_sharded", "parallel", "processes", "start_once"]
 
 T = TypeVar("T")
 
@@ -97,11 +97,6 @@ def processes(device: torch.device) -> Processes:
     return Processes(distributed.get_rank(), distributed.get_world_size())
 
 
-def awaits_start(model: EBFlow) -> bool:
-    """Whether a step still waits for its data-dependent start, in training mode or not."""
-    return any(not getattr(step, "initialised", True) for step in model.core_plan.steps)
-
-
 def start_once(model: EBFlow, x: Tensor, context: Tensor | None, group: Processes, generator: Generator) -> None:
     """Runs the data-dependent start of a flow, such as that of ActNorms, in the first process, for all of them.
 
@@ -112,11 +107,11 @@ def start_once(model: EBFlow, x: Tensor, context: Tensor | None, group: Processe
         group: The processes.
         generator: Draws the noise of a :class:`~ebflow_plugin.Dequantize`.
     """
-    sharded = is_sharded(model)
-    if awaits_start(model):
+    sharded, plan = is_sharded(model), model.core_plan
+    if plan.uninitialised():
         if sharded:
             raise InputError("a sharded model cannot be initialised: call model.initialize(x) before the training")
-        group.on_first(lambda: model.core_plan.initialize(model.preprocess(x, generator)[0], context))
+        group.on_first(lambda: plan.initialize(model.preprocess(x, generator)[0], context))
     if group.world > 1 and not sharded:
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ebflow_plugin.ema import EMA
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives import Objective
 from ebflow_plugin.training.checkpoints import write_weights
-from ebflow_plugin.training.ema import EMA
 from ebflow_plugin.training.loop import Run
 from ebflow_plugin.training.options import Settings, scalar_objective
 from ebflow_plugin.training.progress import Callback, Record

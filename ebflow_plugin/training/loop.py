@@ -16,7 +16,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from ebflow_plugin.errors import EBFlowError, ResumeWarning, TrainingError, WriteError
 from ebflow_plugin.linalg.random import mix, random_state, set_random_state
 from ebflow_plugin.objectives import Objective
-from ebflow_plugin.objectives.base import waits_for_data
 from ebflow_plugin.objectives.evaluation import LikelihoodSum, calibrated
 from ebflow_plugin.objectives.noise import lend, noise_of
 from ebflow_plugin.plan.inputs import Batch
@@ -160,9 +159,9 @@ class Run:
         return (*ours, *self.settings.callbacks) if self.processes.first else self.settings.callbacks
 
     def _full_layers(self, x: Tensor) -> list[FullLayer]:
-        u, _ = self.model.preprocess(x[:1], Generator(self.device).manual_seed(0))
+        plan, u, _ = self.model.match(x[:1], None, Generator(self.device).manual_seed(0))
         try:
-            return full_layers(self.model.core_plan, tuple(u.shape[1:]))
+            return full_layers(plan, tuple(u.shape[1:]))
         except (EBFlowError, ValueError):  # a step of unknown class changes the shape
             return []
 
@@ -204,7 +203,7 @@ class Run:
 
     def _run(self, interrupts: Interrupts) -> None:
         progress, pace = self.progress, self.pace
-        if progress.step == 0 and self.validation is not None and not waits_for_data(self.model.core_plan):
+        if progress.step == 0 and self.validation is not None and not self.model.core_plan.waits_for_data():
             self._evaluate(self.validation)  # a good start can be the best there is
             progress.start_nll = progress.best_nll
         mark = time.monotonic(), progress.step

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from ebflow_plugin.ema import EMA
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.linalg.random import at_least
 from ebflow_plugin.model import EBFlow
@@ -21,7 +22,6 @@ from ebflow_plugin.objectives.checks import refuse_useless_context
 from ebflow_plugin.plan.inputs import flag, is_number, one_of, path_of, positive, refuse_non_finite
 from ebflow_plugin.plan.preprocessing import Dequantize
 from ebflow_plugin.training.batches import Batches, LoaderBatches
-from ebflow_plugin.training.ema import EMA
 
 __all__ = ["Pace", "Settings", "average", "check_batch", "optimizer_of", "scalar_objective", "scheduler_of"]
 

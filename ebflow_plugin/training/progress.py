@@ -12,10 +12,10 @@ from math import isfinite
 from pathlib import Path
 from typing import IO, Any
 
+from ebflow_plugin.ema import EMA
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.training.checkpoints import atomic_write, not_written
-from ebflow_plugin.training.ema import EMA
 
 __all__ = ["Callback", "Event", "JsonLines", "Lines", "LiveDisplay", "Record", "describe", "display"]
 

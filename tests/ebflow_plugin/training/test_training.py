@@ -144,7 +144,9 @@ def test_both_likelihoods_come_from_one_pass(kind):
 
 
 def test_the_time_left_counts_evaluations():
-    assert Pace(250, 100, 100).seconds_left(100, 10.0, 60.0) == 135.0  # 150 steps in 15 s, and evaluations at 200 and 250
+    assert (
+        Pace(250, 100, 100).seconds_left(100, 10.0, 60.0) == 135.0
+    )  # 150 steps in 15 s, and evaluations at 200 and 250
     file = io.StringIO()
     record = {"step": 100, "loss": 0.0, "steps_per_second": 10.0}
     shown.Lines(file)(shown.Event(100, record, model=None, ema=None, steps=250, seconds_left=3735.0))
