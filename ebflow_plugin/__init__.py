@@ -29,6 +29,7 @@ from ebflow_plugin.adapting.surgery import Replaced, smooth, unconstrain
 from ebflow_plugin.adapting.teaching import register_container, register_linear, register_nonlinear
 from ebflow_plugin.closed_form.calibration import CalibrationReport
 from ebflow_plugin.closed_form.gaussianization import LayerStart, StartReport
+from ebflow_plugin.ema import EMA
 from ebflow_plugin.errors import (
     AdapterError,
     AdapterWarning,
@@ -63,7 +64,6 @@ from ebflow_plugin.sampling.chains import Chains
 from ebflow_plugin.sampling.divergences import fisher_divergence, kl_divergence
 from ebflow_plugin.sampling.langevin import denoise, impute, langevin
 from ebflow_plugin.training import Event, FitResult, fit, load_best
-from ebflow_plugin.training.ema import EMA
 from ebflow_plugin.verification import VerificationReport, verify
 from ebflow_plugin.version import __version__
 from ebflow_plugin.wrapper import describe, wrap

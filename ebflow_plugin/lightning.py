@@ -7,25 +7,27 @@ Needs the extra: ``pip install ebflow-plugin[lightning]``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import DistributedSampler
 
 from ebflow_plugin.errors import InputError
+from ebflow_plugin.linalg.random import mix, random_state, set_random_state
 from ebflow_plugin.objectives import Objective
 from ebflow_plugin.objectives.checks import refuse_useless_context
+from ebflow_plugin.objectives.evaluation import LikelihoodSum, calibrated
+from ebflow_plugin.objectives.noise import lend, noise_of
 from ebflow_plugin.plan.inputs import one_of, pair, whole
-from ebflow_plugin.plan.spectrum import full_layers
-from ebflow_plugin.training.batches import own_rows
+from ebflow_plugin.plan.spectrum import NEAR_SINGULAR, ConditionWatch, full_layers
 from ebflow_plugin.training.checkpoints import write_weights
-from ebflow_plugin.training.distributed import awaits_start, gathered, is_sharded, processes, start_once
-from ebflow_plugin.training.evaluation import LikelihoodSum, calibrated
-from ebflow_plugin.training.guards import NEAR_SINGULAR, ConditionWatch, FiniteWatch, diagnose, failure, gradient_norms
+from ebflow_plugin.training.distributed import is_sharded, processes, start_once
+from ebflow_plugin.training.guards import FiniteWatch, diagnose, failure, gradient_norms
 from ebflow_plugin.training.options import optimizer_of, scalar_objective, scheduler_of
-from ebflow_plugin.training.randomness import lend, mix, noise_of, random_state, set_random_state
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -121,7 +123,7 @@ class DataDependentStart(Callback):
         self._untouched: dict[str, Tensor] = {}
 
     def on_sanity_check_start(self, trainer: Trainer, module: Any) -> None:
-        if awaits_start(module.objective.model):  # which the validation data must not give
+        if module.objective.model.core_plan.uninitialised():  # which the validation data must not give
             self._untouched = {name: value.clone() for name, value in module.objective.model.state_dict().items()}
 
     def on_sanity_check_end(self, trainer: Trainer, module: Any) -> None:
@@ -163,18 +165,20 @@ class ExactNLL(Callback):
 
     def on_validation_batch_start(self, trainer: Trainer, module: Any, batch: Any, index: int, place: int = 0) -> None:
         # Not before the first batch: by then every callback that changes the weights for the validation has done so.
-        with gathered(module):
+        with _gathered(module):
             if not self._sums:
                 model, group, found = module.objective.model, processes(module.device), trainer.val_dataloaders
                 kind = None if trainer.sanity_checking else self._kind  # before that there are no training data
                 loaders = found if isinstance(found, (list, tuple)) else [found]
                 with calibrated(model, _training_data(trainer, module), kind):
-                    self._sums = [LikelihoodSum(model, self._seed, group, own_rows(loader)) for loader in loaders]
+                    for loader in loaders:
+                        noise = Generator(module.device).manual_seed(mix(self._seed, "validation", group.rank))
+                        self._sums.append(LikelihoodSum(model, noise, _own_rows(loader)))
             self._sums[place].add(*pair(batch))
 
     def on_validation_epoch_end(self, trainer: Trainer, module: Any) -> None:
         for place, total in enumerate(self._sums):
-            nll, bits, uncalibrated = total.mean()
+            nll, bits, uncalibrated = total.mean(processes(module.device).total)
             found = {"val_nll": nll, "val_bits_per_dim": bits}
             found |= {} if self._kind is None else {"val_nll_uncalibrated": uncalibrated}
             end = f"/dataloader_idx_{place}" if len(self._sums) > 1 else ""
@@ -190,7 +194,7 @@ class Calibrate(Callback):
         self.report: Any = None
 
     def on_fit_end(self, trainer: Trainer, module: Any) -> None:
-        with gathered(module):
+        with _gathered(module):
             self.report = module.objective.model.calibrate(_training_data(trainer, module), self._kind)
 
 
@@ -204,7 +208,7 @@ class ConditionGuard(Callback):
         if trainer.global_step % self._every and not trainer.is_last_batch:
             return
         model = module.objective.model
-        with gathered(module):
+        with _gathered(module):
             u, _ = model.preprocess(pair(batch)[0][:1], Generator(module.device).manual_seed(0))
             self._watch.layers = full_layers(model.core.plan, tuple(u.shape[1:]))
             found = self._watch.look(trainer.global_step)
@@ -233,9 +237,33 @@ class FiniteGuard(Callback):
         self._watch.see(step, loss, gradient_norms(self._trained.values(), loss))
         finding = self._watch.look() if step % self._every == 0 else None
         if finding is not None:
-            with gathered(module):
+            with _gathered(module):
                 lines = diagnose(model, *pair(batch)) if finding.step == step else []
             raise failure(model, finding, lines, ADVICE)
+
+
+@contextmanager
+def _gathered(module: nn.Module) -> Iterator[None]:
+    """Gives every process the full parameters of a sharded module (FSDP2) inside a ``with`` block."""
+    sharded: list[Any] = [part for part in module.modules() if hasattr(part, "unshard")]
+    for part in sharded:
+        part.unshard()
+    try:
+        yield
+    finally:
+        for part in sharded:
+            part.reshard()
+
+
+def _own_rows(loader: Any) -> int | None:
+    """How many rows of a loader are this process's own; None for all of them.
+
+    A DistributedSampler repeats rows at the end, so that all processes have as many.
+    """
+    sampler = getattr(loader, "sampler", None)
+    if not isinstance(sampler, DistributedSampler) or sampler.shuffle:
+        return None
+    return len(range(sampler.rank, len(sampler.dataset), sampler.num_replicas))  # type: ignore[arg-type]
 
 
 def _training_data(trainer: Trainer, module: LightningModule) -> Iterator[Any]:

@@ -20,7 +20,7 @@ from ebflow_plugin.log_z.estimate import Estimate
 from ebflow_plugin.log_z.exact import Normalizer
 from ebflow_plugin.log_z.methods import estimate_log_z
 from ebflow_plugin.plan.energy_model import EnergyModel
-from ebflow_plugin.plan.inputs import check_input, check_shape, is_number, one_of, refuse_non_finite
+from ebflow_plugin.plan.inputs import check_shape, is_number, one_of
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.step import Shape
 from ebflow_plugin.report import FlowReport
@@ -119,8 +119,8 @@ class EBFlow(EnergyModel):
         """The fixed steps before the matched variable; :meth:`preprocess` takes them."""
         return self._walked().prefix
 
-    def _normalizer(self, plan: Plan) -> Normalizer:
-        """What keeps log Z, for as long as the flow is what it was."""
+    def normalizer(self, plan: Plan) -> Normalizer:
+        """What keeps log Z of a plan of this model, for as long as the flow stays what it is."""
         kept = self._kept
         if kept is None or kept.plan is not plan:
             kept = self._kept = Normalizer(plan)
@@ -150,18 +150,10 @@ class EBFlow(EnergyModel):
         Returns:
             Energies, with shape ``(B,)``.
         """
-        return self._energy(self._walked(), x, context, generator)
-
-    def _energy(self, walked: Walked, x: Tensor, context: Tensor | None, generator: torch.Generator | None) -> Tensor:
-        plan = walked.plan
-        x = self._checked(walked, x, context)
-        plan.refuse()
+        walked = self._walked()
+        x = walked.check(x, context)
         self._seen = tuple(x.shape[1:]), x.device, x.dtype
-        if x.shape[0] == 0:
-            return x.flatten(1).sum(1)
-        x, start, surplus = walked.drawn(x, generator)
-        energy = plan.energy_from(start, (x,), plan.embed(context))
-        return energy if surplus is None else energy - surplus
+        return walked.energy(x, context, generator)
 
     def score(self, x: Tensor, context: Tensor | None = None, *, generator: torch.Generator | None = None) -> Tensor:
         """Computes the score, d log p(x) / dx = -dE(x)/dx, with the shape of x.
@@ -192,10 +184,12 @@ class EBFlow(EnergyModel):
         draws the noise of a :class:`~ebflow_plugin.Dequantize`, so that the value is repeatable.
         """
         walked = self._walked()
-        energy = self._energy(walked, x, context, generator)
+        x = walked.check(x, context)
+        self._seen = tuple(x.shape[1:]), x.device, x.dtype
+        energy = walked.energy(x, context, generator)
         if x.shape[0] == 0:
             return -energy
-        return -energy - self._normalizer(walked.plan).log_z(tuple(x.shape[1:]), energy)
+        return -energy - self.normalizer(walked.plan).log_z(tuple(x.shape[1:]), energy)
 
     def log_z(self, event_shape: Shape | None = None, method: str = "exact", **options: Any) -> Estimate:
         r"""Computes log Z = -sum of the linear steps' log|det| (Eq. 9), a scalar with a standard error.
@@ -236,7 +230,7 @@ class EBFlow(EnergyModel):
         shape = event_shape or plan.event_shape or (self._seen and self._seen[0])
         if shape is None:
             raise InputError("log_z needs event_shape: the base density does not tell it, and no data was seen yet")
-        return estimate_log_z(self, self._normalizer(plan), check_shape("event_shape", shape), method, options)
+        return estimate_log_z(self, self.normalizer(plan), check_shape("event_shape", shape), method, options)
 
     @torch.no_grad()
     def sample(
@@ -402,7 +396,7 @@ class EBFlow(EnergyModel):
             ``log_prob(x) == core.log_prob(u) + log_det``.
         """
         walked = self._walked()
-        return walked.to_matched(self._checked(walked, x, None), generator)
+        return walked.to_matched(walked.check(x, None), generator)
 
     @torch.no_grad()
     def match(
@@ -419,8 +413,9 @@ class EBFlow(EnergyModel):
             The plan of the matched variable, this variable, and the log-det of the way to it with shape ``(B,)``.
         """
         walked = self._walked()
-        u, log_det = walked.to_matched(self._checked(walked, x, context), generator)
-        self._core_of(walked)._seen = tuple(u.shape[1:]), u.device, u.dtype
+        u, log_det = walked.to_matched(walked.check(x, context), generator)
+        core = self if walked.start == 0 else self._core_of(walked)
+        core._seen = tuple(u.shape[1:]), u.device, u.dtype
         return walked.core.plan, u, log_det
 
     def bits_per_dim(
@@ -442,7 +437,7 @@ class EBFlow(EnergyModel):
 
     def like(self) -> Tensor:
         """An empty tensor with the device and dtype of the flow, or of the data if the flow has no parameters."""
-        anchor = self._anchor(self._walked())
+        anchor = self._walked().like()
         if anchor is not None:
             return anchor.detach().new_empty(0)
         if self._seen is not None:
@@ -450,29 +445,12 @@ class EBFlow(EnergyModel):
         buffer = next((buffer for buffer in self.flow.buffers() if buffer.is_floating_point()), torch.empty(0))
         return buffer.new_empty(0)
 
-    def _anchor(self, walked: Walked) -> Tensor | None:
-        """A parameter that tells the device and dtype of the flow, looked up anew: it may be moved or swapped."""
-        if walked.anchor is None:
-            return None
-        owner, _, name = walked.anchor.rpartition(".")
-        anchor: Tensor | None = getattr(self.flow.get_submodule(owner), name, None)
-        return anchor
-
     def check(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         """Refuses input that the flow cannot take. Returns x; integers for a Dequantize get the dtype of the flow.
 
         Flags and shapes alone are looked at, so that nothing waits for the device.
         """
-        return self._checked(self._walked(), x, context)
-
-    def _checked(self, walked: Walked, x: Tensor, context: Tensor | None) -> Tensor:
-        integers = walked.dequantize is not None
-        x = check_input(x, context, walked.plan.event_shape, self._anchor(walked), integers=integers)
-        if self._options.check_finite:
-            refuse_non_finite("x", x)
-            if context is not None:
-                refuse_non_finite("context", context)
-        return x
+        return self._walked().check(x, context)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out what refers to the flow's modules from outside: it is made anew for the copy."""

@@ -76,7 +76,7 @@ def wrap(
             )
     steps = (preprocess,) if isinstance(preprocess, nn.Module) else tuple(preprocess)
     model = EBFlow(found, Options(match_after, steps, dict(overrides or {}), check_finite))
-    plan = model.plan
+    plan, prefix = model.plan, model.prefix
     plan.refuse()
     unknown = [f"{step.where}: {step.reason}" for step in plan.steps if not step.known]
     if unknown:
@@ -90,7 +90,7 @@ def wrap(
         if strict:
             raise UnsupportedStepError(message)
         warnings.warn(message, UnknownStepWarning, stacklevel=2)
-    refuse_trainable(model.prefix)
+    refuse_trainable(prefix)
     return model
 
 

@@ -135,7 +135,8 @@ class Adapter(ABC):
             rule: Rule | None = RegisteredRule(linear=overrides[path] == "linear")
             why = "override"
         else:
-            rule, why = resolve(module, lambda cls: REGISTERED.get(cls) or self.rule(cls))
+            rules = {cls: REGISTERED.get(cls) or self.rule(cls) for cls in type(module).__mro__}
+            rule, why = resolve(module, rules.get)
         while rule is not None and not isinstance(rule, (type, Container, RegisteredRule)):
             rule = rule(module)
         if isinstance(rule, type) and issubclass(rule, LinearStep) and (part := altered_part(module)) is not None:

@@ -14,6 +14,7 @@ from torch import Generator, Tensor, nn
 
 from ebflow_plugin.adapting.adapter import Adapter
 from ebflow_plugin.adapting.discovery import Found
+from ebflow_plugin.plan.inputs import check_input, refuse_non_finite
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.preprocessing import DequantizeStep, boundary, preprocessing_steps, refuse_trainable
 from ebflow_plugin.plan.step import LinearStep
@@ -55,8 +56,11 @@ class Walked:
             their own (the mixture of normflows, a number inside Residual).
     """
 
-    def __init__(self, found: Found, bare: Plan, plan: Plan, start: int, watch: Watch) -> None:
+    def __init__(
+        self, found: Found, bare: Plan, plan: Plan, start: int, watch: Watch, check_finite: bool = False
+    ) -> None:
         self.adapter: Adapter = found.adapter
+        self._flow, self._check_finite = found.flow, check_finite
         self.bare, self.plan, self.start = bare, plan, start
         self.prefix = replace(plan, steps=plan.steps[:start])
         sizes = {name: p.numel() for name, p in found.flow.named_parameters() if p.is_floating_point()}
@@ -67,7 +71,34 @@ class Walked:
         self.core: Walked = self
         if start:
             after, whole = (replace(one, steps=one.steps[start:]) for one in (bare, plan))
-            self.core = Walked(found, after, whole, 0, watch)
+            self.core = Walked(found, after, whole, 0, watch, check_finite)
+
+    def like(self) -> Tensor | None:
+        """A parameter that tells the device and dtype of the flow, looked up again: it may be moved or swapped."""
+        if self.anchor is None:
+            return None
+        owner, _, name = self.anchor.rpartition(".")
+        anchor: Tensor | None = getattr(self._flow.get_submodule(owner), name, None)
+        return anchor
+
+    def check(self, x: Tensor, context: Tensor | None) -> Tensor:
+        """Refuses input that the flow cannot take, and returns x; integers for a Dequantize get the flow's dtype."""
+        x = check_input(x, context, self.plan.event_shape, self.like(), integers=self.dequantize is not None)
+        if self._check_finite:
+            refuse_non_finite("x", x)
+            if context is not None:
+                refuse_non_finite("context", context)
+        return x
+
+    def energy(self, x: Tensor, context: Tensor | None, generator: Generator | None) -> Tensor:
+        """E of data that were checked, with shape ``(B,)``."""
+        plan = self.plan
+        plan.refuse()
+        if x.shape[0] == 0:
+            return x.flatten(1).sum(1)
+        x, start, surplus = self.drawn(x, generator)
+        energy = plan.energy_from(start, (x,), plan.embed(context))
+        return energy if surplus is None else energy - surplus
 
     def drawn(self, x: Tensor, generator: Generator | None) -> tuple[Tensor, int, Tensor | None]:
         """Takes the random step: the value, the index of the next step, and what the noise adds to the log-det."""
@@ -117,7 +148,7 @@ def walk(
     more = appended(bare)
     if more:
         plan = replace(bare, steps=(*bare.steps, *more))
-    return Walked(found, bare, plan, boundary(bare, options.match_after), watch)
+    return Walked(found, bare, plan, boundary(bare, options.match_after), watch, options.check_finite)
 
 
 class Watch:

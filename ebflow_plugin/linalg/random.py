@@ -1,10 +1,11 @@
-"""What all that draws numbers shares: the draws, chunks of rows, checked options, progress bars."""
+"""What all that draws numbers shares: seeds and states, the draws, chunks of rows, checked options, progress bars."""
 
 from __future__ import annotations
 
+import hashlib
 import operator
-from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Generator, Tensor
@@ -12,18 +13,23 @@ from torch import Generator, Tensor
 from ebflow_plugin.errors import InputError
 
 __all__ = [
+    "RandomState",
     "as_whole",
     "at_least",
     "check_generator",
     "gaussian_like",
+    "mix",
     "over_rows",
+    "random_state",
     "rows_in_chunks",
+    "set_random_state",
     "shown",
     "signs",
     "uniform_like",
 ]
 
 T = TypeVar("T")
+RandomState = dict[str, Any]
 
 
 def at_least(low: int, name: str, value: object) -> int:
@@ -65,6 +71,34 @@ def check_generator(generator: object) -> None:
     """
     if generator is not None and not isinstance(generator, Generator):
         raise InputError(f"generator must be a torch.Generator or None, got {generator!r}; seed one with .manual_seed")
+
+
+def mix(*parts: object) -> int:
+    """A seed for each purpose: the same parts give the same number, other parts an unrelated one.
+
+    Example:
+        >>> mix(0, "epoch", 1) == mix(0, "epoch", 1), mix(0, "epoch", 1) == mix(0, "epoch", 2)
+        (True, False)
+    """
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big") >> 1
+
+
+def random_state(device: torch.device, generators: Sequence[Generator]) -> RandomState:
+    """The state of torch's own generators and of these."""
+    return {
+        "cpu": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        "generators": [generator.get_state() for generator in generators],
+    }
+
+
+def set_random_state(state: RandomState, device: torch.device, generators: Sequence[Generator]) -> None:
+    """Undoes whatever was drawn since :func:`random_state`."""
+    torch.set_rng_state(state["cpu"])
+    if device.type == "cuda" and state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"], device)
+    for generator, saved in zip(generators, state["generators"], strict=True):
+        generator.set_state(saved)
 
 
 def _home(x: Tensor, generator: Generator | None) -> torch.device:

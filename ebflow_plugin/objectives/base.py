@@ -16,7 +16,6 @@ from torch import Generator, Tensor, nn
 from ebflow_plugin.errors import InputError, UnknownNameError, UnseenParameterWarning, suggest
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.plan.inputs import is_number, one_of
-from ebflow_plugin.plan.plan import Plan
 
 __all__ = ["Common", "FunctionObjective", "Objective", "WeightedSum"]
 
@@ -122,7 +121,7 @@ class Objective(nn.Module, ABC):
             if self.reduction == "mean":
                 raise InputError('x holds no samples, so that there is no mean; use reduction="none" for empty batches')
             return u.flatten(1).sum(1)
-        if waits_for_data(plan):
+        if plan.waits_for_data():
             plan.initialize(u, context)
         plan.refuse()
         doubt = self.learn(u, context)
@@ -163,6 +162,10 @@ class Objective(nn.Module, ABC):
         """Describes the options."""
         weight = f", energy_weight={self.energy_weight:g}" if self.energy_weight else ""
         return f"reduction={self.reduction!r}{weight}"
+
+    def in_words(self) -> str:
+        """Its name and options: a checkpoint must agree on them with the run that goes on from it."""
+        return f"{type(self).__name__}({self.extra_repr()})"
 
     def __mul__(self, weight: float) -> WeightedSum:
         if not isinstance(weight, Real):
@@ -270,6 +273,11 @@ class WeightedSum(Objective):
         for place, term in enumerate(self.terms):
             term.load_state(state.get(str(place), {}))  # type: ignore[operator]
 
+    def in_words(self) -> str:
+        return " + ".join(
+            f"{weight:g} * {term.in_words()}" for weight, term in zip(self.weights, self._parts(), strict=True)
+        )
+
     def extra_repr(self) -> str:
         """Describes the weights."""
         return f"weights={self.weights}"
@@ -322,14 +330,6 @@ class FunctionObjective(Objective):
     def extra_repr(self) -> str:
         """Describes the function and its options."""
         return ", ".join([self.name, *(f"{key}={value!r}" for key, value in self.function.keywords.items())])
-
-
-def waits_for_data(plan: Plan) -> bool:
-    """Whether a step of a model in training mode still waits for its data-dependent initialisation.
-
-    Asks flags only, so that it waits for the device at most once.
-    """
-    return any(getattr(step.module, "training", False) and not step.initialised for step in plan.steps)
 
 
 def _usable(tensor: Tensor) -> Tensor:

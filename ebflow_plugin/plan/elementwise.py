@@ -93,6 +93,10 @@ class ElementwiseStep(NonlinearStep):
     def closed(self) -> bool:
         return True
 
+    def encode(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
+        curve = (self.inverse_curve if self.inverted else self.forward_curve)(x, context)
+        return curve.value, curve.log_slope().flatten(1).sum(1)
+
     def call_forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
         return self.forward_curve(x, context).value_log_det()
 

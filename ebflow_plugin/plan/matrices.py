@@ -274,9 +274,13 @@ class FullStep(LinearStep):
         return operator
 
     def forward_shapes(self, shapes: Shapes) -> Shapes:
+        if isinstance(self.module, FullLinear) and shapes[0][-1:] == (self.module.features,):
+            return shapes
         return (self.module.output_shape(shapes[0]),)
 
     def inverse_shapes(self, shapes: Shapes) -> Shapes:
+        if isinstance(self.module, FullLinear):
+            return self.forward_shapes(shapes)
         return (self.module.input_shape(shapes[0]),)
 
     @property

@@ -57,8 +57,13 @@ class Plan:
     event_shape: Shape | None = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "event_shape", self._event_shape())  # once, and not in a property: torch.compile
-        object.__setattr__(self, "_embedding", stochastic_parts(self.embedding))
+        # Once, and not in properties: torch.compile.
+        object.__setattr__(self, "_embedding", () if self.embedding is None else stochastic_parts(self.embedding))
+        object.__setattr__(self, "event_shape", self._event_shape())
+        object.__setattr__(self, "_doubtful", tuple(part for part in self.parts() if part.may_be_refused))
+        object.__setattr__(
+            self, "_late", tuple(step for step in self.steps if type(step).initialised is not Step.initialised)
+        )
 
     def parts(self) -> tuple[Part, ...]:
         """The steps and the base."""
@@ -89,7 +94,10 @@ class Plan:
     def energy_from(self, start: int, stack: tuple[Tensor, ...], context: Tensor | None) -> Tensor:
         """What the base and the steps from ``start`` on add to E, given all that reaches them."""
         latents, log_det = self.encode(stack, context, start=start)
-        log_prob = self.base_log_prob(latents, context)
+        try:
+            log_prob = per_sample(self.base.log_prob(latents, context), latents[0])
+        except Exception as error:
+            blame(error, self.base, latents, context)
         return -log_prob if log_det is None else -(log_prob + log_det)
 
     def base_log_prob(self, latents: tuple[Tensor, ...], context: Tensor | None) -> Tensor:
@@ -117,14 +125,14 @@ class Plan:
         stack = [x] if isinstance(x, Tensor) else list(x)
         total: Tensor | None = None
         for step in self.steps[start:]:
-            value = pop(stack, step.takes)
+            value: Value = stack.pop() if step.takes == 1 else pop(stack, step.takes)
             try:
                 if visit is not None:
                     visit(step, value)
                 value, log_det = step.encode(value, context)
             except Exception as error:
                 blame(error, step, value, context)
-            push(stack, value)
+            stack.extend((value,) if isinstance(value, Tensor) else value)
             if log_det is not None:
                 total = log_det if total is None else total + log_det
         return tuple(stack), total
@@ -145,6 +153,17 @@ class Plan:
                 blame(error, step, value, context)
             push(stack, value)
         return stack[0]
+
+    def waits_for_data(self) -> bool:
+        """Whether a step in training mode still waits for its data-dependent initialisation.
+
+        Asks flags only, so that it waits for the device at most once.
+        """
+        return any(getattr(step.module, "training", False) for step in self.uninitialised())
+
+    def uninitialised(self) -> list[Step]:
+        """The steps whose data-dependent initialisation is still due, in training mode or not."""
+        return [step for step in self._late if not step.initialised]  # type: ignore[attr-defined]
 
     def initialize(self, x: Tensor, context: Tensor | None = None) -> None:
         """Moves a clean batch to noise, and lets each step initialise itself from what reaches it."""
@@ -206,7 +225,7 @@ class Plan:
     def refuse(self) -> None:
         """Raises :class:`UnsupportedStepError`, listing every step that cannot be part of an energy as it is now."""
         refused = []
-        for part in self.parts():  # plain loops: torch.compile traces them
+        for part in self._doubtful:  # type: ignore[attr-defined]  # plain loops: torch.compile traces them
             why = part.refusal()
             if why is not None:
                 refused.append(f"{part.where}: {why}")

@@ -54,8 +54,8 @@ class NameRegistry(Generic[T]):
         return iter(sorted(self._values))
 
 
-class TypeRegistry(Generic[T]):
-    """Values by exact type.
+class TypeRegistry(dict[type, T]):
+    """Values by exact type: a dictionary that refuses duplicates.
 
     Example:
         >>> registry = TypeRegistry("step")
@@ -65,24 +65,20 @@ class TypeRegistry(Generic[T]):
     """
 
     def __init__(self, kind: str) -> None:
+        super().__init__()
         self.kind = kind
-        self._values: dict[type, T] = {}
 
     def add(self, cls: type, value: T, force: bool = False) -> None:
         """Registers a value; a type that is taken needs ``force=True``."""
         if not isinstance(cls, type):
             raise EBFlowError(f"a {self.kind} is registered for a class, not for {cls!r}")
-        if cls in self._values and not force:
+        if cls in self and not force:
             raise EBFlowError(f"{cls.__name__} has a {self.kind} already; pass force=True to replace it")
-        self._values[cls] = value
-
-    def get(self, cls: type) -> T | None:
-        """Returns the value of exactly this type, or None."""
-        return self._values.get(cls)
+        self[cls] = value
 
     def remove(self, cls: type) -> None:
         """Forgets a type."""
-        self._values.pop(cls, None)
+        self.pop(cls, None)
 
 
 def resolve(module: Any, find: Callable[[type], T | None]) -> tuple[T | None, str]:

@@ -1,4 +1,4 @@
-r"""The singular values of full linear layers: estimated cheaply, and kept away from zero on request.
+r"""The singular values of full linear layers: estimated cheaply, watched, and kept away from zero on request.
 
 Score matching, unlike likelihood, has no term that pushes determinants away from zero, so that a full layer can drift
 to a singular one while the loss falls. Here the layers are seen through products with vectors alone: :math:`O(D^2)`
@@ -7,23 +7,26 @@ each for a dense layer, and a convolution each for a convolution.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import isnan, prod
 
 import torch
 from torch import Generator, Tensor
 
+from ebflow_plugin.errors import ConditioningWarning
 from ebflow_plugin.linalg.bidiagonal import LinearMap, bidiagonalise
 from ebflow_plugin.linalg.random import gaussian_like, signs
 from ebflow_plugin.plan.matrices import FullStep, MatrixStep
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.step import Shape, Step
 
-__all__ = ["FullLayer", "Spectrum", "conditioning_penalty", "estimate_spectrum", "full_layers"]
+__all__ = ["ConditionWatch", "FullLayer", "Spectrum", "conditioning_penalty", "estimate_spectrum", "full_layers"]
 
 LANCZOS_STEPS = 32
 CG_STEPS = 12
+NEAR_SINGULAR = 1e4  # the condition number that a ConditionWatch warns at
 SMALL = 0.01  # the penalty acts on singular values below this share of their root mean square
 
 
@@ -64,6 +67,42 @@ class Spectrum:
     def condition(self) -> float:
         """The condition number, estimated from below."""
         return self.largest / self.smallest if self.smallest > 0 else float("inf")
+
+
+class ConditionWatch:
+    """Estimates the condition number of each full layer, and warns once about each that is nearly singular.
+
+    Arguments:
+        layers: The layers.
+        limit: The condition number to warn at.
+        advice: The end of the warning.
+    """
+
+    def __init__(self, layers: Sequence[FullLayer], limit: float = NEAR_SINGULAR, advice: str = "") -> None:
+        self.layers, self.limit, self.advice = list(layers), limit, advice
+        self._warned: set[str] = set()
+
+    def look(self, step: int) -> dict[str, Spectrum]:
+        """Estimates the spectrum of each layer, by its path, at a step of the training."""
+        found, lines = {}, []
+        for layer in self.layers:
+            path = layer.step.path
+            spectrum = found[path] = estimate_spectrum(layer)
+            near = isnan(spectrum.condition) or spectrum.condition > self.limit
+            if near and path not in self._warned:
+                self._warned.add(path)
+                lines.append(
+                    f"{layer.step.where}: smallest singular value about {spectrum.smallest:.1e}, condition number at "
+                    f"least {spectrum.condition:.1e}"
+                )
+        if lines:
+            warnings.warn(
+                f"step {step}: {len(lines)} of {len(self.layers)} full layers are close to singular, where log Z and "
+                "samples break\n  " + "\n  ".join(lines) + f"\n{self.advice}",
+                ConditioningWarning,
+                stacklevel=3,
+            )
+        return found
 
 
 def full_layers(plan: Plan, event_shape: Shape) -> list[FullLayer]:

@@ -144,8 +144,13 @@ class Part:
         members = (item for one in self.module.modules() for item in (*vars(one).items(), *one._modules.items()))
         return any("context" in name and value for name, value in members)
 
+    @property
+    def may_be_refused(self) -> bool:
+        """Whether :meth:`refusal` can ever have a reason; a plan asks the others no more."""
+        return bool(self._stochastic) or type(self).refusal is not Part.refusal
+
     def refusal(self) -> str | None:
-        """Says why the part cannot be in an energy in its present mode, or gives None.
+        """Says why the part cannot be in an energy in its present mode, or returns None.
 
         Asked at each call, since ``train()`` and ``eval()`` decide for batch norm and dropout: look at flags only.
         """

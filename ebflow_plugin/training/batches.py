@@ -1,4 +1,4 @@
-"""The data of a training run as batches, in an order that can be taken up again at any place."""
+"""The data of a training run as batches, in an order that a resumed run finds again."""
 
 from __future__ import annotations
 
@@ -10,36 +10,35 @@ from torch import Generator, Tensor
 from torch.utils.data import (
     DataLoader,
     Dataset,
-    DistributedSampler,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
     TensorDataset,
+    default_collate,
 )
-from torch.utils.data import default_collate as collate
 
 from ebflow_plugin.errors import InputError
+from ebflow_plugin.linalg.random import RandomState, mix, random_state, set_random_state
 from ebflow_plugin.plan.inputs import Batch, pair, refuse_non_finite
-from ebflow_plugin.training.randomness import RandomState, mix, random_state, set_random_state
 
-__all__ = ["Batches", "LoaderBatches", "batches", "own_rows"]
+__all__ = ["Batches", "LoaderBatches", "batches"]
 
 
 class Batches:
     """Batches of data that can be indexed: rows of tensors, or the items of a Dataset.
 
-    The order of each epoch follows from the seed and the number of the epoch alone, so that the place is two numbers.
-    Rows that do not fill a batch are left out of an epoch, other ones in each. Under several processes each takes its
-    own part of every batch.
+    The order of an epoch follows from the seed and the number of the epoch, so that two numbers are the place. Rows
+    that do not fill a batch are left out of an epoch, other ones in each. Each process takes its own part of every
+    batch.
 
     Arguments:
-        fetch: Gives the batch of these indices.
-        rows: How many there are.
+        fetch: Returns the batch of these indices.
+        rows: How many rows there are.
         size: How many rows a batch has (in this process).
-        shuffle: Whether each epoch has an order of its own; else all rows come in order, the last batch being short.
+        shuffle: Whether each epoch has its own order; if not, all rows come in order, and the last batch is short.
         seed: Where the order comes from.
         rank: Which process this is.
-        world: How many there are.
+        world: How many processes there are.
 
     Example:
         >>> x = torch.arange(10.0).reshape(5, 2)
@@ -52,7 +51,7 @@ class Batches:
 
     def __init__(
         self,
-        fetch: Callable[[Tensor], Any],
+        fetch: Callable[[Tensor], Batch],
         rows: int,
         size: int,
         *,
@@ -65,8 +64,7 @@ class Batches:
         self.size = min(size, rows // world) if shuffle else min(size, rows)
         if self.size < 1:
             raise InputError(f"the data have {rows} rows, too few for {world} processes")
-        self._fetch = fetch
-        self.epoch = self.position = 0
+        self._fetch, self.epoch, self.position = fetch, 0, 0
         self._order: tuple[int, Tensor] | None = None
 
     def __len__(self) -> int:
@@ -78,7 +76,7 @@ class Batches:
 
     def next(self) -> Batch:
         """The next batch; epochs follow each other without end."""
-        batch = pair(self._fetch(self._index(self.epoch, self.position)))
+        batch = self._fetch(self._index(self.epoch, self.position))
         self.position += 1
         if self.position == len(self):
             self.epoch, self.position = self.epoch + 1, 0
@@ -86,15 +84,12 @@ class Batches:
 
     def once(self) -> Iterator[Batch]:
         """This process's share of one epoch, from its start; the place in the data does not change."""
-        mine = range(len(self)) if self.shuffle else range(self.rank, len(self), self.world)
-        for place in mine:
-            yield pair(self._fetch(self._index(0, place)))
+        for place in range(len(self)) if self.shuffle else range(self.rank, len(self), self.world):
+            yield self._fetch(self._index(0, place))
 
     def first(self) -> Batch:
         """The first batch, with the rows of all processes."""
-        if not self.shuffle:
-            return pair(self._fetch(self._index(0, 0)))
-        return pair(self._fetch(self._permutation(0)[: self.size * self.world]))
+        return self._fetch(self._index(0, 0, joined=True))
 
     def state(self) -> dict[str, Any]:
         """The place in the data."""
@@ -104,30 +99,28 @@ class Batches:
         """Goes to a place in the data."""
         self.epoch, self.position = state["epoch"], state["position"] % len(self)
 
-    def _index(self, epoch: int, place: int) -> Tensor:
+    def _index(self, epoch: int, place: int, joined: bool = False) -> Tensor:
+        """The rows of a batch: of this process, or of all of them together."""
         if not self.shuffle:
             return torch.arange(place * self.size, min((place + 1) * self.size, self.rows))
-        start = (place * self.world + self.rank) * self.size
-        return self._permutation(epoch)[start : start + self.size]
-
-    def _permutation(self, epoch: int) -> Tensor:
         if self._order is None or self._order[0] != epoch:
             generator = Generator().manual_seed(mix(self.seed, "order", epoch))
             self._order = epoch, torch.randperm(self.rows, generator=generator)
-        return self._order[1]
+        batch = self._order[1][place * self.world * self.size : (place + 1) * self.world * self.size]
+        return batch if joined else batch[self.rank * self.size : (self.rank + 1) * self.size]
 
 
 class LoaderBatches:
     """The batches of a user's DataLoader.
 
-    Its order can be taken up again exactly if its randomness comes from torch: the global generator, its own
-    ``generator``, or that of its sampler. To go to a place, the epoch is begun from the state that the generators had
-    at its start, and the batches before the place are loaded and dropped.
+    A resumed run finds the order again if its randomness comes from torch: the global generator, the loader's own
+    ``generator``, or that of its sampler. To go to a place, the epoch begins from the state that the generators had at
+    its start, and the batches before the place are loaded and dropped.
 
     Arguments:
         loader: The DataLoader.
         rank: Which process this is.
-        world: How many there are; each needs a sampler that gives it its own part.
+        world: How many there are; the sampler must give each its own part.
 
     Example:
         >>> loader = DataLoader(TensorDataset(torch.zeros(6, 2)), batch_size=3, shuffle=True)
@@ -137,8 +130,7 @@ class LoaderBatches:
     """
 
     def __init__(self, loader: DataLoader[Any], *, rank: int = 0, world: int = 1) -> None:
-        self._loader = loader
-        self.rank, self.world = rank, world
+        self._loader, self.rank, self.world = loader, rank, world
         parts = (loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
         found = (getattr(part, "generator", None) for part in parts)
         self.generators = tuple({id(g): g for g in found if isinstance(g, Generator)}.values())
@@ -176,12 +168,11 @@ class LoaderBatches:
                 self._start = random_state(self._device, self.generators)
                 self._iterator = self._begin()
             item = next(self._iterator, None)
+            self.position += 1
+            if item is None or self.position == len(self):
+                self._iterator, self.epoch, self.position = None, self.epoch + 1, 0
             if item is not None:
-                self.position += 1
-                if self.position == len(self):
-                    self._end()
                 return pair(item)
-            self._end()
         raise InputError("the DataLoader gave no batch")
 
     def once(self) -> Iterator[Batch]:
@@ -192,29 +183,28 @@ class LoaderBatches:
 
     def first(self) -> Batch:
         """The first batch of an epoch; nothing that follows changes by asking."""
-        kept = random_state(self._device, self.generators)
+        before = random_state(self._device, self.generators)
         try:
             item = next(iter(self._loader), None)
         finally:
-            set_random_state(kept, self._device, self.generators)
+            set_random_state(before, self._device, self.generators)
         if item is None:
             raise InputError("the DataLoader gave no batch")
         return pair(item)
 
     def state(self) -> dict[str, Any]:
-        """The place in the data, and what the generators were at the start of the epoch."""
+        """The place in the data, and the state of the generators at the start of the epoch."""
         return {"epoch": self.epoch, "position": self.position, "start": self._start if self.position else None}
 
     def load(self, state: dict[str, Any], device: torch.device) -> None:
         """Goes to a place in the data. The generators are left wherever that brings them."""
         self.epoch, self._device = state["epoch"], device
         if state.get("start") is not None:
-            self._start = state["start"]
+            self._start, self.position = state["start"], state["position"]
             set_random_state(state["start"], device, self.generators)
             self._iterator = self._begin()
-            for _ in range(state["position"]):
+            for _ in range(self.position):
                 next(self._iterator, None)
-            self.position = state["position"]
 
     def _begin(self) -> Iterator[Any]:
         set_epoch = getattr(self._loader.sampler, "set_epoch", None)
@@ -222,14 +212,11 @@ class LoaderBatches:
             set_epoch(self.epoch)
         return iter(self._loader)
 
-    def _end(self) -> None:
-        self._iterator, self.epoch, self.position = None, self.epoch + 1, 0
-
 
 def batches(
     data: Any, size: int, *, name: str = "data", shuffle: bool = True, seed: int = 0, rank: int = 0, world: int = 1
 ) -> Batches | LoaderBatches:
-    """Makes batches of whatever :func:`~ebflow_plugin.fit` was given.
+    """Makes batches of what :func:`~ebflow_plugin.fit` was given.
 
     Raises:
         InputError: If it is empty, of another kind, or holds NaN or inf.
@@ -250,33 +237,29 @@ def batches(
             )
         return LoaderBatches(data, rank=rank, world=world)
     if isinstance(data, TensorDataset):
-        data = data.tensors if len(data.tensors) > 1 else data.tensors[0]
-    if isinstance(data, Tensor):
-        data = (data,)
-    if isinstance(data, list) and data and all(isinstance(part, Tensor) for part in data):
+        data = data.tensors
+    fetch: Callable[[Tensor], Batch]
+    if isinstance(data, Tensor) or (isinstance(data, tuple) and data and all(isinstance(p, Tensor) for p in data)):
+        x, context = pair(data, name)
+        for what, part in ((name, x), (f"the context of {name}", context)):
+            if part is not None and part.is_floating_point() and not part.is_meta:
+                refuse_non_finite(what, part)
+        count = len(x) if x.dim() else 0
+        if context is not None and len(context) != count:
+            raise InputError(f"{name} and its context have {count} and {len(context)} rows")
+
+        def fetch(index: Tensor) -> Batch:
+            return x[index.to(x.device)], None if context is None else context[index.to(context.device)]
+    elif isinstance(data, Dataset) and not isinstance(data, IterableDataset) and isinstance(data, Sized):
+        dataset, count = data, len(data)
+
+        def fetch(index: Tensor) -> Batch:
+            return pair(default_collate([dataset[place] for place in index.tolist()]))
+    elif isinstance(data, list) and data and all(isinstance(part, Tensor) for part in data):
         raise InputError(
             f"{name} is a list of {len(data)} tensors, which could be batches or a context; pass torch.cat(…) for rows "
             "of one kind, or a tuple (x, context)"
         )
-    fetch: Callable[[Tensor], Any]
-    if isinstance(data, tuple) and data and all(isinstance(part, Tensor) for part in data):
-        parts: tuple[Tensor, ...] = tuple(data)
-        pair(parts, name)
-        rows = {len(part) if part.dim() else 0 for part in parts}
-        if len(rows) > 1:
-            raise InputError(f"{name} and its context have {' and '.join(str(len(part)) for part in parts)} rows")
-        for what, part in zip((name, f"the context of {name}"), parts, strict=False):
-            if part.is_floating_point() and not part.is_meta:
-                refuse_non_finite(what, part)
-        count = rows.pop()
-
-        def fetch(index: Tensor) -> Any:
-            return tuple(part[index.to(part.device)] for part in parts)
-    elif isinstance(data, Dataset) and not isinstance(data, IterableDataset) and isinstance(data, Sized):
-        dataset, count = data, len(data)
-
-        def fetch(index: Tensor) -> Any:
-            return collate([dataset[place] for place in index.tolist()])
     else:
         raise InputError(
             f"{name} must be a tensor, a pair (tensor, context), a Dataset with a length or a DataLoader, "
@@ -286,14 +269,3 @@ def batches(
     if not count:
         raise InputError(f"{name} is empty: 0 rows")
     return Batches(fetch, count, size, shuffle=shuffle, seed=seed, rank=rank, world=world)
-
-
-def own_rows(loader: Any) -> int | None:
-    """How many rows of a loader are this process's own; None for all of them.
-
-    A DistributedSampler repeats rows at the end, so that all processes have as many.
-    """
-    sampler = getattr(loader, "sampler", None)
-    if not isinstance(sampler, DistributedSampler) or sampler.shuffle:
-        return None
-    return len(range(sampler.rank, len(sampler.dataset), sampler.num_replicas))  # type: ignore[arg-type]

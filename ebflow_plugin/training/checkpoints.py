@@ -1,8 +1,8 @@
 """Checkpoints of a training run: written atomically, the last two kept, read with a fallback to the older one.
 
 A checkpoint is one file, ``step-00001000.pt``, that ``torch.load(weights_only=True)`` reads. The weights with the best
-validation NLL stand beside it in ``best.safetensors`` (``best.pt`` without the safetensors package). Every byte of all
-of them is checked against a sum in the file.
+validation NLL are in ``best.safetensors`` (``best.pt`` without the safetensors package). Every byte of all of these
+files is checked against a sum in the file.
 """
 
 from __future__ import annotations
@@ -24,26 +24,23 @@ from typing import IO, Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from ebflow_plugin.errors import InputError, ResumeWarning, WriteError
 from ebflow_plugin.model import EBFlow
-from ebflow_plugin.objectives import Objective, WeightedSum
 from ebflow_plugin.plan.inputs import path_of
-from ebflow_plugin.training.ema import EMA
 
-__all__ = ["CheckpointFolder", "atomic_write", "compare", "load_best"]
+__all__ = ["CheckpointFolder", "atomic_write", "check_saveable", "compare", "load_best", "not_written", "write_weights"]
 
 FORMAT = "ebflow_plugin.fit"
 VERSION = 1
 KEPT = 2
+FATAL = ("model", "objective", "optimizer", "scheduler", "ema")  # what a checkpoint must agree on to be resumed
 NO_SUM = b"0" * 64  # stands where the checksum will, while it is computed
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def atomic_write(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Writes a file that is either there as a whole or not at all, whatever happens on the way.
+    """Writes a file that is either there completely or not at all, whatever happens meanwhile.
 
     The bytes go to a temporary file in the same folder, to the disk, and under their name, in this order. Who may read
     it is up to the umask, as for any new file.
@@ -54,9 +51,9 @@ def atomic_write(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     Example:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     atomic_write(Path(folder) / "a.txt", lambda file: file.write(b"whole"))
+        ...     atomic_write(Path(folder) / "a.txt", lambda file: file.write(b"complete"))
         ...     [(file.name, file.read_text()) for file in Path(folder).iterdir()]
-        [('a.txt', 'whole')]
+        [('a.txt', 'complete')]
     """
     temporary, handled = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp"), sys.exception()
     try:
@@ -68,11 +65,13 @@ def atomic_write(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     except BaseException as error:
         with suppress(OSError):  # of a folder that is gone
             temporary.unlink(missing_ok=True)
-        reason = _reason(error, handled)
-        if reason is not None and isinstance(error, Exception):
+        reason: BaseException | None = error
+        while reason is not None and reason is not handled and not isinstance(reason, OSError):
+            reason = reason.__cause__ or reason.__context__  # torch.save reports a full disk by an error of its own
+        if isinstance(reason, OSError) and reason is not handled and isinstance(error, Exception):
             raise not_written(path, reason) from reason
         raise
-    if hasattr(os, "O_DIRECTORY"):  # the name is on the disk too once its folder is
+    if hasattr(os, "O_DIRECTORY"):  # the name is on the disk once its folder is
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(folder)
@@ -86,20 +85,8 @@ def not_written(path: Path, reason: OSError) -> WriteError:
     return WriteError(f"{path} cannot be written: {reason.strerror or reason}.{hint}")
 
 
-def _reason(error: BaseException | None, handled: BaseException | None) -> OSError | None:
-    """The new error of the disk after another one: torch.save tells of a full disk in its own words."""
-    while error is not None and error is not handled:
-        if isinstance(error, OSError):
-            return error
-        error = error.__cause__ or error.__context__
-    return None
-
-
 class CheckpointFolder:
-    """The folder of a run.
-
-    Arguments:
-        path: The folder; it is made if it is not there.
+    """The folder of a run. It is made if it is not there.
 
     Raises:
         InputError: If it cannot be made or written to.
@@ -129,17 +116,21 @@ class CheckpointFolder:
         """The checkpoints that are there, the latest first."""
         return sorted(self.path.glob("step-*.pt"), reverse=True)
 
+    def write(self, name: str, content: Mapping[str, Any]) -> Path:
+        """Writes one file that ``torch.load`` reads."""
+        path = self.path / name
+        atomic_write(path, lambda file: torch.save(dict(content), file))
+        return path
+
     def save(self, state: Mapping[str, Any]) -> Path:
-        """Writes a checkpoint, then removes all but the last two, and what killed processes left after."""
-        path = self.path / f"step-{state['step']:08d}.pt"
-        content = {"format": FORMAT, "version": VERSION, **state}
-        atomic_write(path, lambda file: torch.save(content, file))
+        """Writes a checkpoint, then removes all but the last two, and temporary files of killed processes."""
+        path = self.write(f"step-{state['step']:08d}.pt", {"format": FORMAT, "version": VERSION, **state})
         for old in (*self.files()[KEPT:], *self.path.glob(".*.tmp")):
             old.unlink(missing_ok=True)
         return path
 
     def load(self) -> dict[str, Any] | None:
-        """Reads the latest checkpoint that is whole; None if there is none yet.
+        """Reads the latest checkpoint that is complete; None if there is none yet.
 
         Warns about each file that it cannot read, and goes on to the older one.
 
@@ -149,12 +140,16 @@ class CheckpointFolder:
         reasons = []
         for path in self.files():
             try:
-                state = read(path)
+                state = _unzip(path)
+                if not isinstance(state, dict) or state.get("format") != FORMAT:
+                    raise InputError(f"{path} is no checkpoint of ebflow_plugin.fit")
+                if state["version"] > VERSION:
+                    raise InputError(f"{path} was written by a newer version of ebflow_plugin")
             except InputError as error:
                 reasons.append(str(error))
                 continue
             for reason in reasons:
-                warnings.warn(f"{reason}; going on from {path.name}", ResumeWarning, stacklevel=3)
+                warnings.warn(f"{reason}; going on from {path.name}", ResumeWarning, stacklevel=5)
             return state
         if reasons:
             raise InputError(
@@ -167,9 +162,7 @@ class CheckpointFolder:
         """Writes the best weights, and what is known about them (the step, the NLL)."""
         tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
         if find_spec("safetensors") is None:
-            path = self.path / "best.pt"
-            atomic_write(path, lambda file: torch.save({"weights": tensors, "facts": dict(facts)}, file))
-            return path
+            return self.write("best.pt", {"weights": tensors, "facts": dict(facts)})
         from safetensors.torch import save
 
         path = self.path / "best.safetensors"
@@ -180,10 +173,23 @@ class CheckpointFolder:
 
     def load_best(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """Reads the best weights and the facts about them; None if there are none."""
-        for path in (self.path / "best.safetensors", self.path / "best.pt"):
-            if path.exists():
-                return _read_best(path)
-        return None
+        tensors, pickled = self.path / "best.safetensors", self.path / "best.pt"
+        if tensors.exists():
+            return _read_safetensors(tensors)
+        if not pickled.exists():
+            return None
+        content = _unzip(pickled)
+        if not isinstance(content, dict) or not {"weights", "facts"} <= set(content):
+            raise InputError(f"{pickled} holds no best weights of ebflow_plugin.fit")
+        return content["weights"], content["facts"]
+
+    def find_best(self) -> dict[str, Tensor] | str:
+        """The best weights, or why there are none: a run can go on without them."""
+        try:
+            found = self.load_best()
+        except InputError as error:
+            return str(error)
+        return f"{self.path} holds none" if found is None else found[0]
 
     def clear(self) -> None:
         """Removes the checkpoints and the best weights of an earlier run."""
@@ -191,68 +197,53 @@ class CheckpointFolder:
             path.unlink(missing_ok=True)
 
 
-def read(path: Path) -> dict[str, Any]:
-    """Reads one checkpoint, and checks every byte of it against the sums in the file.
-
-    Raises:
-        InputError: If it is truncated, damaged, or no checkpoint of this library.
-    """
-    state = _unzip(path)
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise InputError(f"{path} is no checkpoint of ebflow_plugin.fit")
-    if state["version"] > VERSION:
-        raise InputError(f"{path} was written by a newer version of ebflow_plugin")
-    return state
-
-
 def _unzip(path: Path) -> Any:
     """What torch.save wrote, checked against the sums that are in every zip file."""
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
-        if damaged is not None:
-            raise InputError(f"{path} is damaged ({damaged} has a wrong checksum)")
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except InputError:
-        raise
+        if damaged is None:
+            return torch.load(path, map_location="cpu", weights_only=True)
     except zipfile.BadZipFile as error:
         raise InputError(f"{path} is truncated, or no checkpoint ({error})") from error
     except Exception as error:
-        raise InputError(f"{path} cannot be read ({type(error).__name__}: {_first_line(error)})") from error
+        raise InputError(f"{path} cannot be read ({_first_line(error)})") from error
+    raise InputError(f"{path} is damaged ({damaged} has a wrong checksum)")
 
 
-def compare(path: Path, here: Mapping[str, str], there: Mapping[str, str], fatal: tuple[str, ...]) -> bool:
-    """Compares what a run is with what a checkpoint was made by. Gives whether they are the same.
-
-    Raises:
-        InputError: If the fatal ones differ (the model, the objective, …); the others give a warning.
-    """
-    differing = [name for name in here if here[name] != there.get(name)]
-    lines = [f"{name}: {_shorten(there.get(name, 'nothing'), here[name])}" for name in differing]
-    if set(differing) & set(fatal):
-        raise InputError(
-            f"the checkpoint in {path} is of another run\n  " + "\n  ".join(lines) + "\nPass another checkpoint "
-            "folder, or resume=False to begin anew in this one."
-        )
-    if lines:
-        warnings.warn(
-            f"the run in {path} goes on with other settings, and not exactly as it would have\n  " + "\n  ".join(lines),
-            ResumeWarning,
-            stacklevel=4,
-        )
-    return not lines
+def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    try:
+        from safetensors import safe_open
+        from safetensors.torch import load
+    except ImportError as error:
+        raise InputError(f"{path} needs the safetensors package: pip install safetensors") from error
+    try:
+        content = path.read_bytes()
+        with safe_open(path, framework="pt") as file:
+            known = file.metadata() or {}
+        weights = load(content)
+    except Exception as error:
+        raise InputError(f"{path} is truncated, damaged, or no safetensors file ({_first_line(error)})") from error
+    written = known.get("sha256", "").encode()
+    if len(written) != len(NO_SUM) or _sum_of(content.replace(written, NO_SUM, 1)) != written:
+        raise InputError(f"{path} is damaged (wrong checksum), or was not written by this version of ebflow_plugin.fit")
+    return weights, json.loads(known.get("ebflow_plugin", "{}"))
 
 
-def check_saveable(**parts: Mapping[str, Any]) -> None:
-    """Raises if a state cannot be read again, before any work is lost to it.
+def _sum_of(content: bytes) -> bytes:
+    return hashlib.sha256(content).hexdigest().encode()
 
-    Raises:
-        InputError: If ``torch.load(weights_only=True)`` would refuse it.
-    """
-    for name, state in parts.items():
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+
+
+def check_saveable(**parts: Any) -> None:
+    """Raises if ``torch.load(weights_only=True)`` cannot read a state again, before any work is lost to it."""
+    for name, part in parts.items():
         buffer = io.BytesIO()
         try:
-            torch.save(dict(state), buffer)
+            torch.save({} if part is None else part.state_dict(), buffer)
             buffer.seek(0)
             torch.load(buffer, weights_only=True)
         except Exception as error:
@@ -263,7 +254,7 @@ def check_saveable(**parts: Mapping[str, Any]) -> None:
 
 
 def load_best(model: EBFlow, folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Returns a model the weights with the best validation NLL of a training run.
+    """Gives a model the weights with the best validation NLL of a training run.
 
     Arguments:
         model: A model like the one that was trained.
@@ -288,16 +279,15 @@ def load_best(model: EBFlow, folder: str | os.PathLike[str]) -> dict[str, Any]:
         True
     """
     path = path_of("folder", folder)
-    kept = CheckpointFolder(path).load_best() if path.is_dir() else None
-    if kept is None:
+    found = CheckpointFolder(path).load_best() if path.is_dir() else None
+    if found is None:
         raise InputError(f"{folder} holds no best weights; fit(…, validation=…, checkpoint=folder) writes them")
-    weights, facts = kept
-    write_weights(model, weights, f"the best weights in {folder}")
-    return facts
+    write_weights(model, found[0], f"the best weights in {folder}")
+    return found[1]
 
 
 def write_weights(model: EBFlow, weights: Mapping[str, Tensor], what: str) -> None:
-    """Loads a state dict in place, and drops what the flow kept of its old values."""
+    """Loads a state dict in place, and drops what the flow computed from its old values."""
     try:
         model.load_state_dict(dict(weights))
     except RuntimeError as error:
@@ -305,38 +295,23 @@ def write_weights(model: EBFlow, weights: Mapping[str, Tensor], what: str) -> No
     model.adapter.release(model.flow)
 
 
-def _read_best(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    if path.suffix == ".pt":
-        kept = _unzip(path)
-        if not isinstance(kept, dict) or not {"weights", "facts"} <= set(kept):
-            raise InputError(f"{path} holds no best weights of ebflow_plugin.fit")
-        return kept["weights"], kept["facts"]
-    try:
-        from safetensors import safe_open
-        from safetensors.torch import load
-    except ImportError as error:
-        raise InputError(f"{path} needs the safetensors package: pip install safetensors") from error
-    try:
-        content = path.read_bytes()
-        with safe_open(path, framework="pt") as file:
-            known = file.metadata() or {}
-        weights = load(content)
-    except Exception as error:
+def compare(path: Path | None, here: Mapping[str, str], there: Mapping[str, str]) -> bool:
+    """Compares the facts of a run with those of a checkpoint. Returns whether they are the same.
+
+    Raises:
+        InputError: If the model, the objective, … differ. Other differences give a warning.
+    """
+    differing = [name for name in here if here[name] != there.get(name)]
+    lines = "\n  ".join(f"{name}: {_shorten(there.get(name, 'nothing'), here[name])}" for name in differing)
+    if set(differing) & set(FATAL):
         raise InputError(
-            f"{path} is truncated, damaged, or no safetensors file ({type(error).__name__}: {_first_line(error)})"
-        ) from error
-    written = known.get("sha256", "").encode()
-    if len(written) != len(NO_SUM) or _sum_of(content.replace(written, NO_SUM, 1)) != written:
-        raise InputError(f"{path} is damaged (wrong checksum), or was not written by this version of ebflow_plugin.fit")
-    return weights, json.loads(known.get("ebflow_plugin", "{}"))
-
-
-def _sum_of(content: bytes) -> bytes:
-    return hashlib.sha256(content).hexdigest().encode()
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), "")
+            f"the checkpoint in {path} is of another run\n  {lines}\nPass another checkpoint folder, or resume=False to "
+            "begin anew in this one."
+        )
+    if differing:
+        told = f"the run in {path} goes on with other settings, and not exactly as it would have\n  {lines}"
+        warnings.warn(told, ResumeWarning, stacklevel=6)
+    return not differing
 
 
 def _shorten(there: str, here: str) -> str:
@@ -347,27 +322,3 @@ def _shorten(there: str, here: str) -> str:
     gone, come = [part for part in old if part not in new], [part for part in new if part not in old]
     parts = [f"only there {', '.join(gone[:3])}"] * bool(gone) + [f"only here {', '.join(come[:3])}"] * bool(come)
     return "; ".join(parts) or "in another order"
-
-
-def identity(
-    objective: Objective, optimizer: Optimizer, scheduler: LRScheduler | None, ema: EMA | None
-) -> dict[str, str]:
-    """What a checkpoint must agree on, in words."""
-    options = "; ".join(f"{name}={value}" for name, value in sorted(optimizer.defaults.items()) if value is not None)
-    groups = "+".join(str(len(group["params"])) for group in optimizer.param_groups)
-    return {
-        "model": "; ".join(
-            f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in objective.model.state_dict().items()
-        ),
-        "objective": _in_words(objective),
-        "optimizer": f"{type(optimizer).__name__}; {options}; {groups} parameters",
-        "scheduler": "none" if scheduler is None else type(scheduler).__name__,
-        "ema": "none" if ema is None else f"decay={ema.decay}, warmup={ema.warmup}",
-    }
-
-
-def _in_words(objective: Objective) -> str:
-    if isinstance(objective, WeightedSum):
-        terms = zip(objective.weights, objective.terms, strict=True)
-        return " + ".join(f"{weight:g} * {_in_words(term)}" for weight, term in terms)  # type: ignore[arg-type]
-    return f"{type(objective).__name__}({objective.extra_repr()})"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -11,35 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ebflow_plugin.errors import InputError, ResumeWarning
+from ebflow_plugin.ema import EMA
+from ebflow_plugin.errors import InputError
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives import Objective
-from ebflow_plugin.objectives.checks import refuse_useless_context
-from ebflow_plugin.plan.inputs import refuse_non_finite
-from ebflow_plugin.plan.preprocessing import Dequantize
-from ebflow_plugin.training.batches import Batches, LoaderBatches, batches
-from ebflow_plugin.training.checkpoints import CheckpointFolder, check_saveable, compare, write_weights
-from ebflow_plugin.training.distributed import Processes, processes, start_once
-from ebflow_plugin.training.ema import EMA
-from ebflow_plugin.training.loop import FATAL, Run, facts_of
-from ebflow_plugin.training.options import (
-    Settings,
-    average,
-    listeners,
-    optimizer_of,
-    scalar_objective,
-    scheduler_of,
-)
-from ebflow_plugin.training.progress import Callback, JsonLines, Record, display
-from ebflow_plugin.training.randomness import lend, mix, noise_of
+from ebflow_plugin.training.checkpoints import write_weights
+from ebflow_plugin.training.loop import Run
+from ebflow_plugin.training.options import Settings, scalar_objective
+from ebflow_plugin.training.progress import Callback, Record
 
 __all__ = ["FitResult", "fit"]
-
-VALIDATION_BATCH = 256
 
 
 @dataclass(frozen=True)
@@ -77,7 +61,7 @@ class FitResult:
     ema: EMA | None = None
 
     def load_best(self, model: EBFlow) -> None:
-        """Returns a model the weights with the lowest validation NLL.
+        """Gives a model the weights with the lowest validation NLL.
 
         Raises:
             InputError: If there was no validation data.
@@ -188,127 +172,15 @@ def fit(
         >>> result
         FitResult(40 steps, stopped by steps, best NLL ...)
     """
-    model = scalar_objective("fit", objective).model
-    device, told = model.like().device, listeners(callbacks)
     settings = Settings(
-        steps=steps, epochs=epochs, batch_size=batch_size, evaluate_every=evaluate_every, patience=patience,
-        clip_norm=clip_norm, checkpoint=checkpoint, checkpoint_every=checkpoint_every, resume=resume,
-        on_non_finite=on_non_finite, conditioning=conditioning, calibrate=calibrate, metrics=metrics, progress=progress,
-        seed=seed,
+        optimizer, steps, epochs, batch_size, validation, evaluate_every, patience, ema, scheduler, clip_norm,
+        checkpoint, checkpoint_every, resume, callbacks, on_non_finite, conditioning, calibrate, metrics, progress, seed,
     )  # fmt: skip
-    seed = settings.seed
     with ExitStack() as stack, torch.inference_mode(False), torch.enable_grad():
-        group = processes(device)
-        rank, world = group.rank, group.world
-        source = batches(data, settings.batch_size, seed=seed, rank=rank, world=world)
-        held_out = None
-        if validation is not None:
-            size = max(settings.batch_size, VALIDATION_BATCH)
-            held_out = batches(validation, size, name="validation", shuffle=False, rank=rank, world=world)
-        settings = settings.completed(source, held_out)
-        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
-        torch.manual_seed(mix(seed, "global", group.rank))
-        noise = noise_of(objective, seed, group.rank, device)
-        stack.enter_context(lend(noise))
-        for name, part in (("data", source), ("validation", held_out)):
-            if part is not None:
-                _check_first(model, part, name, device)
-        chosen = optimizer_of(objective, optimizer)
-        schedule = scheduler_of(chosen, scheduler, validated=held_out is not None)
-        check_saveable(
-            optimizer=chosen.state_dict(), **({} if schedule is None else {"scheduler": schedule.state_dict()})
-        )
-        place = settings.checkpoint
-        folder = None if place is None else group.on_first(lambda: CheckpointFolder(place))
-        x, context = source.first()
-        context = None if context is None else context.to(device)
-        start_once(model, x.to(device), context, group, Generator(device).manual_seed(mix(seed, "start")))
-        averaged = average(model, ema)
-        state = _last_checkpoint(folder, group, settings.resume)
-        facts = facts_of(objective, chosen, schedule, averaged, source, settings, group)
-        exact = state is None or group.on_first(lambda: compare(place, facts, state["facts"], FATAL))
-        path = settings.metrics or (None if folder is None else folder.path / "metrics.jsonl")
-        first_told: list[Callback] = []
-        if path is not None:
-            lines = group.on_first(lambda: JsonLines(path, () if state is None else state["history"]))
-            first_told.append(lines)
-        if settings.progress:
-            shown, open_display = display()
-            first_told.append(shown)
-            if group.first:
-                stack.enter_context(open_display)
-        generators = list({id(generator): generator for generator in noise.values()}.values())
-        run = Run(
-            objective, source, held_out, chosen, schedule, averaged, settings, group, generators, folder,
-            (*first_told, *told) if group.first else told,
-        )  # fmt: skip
-        if state is not None and folder is not None:
-            run.load(state, exact)
-            _restore_best(run, folder, state)
+        run = Run(scalar_objective("fit", objective), data, settings, stack)
         run.train()
-        progressed = run.progress
+        found = run.progress
         return FitResult(
-            history=progressed.history,
-            steps=progressed.step,
-            stopped=progressed.stopped or "steps",
-            start_nll=progressed.start_nll,
-            best_nll=progressed.best_nll,
-            best_step=progressed.best_step,
-            best_state=run.best_state,
-            skipped=progressed.skipped,
-            checkpoint=None if folder is None else folder.path,
-            metrics=path,
-            ema=averaged,
-        )
-
-
-def _check_first(model: EBFlow, source: Batches | LoaderBatches, name: str, device: torch.device) -> None:
-    """Looks at a batch before any work is done: shapes, types, NaN, labels that nobody uses."""
-    x, context = source.first()
-    try:
-        x, context = x.to(device), None if context is None else context.to(device)
-        model.check(x, context)
-        if x.is_floating_point():
-            refuse_non_finite("its first batch", x)
-        for step in model.preprocessing:
-            if isinstance(step, Dequantize):
-                step.refuse(x)
-        refuse_useless_context(model, x, context)
-    except InputError as error:
-        raise InputError(f"{name}: {error}") from error
-
-
-def _last_checkpoint(folder: CheckpointFolder | None, group: Processes, resume: bool) -> dict[str, Any] | None:
-    """What the last checkpoint holds, if there is one to go on from; otherwise what is there is removed."""
-    if folder is None:
-        return None
-    if resume:
-        return group.on_first(folder.load)
-    group.on_first(folder.clear)
-    return None
-
-
-def _restore_best(run: Run, folder: CheckpointFolder, state: dict[str, Any]) -> None:
-    if state["best_nll"] is None:
-        return
-    best = run.processes.on_first(lambda: _read_best(folder))
-    if not isinstance(best, str):
-        run.best_state = best
-        return
-    if run.processes.first:
-        warnings.warn(
-            f"the best weights so far are lost: {best}. The run goes on, and the best are those from step "
-            f"{state['step']} on.",
-            ResumeWarning,
-            stacklevel=3,
-        )
-    run.seek_best_again()
-
-
-def _read_best(folder: CheckpointFolder) -> dict[str, Tensor] | str:
-    """The best weights of a run, or why there are none: the checkpoints are enough to go on."""
-    try:
-        found = folder.load_best()
-    except InputError as error:
-        return str(error)
-    return f"{folder.path} holds none" if found is None else found[0]
+            found.history, found.step, found.stopped or "steps", found.start_nll, found.best_nll, found.best_step,
+            run.best_state, found.skipped, run.folder and run.folder.path, run.metrics, run.ema,
+        )  # fmt: skip

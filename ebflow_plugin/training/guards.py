@@ -1,30 +1,21 @@
-"""What stops a training run before it goes wrong: values that are not finite, and layers that become singular."""
+"""Losses and gradients that are not finite: at which step, in which layer, and why."""
 
 from __future__ import annotations
 
-import math
-import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from ebflow_plugin.errors import ConditioningWarning, InputError, TrainingError
+from ebflow_plugin.errors import InputError, TrainingError
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.plan.preprocessing import Dequantize
-from ebflow_plugin.plan.spectrum import FullLayer, Spectrum, estimate_spectrum
 from ebflow_plugin.plan.step import Step
 from ebflow_plugin.plan.values import Value
-from ebflow_plugin.training.distributed import Processes, own_gradients
+from ebflow_plugin.training.distributed import Processes
 
-__all__ = ["ConditionWatch", "Finding", "FiniteWatch", "TrainingError", "diagnose", "gradient_norms"]
-
-NEAR_SINGULAR = 1e4
-KEEP_AWAY = (
-    "Add conditioning=0.01 (or more) to fit(), lower the learning rate, or mix in a little likelihood: "
-    "0.99 * SSM(model) + 0.01 * ML(model)."
-)
+__all__ = ["Finding", "FiniteWatch", "diagnose", "failure", "gradient_norms"]
 
 
 @dataclass(frozen=True)
@@ -80,10 +71,10 @@ class FiniteWatch:
         """Waits for the device, and forgets: what was the first bad step since the last look?"""
         if self._bad is None or self._step is None:
             return None
-        bad, self._bad = self._bad.to(torch.int64), None
-        step = torch.where(bad.any(), self._step, torch.iinfo(torch.int64).max)
-        self._processes.maximum(bad)
-        step = -self._processes.maximum(-step)
+        bad, self._bad, step = self._bad.to(torch.int64), None, self._step
+        if self._processes.world > 1:
+            step = -self._processes.maximum(-torch.where(bad.any(), step, torch.iinfo(torch.int64).max))
+            self._processes.maximum(bad)
         flags = bad.tolist()
         if not any(flags):
             return None
@@ -92,11 +83,12 @@ class FiniteWatch:
 
 
 def gradient_norms(parameters: Iterable[nn.Parameter], like: Tensor) -> Tensor:
-    """The norm of each parameter's gradient, zero where there is none; of the own part where they are sharded."""
-    gradients = own_gradients(parameters)
+    """The norm of each parameter's gradient, zero where there is none; of this process's shard where it is sharded."""
+    found = (parameter.grad for parameter in parameters)
+    gradients = [one.to_local() if one is not None and hasattr(one, "to_local") else one for one in found]
     there = [gradient for gradient in gradients if gradient is not None]
-    found = iter(torch._foreach_norm(there) if there else ())
-    norms = [like.new_zeros(()) if gradient is None else next(found).to(like) for gradient in gradients]
+    each = iter(torch._foreach_norm(there) if there else ())
+    norms = [like.new_zeros(()) if gradient is None else next(each).to(like) for gradient in gradients]
     return torch.stack(norms) if norms else like.new_zeros(0)
 
 
@@ -112,7 +104,8 @@ def diagnose(model: EBFlow, x: Tensor, context: Tensor | None) -> list[str]:
     lines = []
     for name, tensor in (("the batch", x), ("its context", context)):
         if tensor is not None and not _finite(tensor):
-            lines.append(f"{name} holds NaN or inf in {_bad_rows(tensor)} of {len(tensor)} rows")
+            rows = (~torch.isfinite(tensor)).reshape(len(tensor), -1).any(1)
+            lines.append(f"{name} holds NaN or inf in {int(rows.sum())} of {len(tensor)} rows")
     for module in model.preprocessing:
         if isinstance(module, Dequantize):
             try:
@@ -124,96 +117,42 @@ def diagnose(model: EBFlow, x: Tensor, context: Tensor | None) -> list[str]:
         lines.append(f"{len(broken)} parameters hold NaN or inf, the first is {broken[0]}")
     if lines:
         return lines
-    first: list[tuple[Step, bool]] = []
-    reached: list[Step] = []
+    steps: list[Step] = []
+    finite: list[bool] = []  # whether what reaches each step is finite, and at the end the latents
 
     def visit(step: Step, value: Value) -> None:
-        if not first and not _finite(value):
-            first.append((reached[-1] if reached else step, bool(reached)))
-        reached.append(step)
+        steps.append(step)
+        finite.append(_finite(value))
 
     plan = model.plan
     try:
         latents, log_det = plan.encode(x.to(model.like().dtype), plan.embed(context), visit)
     except Exception as error:
-        return [f"{reached[-1].where if reached else 'the model'} raises {type(error).__name__}: {error}"]
-    if not first and reached and not _finite(latents):
-        first.append((reached[-1], True))
-    if first:
-        step, after = first[0]
-        lines.append(f"the first value that is not finite is the {'output' if after else 'input'} of {step.where}")
-    elif log_det is not None and not _finite(log_det):
-        lines.append("the values of all steps are finite, the sum of their log-dets is not")
-    else:
-        lines.append("all values on the way to noise are finite: a derivative is not, or the optimiser's step before")
-    return lines
-
-
-def owner(model: EBFlow, name: str) -> str:
-    """The step that a parameter belongs to, as messages show it; the parameter's name if it is part of none."""
-    wanted = dict(model.named_parameters()).get(name)
-    for part in model.plan.parts():
-        if isinstance(part.module, nn.Module) and any(p is wanted for p in part.module.parameters()):
-            return f"{name} of {part.where}"
-    return name
+        return [f"{steps[-1].where if steps else 'the model'} raises {type(error).__name__}: {error}"]
+    finite.append(_finite(latents))
+    if steps and not all(finite):
+        place = finite.index(False)
+        where = f"output of {steps[place - 1].where}" if place else f"input of {steps[0].where}"
+        return [f"the first value that is not finite is the {where}"]
+    if log_det is not None and not _finite(log_det):
+        return ["the values of all steps are finite, the sum of their log-dets is not"]
+    return ["all values on the way to noise are finite: a derivative is not, or the optimiser's step before"]
 
 
 def failure(model: EBFlow, finding: Finding, lines: Sequence[str], advice: str) -> TrainingError:
     """The error that names the step and the layer, and ends with what to do."""
-    what = "the loss" if finding.loss else "a gradient"
-    found = [f"step {finding.step}: {what} is not finite"]
+    found = [f"step {finding.step}: {'the loss' if finding.loss else 'a gradient'} is not finite"]
     if finding.parameters:
-        count = len(finding.parameters)
-        found.append(f"  {count} gradients are not finite, the first is that of {owner(model, finding.parameters[0])}")
-    found += [f"  {line}" for line in lines]
-    return TrainingError("\n".join([*found, advice]))
-
-
-class ConditionWatch:
-    """Estimates the condition number of each full layer, and warns once about each that is nearly singular.
-
-    Arguments:
-        layers: The layers.
-        limit: The condition number to warn at.
-        advice: The end of the warning.
-    """
-
-    def __init__(self, layers: Sequence[FullLayer], limit: float = NEAR_SINGULAR, advice: str = KEEP_AWAY) -> None:
-        self.layers = list(layers)
-        self.limit, self.advice = limit, advice
-        self._warned: set[str] = set()
-
-    def look(self, step: int) -> dict[str, Spectrum]:
-        """Estimates the spectrum of each layer, by its path."""
-        found = {layer.step.path: estimate_spectrum(layer) for layer in self.layers}
-        self._warn(step, found)
-        return found
-
-    def _warn(self, step: int, found: Mapping[str, Spectrum]) -> None:
-        lines = []
-        for layer in self.layers:
-            spectrum = found[layer.step.path]
-            near = math.isnan(spectrum.condition) or spectrum.condition > self.limit
-            if near and layer.step.path not in self._warned:
-                self._warned.add(layer.step.path)
-                lines.append(
-                    f"{layer.step.where}: smallest singular value about {spectrum.smallest:.1e}, condition number at "
-                    f"least {spectrum.condition:.1e}"
-                )
-        if lines:
-            warnings.warn(
-                f"step {step}: {len(lines)} of {len(self.layers)} full layers are close to singular, where log Z and "
-                "samples break\n  " + "\n  ".join(lines) + f"\n{self.advice}",
-                ConditioningWarning,
-                stacklevel=4,
-            )
+        name = finding.parameters[0]
+        wanted = dict(model.named_parameters()).get(name)
+        holders = (part for part in model.plan.parts() if isinstance(part.module, nn.Module))
+        owner = next((part for part in holders if any(p is wanted for p in part.module.parameters())), None)
+        where = name if owner is None else f"{name} of {owner.where}"
+        found.append(f"  {len(finding.parameters)} gradients are not finite, the first is that of {where}")
+    return TrainingError("\n".join([*found, *(f"  {line}" for line in lines), advice]))
 
 
 def _finite(value: Value) -> bool:
     if not isinstance(value, Tensor):
         return all(_finite(part) for part in value)
     return not value.is_floating_point() or bool(torch.isfinite(value).all())
-
-
-def _bad_rows(tensor: Tensor) -> int:
-    return int((~torch.isfinite(tensor)).reshape(len(tensor), -1).any(1).sum())

@@ -1,4 +1,4 @@
-"""Ctrl-C: the step that is under way comes to its end first, and one more is taken and saved."""
+"""Ctrl-C: the current step ends first, and one more is taken and saved."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import signal
 import sys
 import threading
 from contextlib import suppress
-from types import FrameType, TracebackType
+from types import FrameType
 
 __all__ = ["Interrupts"]
 
 
 class Interrupts:
-    """Listens for Ctrl-C during a ``with`` block. A second one stops at once, as without this.
+    """Listens for Ctrl-C inside a ``with`` block. A second one stops at once, as usual.
 
-    Signals reach the main thread alone, and whoever has a handler of their own keeps it: there nothing changes. One
-    inside of another passes the word on.
+    Only the main thread receives signals, and a handler of the user's own stays: in both cases nothing changes. A
+    nested block tells the outer one.
 
     Arguments:
         listen: Whether to listen at all.
@@ -46,18 +46,16 @@ class Interrupts:
             signal.signal(signal.SIGINT, self._stop)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._listen and signal.getsignal(signal.SIGINT) == self._stop:  # nobody else has taken over
+    def __exit__(self, *error: object) -> None:
+        if self._listen and signal.getsignal(signal.SIGINT) == self._stop:  # nobody replaced the handler since
             signal.signal(signal.SIGINT, signal.default_int_handler if self._outer is None else self._outer._stop)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:  # a worker that was forked, which the main process will end
+        if os.getpid() != self._process:  # a forked worker, which the main process will end
             return
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        told: Interrupts | None = self
-        while told is not None:
-            told.asked, told = True, told._outer
-        with suppress(OSError, ValueError, RuntimeError):  # the reader of a pipe hears Ctrl-C too, and may be gone
+        block: Interrupts | None = self
+        while block is not None:
+            block.asked, block = True, block._outer
+        with suppress(OSError, ValueError, RuntimeError):  # the reader of a pipe receives Ctrl-C too, and may be gone
             print("\nStopping when the next step is saved; Ctrl-C again stops at once.", file=sys.stderr, flush=True)

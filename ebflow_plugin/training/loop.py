@@ -4,35 +4,33 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+import warnings
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from ebflow_plugin.errors import EBFlowError, TrainingError, WriteError
+from ebflow_plugin.errors import EBFlowError, ResumeWarning, TrainingError, WriteError
+from ebflow_plugin.linalg.random import mix, random_state, set_random_state
 from ebflow_plugin.objectives import Objective
-from ebflow_plugin.objectives.base import waits_for_data
+from ebflow_plugin.objectives.evaluation import LikelihoodSum, calibrated
+from ebflow_plugin.objectives.noise import lend, noise_of
 from ebflow_plugin.plan.inputs import Batch
-from ebflow_plugin.plan.spectrum import FullLayer, conditioning_penalty, full_layers
-from ebflow_plugin.training.batches import Batches, LoaderBatches
-from ebflow_plugin.training.checkpoints import CheckpointFolder, atomic_write, identity, write_weights
-from ebflow_plugin.training.distributed import Processes, parallel
-from ebflow_plugin.training.ema import EMA
-from ebflow_plugin.training.evaluation import calibrated, evaluate
-from ebflow_plugin.training.guards import ConditionWatch, Finding, FiniteWatch, diagnose, failure, gradient_norms
+from ebflow_plugin.plan.spectrum import ConditionWatch, FullLayer, conditioning_penalty, full_layers
+from ebflow_plugin.training.batches import Batches, LoaderBatches, batches
+from ebflow_plugin.training.checkpoints import CheckpointFolder, check_saveable, compare, write_weights
+from ebflow_plugin.training.distributed import parallel, processes, start_once
+from ebflow_plugin.training.guards import Finding, FiniteWatch, diagnose, failure, gradient_norms
 from ebflow_plugin.training.interrupts import Interrupts
-from ebflow_plugin.training.options import Settings
-from ebflow_plugin.training.progress import Callback, Event, Record
-from ebflow_plugin.training.randomness import mix, random_state, set_random_state
+from ebflow_plugin.training.options import Settings, average, check_batch, optimizer_of, scheduler_of
+from ebflow_plugin.training.progress import Callback, Event, JsonLines, Record, display
 
 __all__ = ["Event", "Run"]
 
-FATAL = ("model", "objective", "optimizer", "scheduler", "ema")
+VALIDATION_BATCH = 256
 LOOK_EVERY = {"cpu": 1}  # steps between two looks at what is not finite; elsewhere a look waits for the device:
 LOOK_EVERY_ELSEWHERE = 10
 SKIPPED_IN_A_ROW = 10
@@ -40,13 +38,17 @@ NOT_FINITE = (
     "Lower the learning rate, clip gradients (clip_norm=), keep the layers away from singular ones (conditioning=), or "
     'leave out such batches (on_non_finite="skip").'
 )
+NEARLY_SINGULAR = (
+    "Add conditioning=0.01 (or more) to fit(), lower the learning rate, or mix in a little likelihood: "
+    "0.99 * SSM(model) + 0.01 * ML(model)."
+)
 
 Source = Batches | LoaderBatches
 
 
 @dataclass
 class Progress:
-    """What a run has come to: everything of it that is neither weights nor generators."""
+    """How far a run is: everything of it that is neither weights nor generators."""
 
     step: int = 0
     skipped: int = 0
@@ -78,66 +80,104 @@ class PenalisedLoss(nn.Module):
 
 
 class Run:
-    """A training run: everything that a checkpoint holds, and the loop.
+    """A training run: everything that a checkpoint holds, and the loop. It is ready to go on when it is made.
 
     Arguments:
         objective: The loss; it holds the model.
         data: The training data.
-        validation: The validation data, if any.
-        optimizer: Of the trainable parameters.
-        scheduler: Of the optimizer, if any.
-        ema: Of the model, if any.
-        settings: What was asked for, completed.
-        processes: Who takes part.
-        generators: What the objective draws from.
-        folder: Of the checkpoints, if there are any.
-        callbacks: Told of each evaluation.
+        settings: What was asked for.
+        stack: Closes what the run opens: forked generators, borrowed ones, the display.
     """
 
-    def __init__(
-        self,
-        objective: Objective,
-        data: Source,
-        validation: Source | None,
-        optimizer: Optimizer,
-        scheduler: LRScheduler | None,
-        ema: EMA | None,
-        settings: Settings,
-        processes: Processes,
-        generators: Sequence[Generator],
-        folder: CheckpointFolder | None,
-        callbacks: Sequence[Callback],
-    ) -> None:
-        self.objective, self.data, self.validation = objective, data, validation
-        self.optimizer, self.scheduler, self.ema = optimizer, scheduler, ema
-        self.settings, self.processes, self.folder, self.callbacks = settings, processes, folder, callbacks
-        self.model = objective.model
-        self.device = self.model.like().device
+    def __init__(self, objective: Objective, data: Any, settings: Settings, stack: ExitStack) -> None:
+        self.objective, self.model, self.settings = objective, objective.model, settings
+        self.device = device = self.model.like().device
+        self.processes = group = processes(device)
+        share = {"rank": group.rank, "world": group.world}
+        self.data: Source = batches(data, settings.batch_size, seed=settings.seed, **share)
+        self.validation: Source | None = None
+        if settings.validation is not None:
+            size = max(settings.batch_size, VALIDATION_BATCH)
+            self.validation = batches(settings.validation, size, name="validation", shuffle=False, **share)
+        self.pace = settings.pace(self.data, self.validation)
+        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+        torch.manual_seed(mix(settings.seed, "global", group.rank))
+        noise = noise_of(objective, settings.seed, group.rank, device)
+        stack.enter_context(lend(noise))
+        first = self._to_device(*self.data.first())
+        check_batch(self.model, "data", *first)
+        if self.validation is not None:
+            check_batch(self.model, "validation", *self._to_device(*self.validation.first()))
+        self.optimizer = optimizer_of(objective, settings.optimizer)
+        self.scheduler = scheduler_of(self.optimizer, settings.scheduler, validated=self.validation is not None)
+        check_saveable(optimizer=self.optimizer, scheduler=self.scheduler)
+        place = settings.checkpoint
+        self.folder = None if place is None else group.on_first(lambda: CheckpointFolder(place))
+        start_once(self.model, *first, group, Generator(device).manual_seed(mix(settings.seed, "start")))
+        self.ema = average(self.model, settings.ema)
+        self.facts = {
+            **settings.facts(objective, self.optimizer, self.scheduler, self.ema),
+            "data": str(self.data),
+            "processes": str(group.world),
+        }
+        state: dict[str, Any] | None = None
+        if self.folder is not None:
+            state = group.on_first(self.folder.load if settings.resume else self.folder.clear)
+        exact = state is None or group.on_first(lambda: compare(place, self.facts, state["facts"]))
+        self.metrics = settings.metrics or (None if self.folder is None else self.folder.path / "metrics.jsonl")
+        self.callbacks = self._callbacks(() if state is None else state["history"], stack)
         self.progress = Progress()
         self.best_state: dict[str, Tensor] | None = None
-        self.facts = facts_of(objective, optimizer, scheduler, ema, data, settings, processes)
-        assert settings.steps is not None
-        assert settings.evaluate_every is not None
-        assert settings.checkpoint_every is not None
-        self._steps, self._evaluate_every, self._save_every = (
-            settings.steps, settings.evaluate_every, settings.checkpoint_every
-        )  # fmt: skip
-        self._probes = Generator(self.device).manual_seed(mix(settings.seed, "probes", processes.rank))
-        self._generators = [*generators, *data.generators, self._probes]
+        self._probes = Generator(device).manual_seed(mix(settings.seed, "probes", group.rank))
+        self._generators = [*dict.fromkeys(noise.values()), *self.data.generators, self._probes]
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self._parameters = list(trained.values())
-        self._watch = FiniteWatch(list(trained), processes)
-        layers = self._full_layers()
-        self._conditions = ConditionWatch(layers)
-        loss = PenalisedLoss(objective, layers, settings.conditioning, self._probes)
-        self._loss: nn.Module = loss
-        if processes.world > 1:
-            self._loss = parallel(loss, self.device, unused=self._has_unused(loss))
-        wide = torch.float32 if self.device.type == "mps" else torch.float64
-        self._sum = torch.zeros((), dtype=wide, device=self.device)
-        self._grad_norm = torch.zeros((), device=self.device)
+        self._watch = FiniteWatch(list(trained), group)
+        layers = self._full_layers(first[0])
+        self._conditions = ConditionWatch(layers, advice=NEARLY_SINGULAR)
+        self._loss: nn.Module = PenalisedLoss(objective, layers, settings.conditioning, self._probes)
+        if group.world > 1:
+            self._loss = parallel(self._loss, device, unused=self._has_unused(*first))
+        self._sum = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+        self._grad_norm = torch.zeros((), device=device)
+        self._validation_seed = mix(settings.seed, "validation", group.rank)
         self._skip = settings.on_non_finite == "skip"
-        self._look_every = 1 if self._skip else LOOK_EVERY.get(self.device.type, LOOK_EVERY_ELSEWHERE)
+        self._look_every = 1 if self._skip else LOOK_EVERY.get(device.type, LOOK_EVERY_ELSEWHERE)
+        if state is not None:
+            self._load(state, exact)
+
+    def _callbacks(self, history: list[Record], stack: ExitStack) -> tuple[Callback, ...]:
+        """The user's callbacks; in the first process, the metrics file and the display before them."""
+        ours: list[Callback] = []
+        path = self.metrics
+        if path is not None:
+            ours.append(self.processes.on_first(lambda: JsonLines(path, history)))
+        if self.settings.progress and self.processes.first:
+            shown, context = display()
+            stack.enter_context(context)
+            ours.append(shown)
+        return (*ours, *self.settings.callbacks) if self.processes.first else self.settings.callbacks
+
+    def _full_layers(self, x: Tensor) -> list[FullLayer]:
+        plan, u, _ = self.model.match(x[:1], None, Generator(self.device).manual_seed(0))
+        try:
+            return full_layers(plan, tuple(u.shape[1:]))
+        except (EBFlowError, ValueError):  # a step of unknown class changes the shape
+            return []
+
+    def _has_unused(self, x: Tensor, context: Tensor | None) -> bool:
+        """Whether the loss of the first batch leaves out parameters. Nothing that follows changes by asking."""
+        drawn, known = random_state(self.device, self._generators), self.objective.state()
+        value, _ = self._loss(x, context)
+        found = torch.autograd.grad(value, self._parameters, allow_unused=True)
+        set_random_state(drawn, self.device, self._generators)
+        self.objective.load_state(known)
+        flag = torch.tensor(int(any(gradient is None for gradient in found)), device=self.device)
+        return bool(self.processes.maximum(flag))
+
+    def _to_device(self, x: Tensor, context: Tensor | None) -> Batch:
+        there = None if context is None else context.to(self.device, non_blocking=True)
+        return x.to(self.device, non_blocking=True), there
 
     def train(self) -> None:
         """Runs to the end, from wherever it is.
@@ -162,26 +202,34 @@ class Run:
             raise KeyboardInterrupt(f"stopped after step {self.progress.step}; fit(…, resume=True) goes on from there")
 
     def _run(self, interrupts: Interrupts) -> None:
-        progress = self.progress
-        if progress.step == 0 and self.validation is not None and not waits_for_data(self.model.core.plan):
+        progress, pace = self.progress, self.pace
+        if progress.step == 0 and self.validation is not None and not self.model.core_plan.waits_for_data():
             self._evaluate(self.validation)  # a good start can be the best there is
             progress.start_nll = progress.best_nll
         mark = time.monotonic(), progress.step
         stopping = False
-        while progress.step < self._steps and not self._should_stop() and not stopping:
-            stopping = interrupts.asked  # if it comes later, the next step is the last: no step is saved unlooked at
+        while progress.step < pace.steps and not self._should_stop() and not stopping:
+            stopping = interrupts.asked  # if it comes later, the next step is the last: every saved step was looked at
             progress.step += 1
-            last = progress.step == self._steps
-            due = progress.step % self._evaluate_every == 0 or last
-            saving = self.folder is not None and (progress.step % self._save_every == 0 or last or stopping)
+            last = progress.step == pace.steps
+            due = progress.step % pace.evaluate_every == 0 or last
+            saving = self.folder is not None and (progress.step % pace.save_every == 0 or last or stopping)
             self._take_step(look=due or saving)
             if due:
                 mark = self._record(mark)
-            if saving or (self._should_stop() and self.folder is not None):
-                self.save(mark[0])
+            if self.folder is not None and (saving or self._should_stop()):
+                state = self._state(mark[0])
+                if self.processes.first:
+                    self.folder.save(state)
+
+    def _should_stop(self) -> bool:
+        progress = self.progress
+        if self.settings.patience is not None and progress.stale >= self.settings.patience:
+            progress.stopped = "patience"
+        return bool(progress.stopped)
 
     def _take_step(self, look: bool) -> None:
-        progress, settings, parameters = self.progress, self.settings, self._parameters
+        progress, parameters = self.progress, self._parameters
         for parameter in parameters:
             parameter.grad = None
         batch = self._to_device(*self.data.next())
@@ -197,8 +245,8 @@ class Run:
                 return
         progress.skipped_in_a_row = 0
         self._grad_norm = torch.linalg.vector_norm(norms)
-        if settings.clip_norm is not None:
-            nn.utils.clip_grads_with_norm_(parameters, settings.clip_norm, self._grad_norm)
+        if self.settings.clip_norm is not None:
+            nn.utils.clip_grads_with_norm_(parameters, self.settings.clip_norm, self._grad_norm)
         self.optimizer.step()
         if self.scheduler is not None and not isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step()
@@ -223,22 +271,24 @@ class Run:
     def _save_failure(self, step: int) -> str:
         if self.folder is None:
             return ""
-        state, path = self._state(0.0), self.folder.path / f"failed-{step:08d}.pt"
+        state, name = self._state(0.0), f"failed-{step:08d}.pt"
         try:
             if self.processes.first:
-                atomic_write(path, lambda file: torch.save(state, file))
+                self.folder.write(name, state)
         except WriteError as error:  # the failure that brought us here is what matters
             return f"The state could not be saved: {error} "
+        path = self.folder.path / name
         return f"The state is in {path}; fit(…, resume=True) goes on from the last checkpoint before it. "
 
     def _record(self, mark: tuple[float, int]) -> tuple[float, int]:
         """Evaluates, and tells everyone."""
-        progress = self.progress
-        now = time.monotonic()
+        progress, now = self.progress, time.monotonic()
+        total = self.processes.total(torch.stack([self._sum, torch.full_like(self._sum, progress.counted)]))
+        value, count = total.tolist()
         record: Record = {
             "step": progress.step,
             "epoch": self.data.epoch,
-            "loss": self._mean_loss(),
+            "loss": value / count if count else math.nan,
             "grad_norm": float(self._grad_norm),
             "lr": float(self.optimizer.param_groups[0]["lr"]),
         }
@@ -256,111 +306,63 @@ class Run:
             }
         if progress.skipped:
             record["skipped"] = progress.skipped
-        record.update(self._objective_metrics())
+        shown = self.processes.gather(self.objective.metrics())  # those of the first process, with the counts of all
+        counts = {name for name, value in shown[0].items() if isinstance(value, int)}
+        record.update({**shown[0], **{name: sum(each.get(name, 0) for each in shown) for name in counts}})
         passed = now - mark[0]
         progress.seconds += passed
         record["seconds"] = progress.seconds
-        record["steps_per_second"] = (progress.step - mark[1]) / passed if passed > 0 else 0.0
+        speed = record["steps_per_second"] = (progress.step - mark[1]) / passed if passed > 0 else 0.0
         progress.history.append(record)
-        left = time_left(
-            progress.step, self._steps, self._evaluate_every, record["steps_per_second"], time.monotonic() - now
-        )
-        event = Event(progress.step, record, self.model, self.ema, self._steps, progress.start_nll, left)
+        left = self.pace.seconds_left(progress.step, speed, time.monotonic() - now)
+        event = Event(progress.step, record, self.model, self.ema, self.pace.steps, progress.start_nll, left)
         for callback in self.callbacks:
             if callback(event) is True:
                 progress.stopped = "callback"
         return time.monotonic(), progress.step
 
-    def _objective_metrics(self) -> Record:
-        """What the objective shows: that of the first process, with the counts of all."""
-        found = self.processes.gather(self.objective.metrics())
-        counts = {name for name, value in found[0].items() if isinstance(value, int)}
-        return {**found[0], **{name: sum(each.get(name, 0) for each in found) for name in counts}}
-
     def _evaluate(self, validation: Source) -> Record:
-        """NLL on the validation data with the averaged weights, calibrated if asked for; keeps the best ones."""
+        """NLL on the validation data with the averaged weights, calibrated if asked for; keeps the best weights."""
+        kind, drawn = self.settings.calibration, random_state(self.device, self._generators)
         try:
-            return self._likelihood(validation)
+            rows = (self._to_device(*batch) for batch in self.data.once())
+            with nullcontext() if self.ema is None else self.ema.applied(), calibrated(self.model, rows, kind):
+                total = LikelihoodSum(self.model, Generator(self.device).manual_seed(self._validation_seed))
+                for x, context in validation.once():
+                    total.add(x, context)
+                nll, bits, uncalibrated = total.mean(self.processes.total)
+                if math.isnan(nll):
+                    raise TrainingError("the NLL on the validation data is not a number")
+                found: Record = {"nll": nll, "bits_per_dim": bits}
+                if kind is not None:
+                    found["nll_uncalibrated"] = uncalibrated
+                self._keep_best(found)
         except WriteError:
             raise
         except EBFlowError as error:
             step = self.progress.step
             raise TrainingError(f"step {step}: {error}\n{self._save_failure(step)}") from error
-
-    def _likelihood(self, validation: Source) -> Record:
-        progress, seed = self.progress, self.settings.seed
-        with self.ema.applied() if self.ema is not None else nullcontext(), self._calibrated():
-            nll, bits, uncalibrated = evaluate(self.model, validation, seed, self.processes)
-            found: Record = {"nll": nll, "bits_per_dim": bits}
-            if self.settings.calibration is not None:
-                found["nll_uncalibrated"] = uncalibrated
-            if math.isnan(nll):
-                raise TrainingError("the NLL on the validation data is not a number")
-            progress.stale += 1
-            if progress.best_nll is None or nll < progress.best_nll:
-                progress.best_nll, progress.best_step, progress.stale = nll, progress.step, 0
-                self.best_state = {
-                    name: tensor.detach().cpu().clone() for name, tensor in self.model.state_dict().items()
-                }
-                if self.folder is not None and self.processes.first:
-                    self.folder.save_best(self.best_state, {"step": progress.step, **found})
+        finally:
+            set_random_state(drawn, self.device, self._generators)  # calibrating draws from them
         return found
 
-    @contextmanager
-    def _calibrated(self) -> Iterator[None]:
-        """Calibrates the model for the duration of a ``with`` block. Nothing that follows changes by it."""
-        rows = (self._to_device(*batch) for batch in self.data.once())
-        drawn = random_state(self.device, self._generators)
-        try:
-            with calibrated(self.model, rows, self.settings.calibration):
-                yield
-        finally:
-            set_random_state(drawn, self.device, self._generators)
-
-    def _should_stop(self) -> bool:
-        progress = self.progress
-        if self.settings.patience is not None and progress.stale >= self.settings.patience:
-            progress.stopped = "patience"
-        return bool(progress.stopped)
-
-    def _mean_loss(self) -> float:
-        """The mean loss since the last evaluation, over all processes."""
-        total = self.processes.total(torch.stack([self._sum, torch.full_like(self._sum, self.progress.counted)]))
-        value, count = total.tolist()
-        return value / count if count else float("nan")
-
-    def _to_device(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        there = None if context is None else context.to(self.device, non_blocking=True)
-        return x.to(self.device, non_blocking=True), there
-
-    def _full_layers(self) -> list[FullLayer]:
-        x, _ = self._to_device(*self.data.first())
-        u, _ = self.model.preprocess(x[:1], Generator(self.device).manual_seed(0))
-        try:
-            return full_layers(self.model.core.plan, tuple(u.shape[1:]))
-        except (EBFlowError, ValueError):  # a step of unknown class changes the shape
-            return []
-
-    def _has_unused(self, loss: PenalisedLoss) -> bool:
-        """Whether the loss of the first batch leaves out parameters. Nothing that follows changes by asking."""
-        kept, known = random_state(self.device, self._generators), self.objective.state()
-        x, context = self._to_device(*self.data.first())
-        value, _ = loss(x, context)
-        found = torch.autograd.grad(value, self._parameters, allow_unused=True)
-        set_random_state(kept, self.device, self._generators)
-        self.objective.load_state(known)
-        flag = torch.tensor(int(any(gradient is None for gradient in found)), device=self.device)
-        return bool(self.processes.maximum(flag))
+    def _keep_best(self, found: Record) -> None:
+        progress, nll = self.progress, found["nll"]
+        progress.stale += 1
+        if progress.best_nll is None or nll < progress.best_nll:
+            progress.best_nll, progress.best_step, progress.stale = nll, progress.step, 0
+            self.best_state = {name: tensor.detach().cpu().clone() for name, tensor in self.model.state_dict().items()}
+            if self.folder is not None and self.processes.first:
+                self.folder.save_best(self.best_state, {"step": progress.step, **found})
 
     def _state(self, since: float) -> dict[str, Any]:
         """Everything that the run is. All processes must ask for it together."""
-        progress = self.progress
         mine = {"random": random_state(self.device, self._generators), "data": self.data.state()}
         ranks = self.processes.gather({**mine, "loss": float(self._sum), "objective": self.objective.state()})
-        seconds = progress.seconds + (time.monotonic() - since if since else 0.0)
+        progress = {name: value for name, value in vars(self.progress).items() if name != "stopped"}
+        progress["seconds"] += time.monotonic() - since if since else 0.0
         return {
-            **{name: value for name, value in vars(progress).items() if name not in ("seconds", "stopped")},
-            "seconds": seconds,
+            **progress,
             "ranks": ranks,
             "model": self.model.state_dict(),
             "ema": None if self.ema is None else self.ema.state_dict(),
@@ -369,25 +371,13 @@ class Run:
             "facts": self.facts,
         }
 
-    def seek_best_again(self) -> None:
-        """Begins the search for the best weights anew, with the present ones: those of before are lost."""
-        self.progress.best_nll = self.progress.best_step = self.best_state = None
-        if self.validation is not None:
-            self._evaluate(self.validation)
-
-    def save(self, since: float) -> None:
-        """Writes a checkpoint, from the first process."""
-        state = self._state(since)
-        if self.folder is not None and self.processes.first:
-            self.folder.save(state)
-
-    def load(self, state: dict[str, Any], exact: bool) -> None:
+    def _load(self, state: dict[str, Any], exact: bool) -> None:
         """Goes on from a checkpoint of a run with the same model, objective and optimiser.
 
         Arguments:
             state: What the checkpoint holds.
-            exact: Whether to go on as if never interrupted. Else, with another batch size or number of processes, from
-                the start of the epoch, with new noise.
+            exact: Whether to go on as if never interrupted. If not, with another batch size or number of processes,
+                from the start of the epoch, with new noise.
         """
         write_weights(self.model, state["model"], "the weights in the checkpoint")
         self.optimizer.load_state_dict(state["optimizer"])
@@ -405,46 +395,28 @@ class Run:
             set_random_state(mine["random"], self.device, self._generators)
             self._sum.fill_(mine["loss"])
             self.objective.load_state(mine.get("objective", {}))  # earlier versions had none
-        else:  # another batch size or number of processes: from the start of the epoch, with new noise
+        else:
             self.data.load({"epoch": ranks[0]["data"]["epoch"], "position": 0}, self.device)
             for place, generator in enumerate(self._generators):
                 generator.manual_seed(mix(self.settings.seed, "again", place, state["step"], self.processes.rank))
+        if state["best_nll"] is not None:
+            self._load_best()
 
-
-def facts_of(
-    objective: Objective,
-    optimizer: Optimizer,
-    scheduler: LRScheduler | None,
-    ema: EMA | None,
-    data: Source,
-    settings: Settings,
-    processes: Processes,
-) -> dict[str, str]:
-    """What a run is, in words: a checkpoint must agree on it."""
-    numbers = f"clip_norm={settings.clip_norm}, conditioning={settings.conditioning}"
-    return {
-        **identity(objective, optimizer, scheduler, ema),
-        "data": str(data),
-        "seed": str(settings.seed),
-        "processes": str(processes.world),
-        "training": f"accumulate=1, {numbers}, amp=False",  # in the words of the first format
-        "evaluation": f"calibrate={settings.calibration}, on_non_finite={settings.on_non_finite}",
-    }
-
-
-def time_left(step: int, total: int, every: int, speed: float, evaluation: float) -> float:
-    """How long a run will take, in seconds: the steps, and the evaluations among them.
-
-    Arguments:
-        step: Where it is.
-        total: How many steps there are.
-        every: Steps between two evaluations; there is one at the end too.
-        speed: Steps in a second.
-        evaluation: Seconds for an evaluation.
-
-    Example:
-        >>> time_left(step=100, total=250, every=100, speed=10.0, evaluation=5.0)
-        25.0
-    """
-    evaluations = total // every - step // every + (total % every > 0) if step < total else 0
-    return ((total - step) / speed if speed else 0.0) + evaluations * evaluation
+    def _load_best(self) -> None:
+        """The best weights so far. Without them the run still goes on: the best are then those from here on."""
+        assert self.folder is not None
+        best = self.processes.on_first(self.folder.find_best)
+        if not isinstance(best, str):
+            self.best_state = best
+            return
+        progress = self.progress
+        if self.processes.first:
+            warnings.warn(
+                f"the best weights so far are lost: {best}. The run goes on, and the best are those from step "
+                f"{progress.step} on.",
+                ResumeWarning,
+                stacklevel=5,
+            )
+        progress.best_nll = progress.best_step = None
+        if self.validation is not None:
+            self._evaluate(self.validation)

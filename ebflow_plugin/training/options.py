@@ -1,60 +1,91 @@
-"""The arguments of :func:`~ebflow_plugin.fit`, checked and completed before any work is done."""
+"""The arguments of :func:`~ebflow_plugin.fit`, checked before any work is done."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 from numbers import Integral
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from ebflow_plugin.ema import EMA
 from ebflow_plugin.errors import InputError
+from ebflow_plugin.linalg.random import at_least
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives import Objective
-from ebflow_plugin.plan.inputs import flag, is_number, one_of, path_of, positive, whole
+from ebflow_plugin.objectives.checks import refuse_useless_context
+from ebflow_plugin.plan.inputs import flag, is_number, one_of, path_of, positive, refuse_non_finite
+from ebflow_plugin.plan.preprocessing import Dequantize
 from ebflow_plugin.training.batches import Batches, LoaderBatches
-from ebflow_plugin.training.ema import EMA
-from ebflow_plugin.training.progress import Callback
 
-__all__ = ["Settings", "average", "listeners", "optimizer_of", "scalar_objective", "scheduler_of"]
+__all__ = ["Pace", "Settings", "average", "check_batch", "optimizer_of", "scalar_objective", "scheduler_of"]
 
 EVALUATIONS = 20  # in a run, unless evaluate_every says otherwise
 AT_LEAST_EVERY = 1000
 FEWEST = 3  # evaluations in a run, however many rows they go through
 
 
+class Pace(NamedTuple):
+    """How many steps a run has, and how many are between two evaluations and two checkpoints."""
+
+    steps: int
+    evaluate_every: int
+    save_every: int
+
+    def seconds_left(self, step: int, speed: float, evaluation: float) -> float:
+        """How long the rest of a run will take: its steps, and the evaluations among them and at the end.
+
+        Arguments:
+            step: Where it is.
+            speed: Steps in a second.
+            evaluation: Seconds for an evaluation.
+
+        Example:
+            >>> Pace(steps=250, evaluate_every=100, save_every=100).seconds_left(100, speed=10.0, evaluation=5.0)
+            25.0
+        """
+        total, every = self.steps, self.evaluate_every
+        evaluations = total // every - step // every + (total % every > 0) if step < total else 0
+        return ((total - step) / speed if speed else 0.0) + evaluations * evaluation
+
+
 @dataclass
 class Settings:
-    """What :func:`~ebflow_plugin.fit` was asked for, but for objects such as the optimizer. Checked when it is made."""
+    """What :func:`~ebflow_plugin.fit` was asked for, but for the objective and the data. Checked when it is made."""
 
-    steps: int | None = None
-    epochs: int | None = None
-    batch_size: int = 128
-    evaluate_every: int | None = None
-    patience: int | None = None
-    clip_norm: float | None = None
-    checkpoint: Any = None
-    checkpoint_every: int | None = None
-    resume: bool = True
-    on_non_finite: str = "stop"
-    conditioning: float = 0.0
-    calibrate: bool | str | None = None
-    metrics: Any = None
-    progress: bool = True
-    seed: int = 0
+    optimizer: Any
+    steps: int | None
+    epochs: int | None
+    batch_size: int
+    validation: Any
+    evaluate_every: int | None
+    patience: int | None
+    ema: Any
+    scheduler: Any
+    clip_norm: float | None
+    checkpoint: Any
+    checkpoint_every: int | None
+    resume: bool
+    callbacks: Any
+    on_non_finite: str
+    conditioning: float
+    calibrate: bool | str | None
+    metrics: Any
+    progress: bool
+    seed: int
 
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.epochs is None):
             raise InputError(f"fit needs either steps or epochs, got steps={self.steps!r} and epochs={self.epochs!r}")
-        self.batch_size = whole("batch_size", self.batch_size)
-        for name in ("steps", "epochs", "evaluate_every", "checkpoint_every", "patience"):
+        for name in ("batch_size", "steps", "epochs", "evaluate_every", "checkpoint_every", "patience"):
             value = getattr(self, name)
-            setattr(self, name, None if value is None else whole(name, value))
+            if value is not None or name == "batch_size":
+                setattr(self, name, at_least(1, name, value))
         if self.clip_norm is not None:
             positive("clip_norm", self.clip_norm)
         if not is_number(self.conditioning) or self.conditioning < 0:
@@ -63,39 +94,72 @@ class Settings:
         one_of("on_non_finite", self.on_non_finite, ("stop", "skip"))
         if self.calibrate is not None and not isinstance(self.calibrate, bool):
             one_of("calibrate", self.calibrate, ("full", "diagonal"))
+        self.calibration = "full" if self.calibrate is True else self.calibrate or None
+        if self.validation is None and (self.patience is not None or self.calibration is not None):
+            raise InputError("patience and calibrate need validation data, whose NLL they go by")
         flag("resume", self.resume)
         flag("progress", self.progress)
         for name in ("checkpoint", "metrics"):
-            value = getattr(self, name)
-            setattr(self, name, None if value is None else path_of(name, value))
+            if getattr(self, name) is not None:
+                setattr(self, name, path_of(name, getattr(self, name)))
         if not isinstance(self.seed, Integral) or isinstance(self.seed, bool):
             raise InputError(f"seed must be an integer, got {self.seed!r}")
         self.seed = int(self.seed)  # other types of the same value would give other streams
+        if callable(self.callbacks) or not isinstance(self.callbacks, Iterable):
+            raise InputError(f"callbacks must be a list of functions: callbacks=[function], got {self.callbacks!r}")
+        self.callbacks = tuple(self.callbacks)
+        for place, callback in enumerate(self.callbacks):
+            if not callable(callback):
+                raise InputError(f"callbacks[{place}] is no function of an event, but {callback!r}")
 
-    @property
-    def calibration(self) -> str | None:
-        """How to calibrate at each evaluation; None for not at all."""
-        return ("full" if self.calibrate is True else str(self.calibrate)) if self.calibrate else None
-
-    def completed(self, source: Batches | LoaderBatches, held_out: Batches | LoaderBatches | None) -> Settings:
-        """With the number of steps, and how often to evaluate and to save.
+    def pace(self, data: Batches | LoaderBatches, validation: Batches | LoaderBatches | None) -> Pace:
+        """The number of steps, and how often to evaluate and to save.
 
         The latter follow from how many rows an evaluation goes through, not from a clock, so that the same seed gives
         the same run.
         """
-        if held_out is None and (self.patience is not None or self.calibration is not None):
-            raise InputError("patience and calibrate need validation data, whose NLL they go by")
-        total = self.steps or (self.epochs or 0) * len(source)
+        total, length = self.steps or 0, len(data)
+        if self.epochs is not None:
+            total = self.epochs * length
         often = min(AT_LEAST_EVERY, max(1, total // EVALUATIONS))
-        evaluated = 0 if held_out is None else held_out.rows + (source.rows if self.calibration is not None else 0)
-        worth = ceil(evaluated * len(source) / source.rows)  # steps that go through as many rows
-        return replace(
-            self,
-            steps=total,
-            epochs=None,
-            evaluate_every=self.evaluate_every or max(often, min(worth, ceil(total / FEWEST))),
-            checkpoint_every=self.checkpoint_every or self.evaluate_every or often,
-        )
+        evaluated = 0 if validation is None else validation.rows + (data.rows if self.calibration is not None else 0)
+        worth = ceil(evaluated * length / data.rows)  # steps that go through as many rows
+        evaluate_every = self.evaluate_every or max(often, min(worth, ceil(total / FEWEST)))
+        return Pace(total, evaluate_every, self.checkpoint_every or self.evaluate_every or often)
+
+    def facts(
+        self, objective: Objective, optimizer: Optimizer, scheduler: LRScheduler | None, ema: EMA | None
+    ) -> dict[str, str]:
+        """What a run should agree on with the checkpoint that it goes on from, in words."""
+        options = sorted(optimizer.defaults.items())
+        words = "; ".join(f"{name}={value}" for name, value in options if value is not None)
+        groups = "+".join(str(len(group["params"])) for group in optimizer.param_groups)
+        state = objective.model.state_dict().items()
+        numbers = f"clip_norm={self.clip_norm}, conditioning={self.conditioning}"
+        return {
+            "model": "; ".join(f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in state),
+            "objective": objective.in_words(),
+            "optimizer": f"{type(optimizer).__name__}; {words}; {groups} parameters",
+            "scheduler": "none" if scheduler is None else type(scheduler).__name__,
+            "ema": "none" if ema is None else f"decay={ema.decay}, warmup={ema.warmup}",
+            "seed": str(self.seed),
+            "training": f"accumulate=1, {numbers}, amp=False",  # the words of the first format
+            "evaluation": f"calibrate={self.calibration}, on_non_finite={self.on_non_finite}",
+        }
+
+
+def check_batch(model: EBFlow, name: str, x: Tensor, context: Tensor | None) -> None:
+    """Looks at the first batch of data before any work is done: shapes, types, NaN, labels that nobody uses."""
+    try:
+        model.check(x, context)
+        if x.is_floating_point():
+            refuse_non_finite("its first batch", x)
+        for step in model.preprocessing:
+            if isinstance(step, Dequantize):
+                step.refuse(x)
+        refuse_useless_context(model, x, context)
+    except InputError as error:
+        raise InputError(f"{name}: {error}") from error
 
 
 def scalar_objective(caller: str, objective: object) -> Objective:
@@ -106,17 +170,6 @@ def scalar_objective(caller: str, objective: object) -> Objective:
     if objective.reduction != "mean":
         raise InputError(f'{caller} needs an objective with reduction="mean", whose value is a scalar')
     return objective
-
-
-def listeners(callbacks: Iterable[Callback]) -> tuple[Callback, ...]:
-    """Checks the callbacks."""
-    if callable(callbacks) or not isinstance(callbacks, Iterable):
-        raise InputError(f"callbacks must be a list of functions: callbacks=[function], got {callbacks!r}")
-    found = tuple(callbacks)
-    for place, callback in enumerate(found):
-        if not callable(callback):
-            raise InputError(f"callbacks[{place}] is no function of an event, but {callback!r}")
-    return found
 
 
 def optimizer_of(

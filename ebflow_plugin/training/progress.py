@@ -8,15 +8,16 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
+from math import isfinite
 from pathlib import Path
 from typing import IO, Any
 
+from ebflow_plugin.ema import EMA
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.training.checkpoints import atomic_write, not_written
-from ebflow_plugin.training.ema import EMA
 
-__all__ = ["Callback", "Event", "JsonLines", "Lines", "LiveDisplay", "Record", "display"]
+__all__ = ["Callback", "Event", "JsonLines", "Lines", "LiveDisplay", "Record", "describe", "display"]
 
 Record = dict[str, Any]
 SHOWN_LAYERS = 8
@@ -24,7 +25,7 @@ SHOWN_LAYERS = 8
 
 @dataclass(frozen=True)
 class Event:
-    """What a callback is told at each evaluation.
+    """What a callback gets at each evaluation.
 
     Attributes:
         step: The number of the step.
@@ -44,27 +45,29 @@ class Event:
     start_nll: float | None = None
     seconds_left: float = 0.0
 
+    def pace(self) -> list[str]:
+        """How fast the run is, and how long it will take, for people."""
+        minutes, seconds = divmod(round(max(0.0, self.seconds_left)), 60)
+        left = f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d} left"
+        return [f"step {self.step}/{self.steps}", f"{self.record['steps_per_second']:.1f} steps/s", left]
+
 
 Callback = Callable[[Event], object]
 
 
 class Lines:
-    """One line for each evaluation.
-
-    Arguments:
-        file: Where to; the standard error by default.
-    """
+    """One line for each evaluation, in a file; on the standard error by default."""
 
     def __init__(self, file: IO[str] | None = None) -> None:
-        self._file = file
-        self._begun = False
+        self._file, self._begun = file, False
 
     def __call__(self, event: Event) -> None:
         """Writes the line; before the first one, what the start was like."""
         if not self._begun and event.start_nll is not None:
             self._write(f"step 0/{event.steps}", *describe({"nll": event.start_nll}))
         self._begun = True
-        self._write(f"step {event.step}/{event.steps}", *describe(event.record), *_pace(event))
+        step, *pace = event.pace()
+        self._write(step, *describe(event.record), *pace)
 
     def _write(self, *parts: str) -> None:
         print("  ".join(parts), file=self._file or sys.stderr, flush=True)
@@ -97,8 +100,8 @@ class LiveDisplay:
         from rich.progress_bar import ProgressBar
         from rich.table import Table
 
-        bar = Table.grid(padding=(0, 2, 0, 0))
-        bar.add_row(f"step {event.step}/{event.steps}", ProgressBar(event.steps, event.step, width=40), *_pace(event))
+        bar, (step, *pace) = Table.grid(padding=(0, 2, 0, 0)), event.pace()
+        bar.add_row(step, ProgressBar(event.steps, event.step, width=40), *pace)
         parts: list[Any] = [bar, "  ".join(describe(event.record, conditions=False))]
         conditions = event.record.get("condition") or {}
         if conditions:
@@ -147,7 +150,7 @@ class JsonLines:
 
 
 def display() -> tuple[Callback, AbstractContextManager[object]]:
-    """The display of a run, and what to be in while it shows: live on a terminal if rich is installed, else lines."""
+    """The display of a run, and its context: live on a terminal if rich is installed, else lines."""
     if find_spec("rich") is not None and sys.stderr.isatty():
         live = LiveDisplay()
         return live, live
@@ -165,9 +168,8 @@ def describe(record: Mapping[str, Any], conditions: bool = True) -> list[str]:
     if record.get("loss") is not None:
         parts.append(f"loss {record['loss']:.4f}")
     if record.get("nll") is not None:
-        best = record.get("best_nll")
+        best, before = record.get("best_nll"), record.get("nll_uncalibrated")
         note = "" if best is None else " (best)" if best == record["nll"] else f" (best {best:.4f})"
-        before = record.get("nll_uncalibrated")
         parts.append(f"NLL {'' if before is None else f'{before:.4f} -> '}{record['nll']:.4f}{note}")
     if record.get("bits_per_dim") is not None:
         parts.append(f"bits/dim {record['bits_per_dim']:.4f}")
@@ -180,20 +182,12 @@ def describe(record: Mapping[str, Any], conditions: bool = True) -> list[str]:
     return parts
 
 
-def _pace(event: Event) -> list[str]:
-    minutes, seconds = divmod(round(max(0.0, event.seconds_left)), 60)
-    left = f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d} left"
-    return [f"{event.record['steps_per_second']:.1f} steps/s", left]
-
-
 def _line(record: Mapping[str, Any]) -> str:
-    """One line of JSON; what JSON has no number for becomes a word."""
     return json.dumps(_plain(record), allow_nan=False) + "\n"
 
 
 def _plain(value: Any) -> Any:
+    """The same for JSON, which has no NaN and no inf: they become words."""
     if isinstance(value, Mapping):
         return {key: _plain(part) for key, part in value.items()}
-    if isinstance(value, float) and (value != value or abs(value) == float("inf")):
-        return str(value)
-    return value
+    return str(value) if isinstance(value, float) and not isfinite(value) else value

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Generator
 
-from ebflow_plugin.training.randomness import mix
+from ebflow_plugin.linalg.random import mix
 
 __all__ = ["drawing_from", "stream", "stream_seed"]
 

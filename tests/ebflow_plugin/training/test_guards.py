@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ebflow_plugin as ebf
 from ebflow_nflows import FullConv2d, FullLinear, SmoothLeakyReLU
 from ebflow_plugin.errors import EBFlowError, TrainingError
-from ebflow_plugin.plan.spectrum import SMALL, conditioning_penalty, estimate_spectrum, full_layers
+from ebflow_plugin.plan.spectrum import SMALL, ConditionWatch, conditioning_penalty, estimate_spectrum, full_layers
 from ebflow_plugin.training import fit, loop
-from ebflow_plugin.training.guards import ConditionWatch, FiniteWatch
+from ebflow_plugin.training.guards import FiniteWatch
 from training_models import make_data, make_model, same, weights
 
 NAN = float("nan")
@@ -242,7 +242,7 @@ def test_convolutions_are_measured_without_their_matrix():
 
 def test_a_nearly_singular_layer_is_reported_once():
     layer, _ = layer_of(with_spectrum([2.0, 1.0, 1e-6]))
-    watch = ConditionWatch([layer])
+    watch = ConditionWatch([layer], advice=loop.NEARLY_SINGULAR)
     with pytest.warns(
         ebf.ConditioningWarning, match=r"(?s)step 5: 1 of 1 full layers.*_transform  FullLinear.*1.0e-06.*conditioning"
     ):

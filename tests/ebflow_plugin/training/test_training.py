@@ -15,13 +15,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ebflow_plugin as ebf
 from ebflow_nflows import FullLinear
+from ebflow_plugin.linalg.random import mix
 from ebflow_plugin.objectives import DSM, ML, SSM
-from ebflow_plugin.training import fit, fitting, loop
+from ebflow_plugin.objectives.evaluation import LikelihoodSum
+from ebflow_plugin.objectives.noise import lend, noise_of
+from ebflow_plugin.training import fit, loop
 from ebflow_plugin.training import progress as shown
 from ebflow_plugin.training.batches import batches
 from ebflow_plugin.training.checkpoints import load_best
-from ebflow_plugin.training.evaluation import evaluate
-from ebflow_plugin.training.randomness import lend, mix, noise_of
+from ebflow_plugin.training.options import Pace
 from training_models import make_data, make_model, same, weights, without_timing
 
 QUIET = {"progress": False}
@@ -29,6 +31,13 @@ QUIET = {"progress": False}
 
 def adam(rate):
     return lambda parameters: torch.optim.Adam(parameters, lr=rate)
+
+
+def evaluate(model, source, seed):
+    total = LikelihoodSum(model, torch.Generator().manual_seed(mix(seed, "validation", 0)))
+    for x, context in source.once():
+        total.add(x, context)
+    return total.mean()
 
 
 def coupling_model(context=None, hidden=8):
@@ -135,7 +144,9 @@ def test_both_likelihoods_come_from_one_pass(kind):
 
 
 def test_the_time_left_counts_evaluations():
-    assert loop.time_left(100, 250, 100, 10.0, 60.0) == 135.0  # 150 steps in 15 s, and evaluations at 200 and 250
+    assert (
+        Pace(250, 100, 100).seconds_left(100, 10.0, 60.0) == 135.0
+    )  # 150 steps in 15 s, and evaluations at 200 and 250
     file = io.StringIO()
     record = {"step": 100, "loss": 0.0, "steps_per_second": 10.0}
     shown.Lines(file)(shown.Event(100, record, model=None, ema=None, steps=250, seconds_left=3735.0))
@@ -410,7 +421,7 @@ def test_the_live_display_shows_everything(monkeypatch):
     screen = io.StringIO()
     console = rich.Console(file=screen, force_terminal=True, width=120, height=40)
     live = shown.LiveDisplay(console)
-    monkeypatch.setattr(fitting, "display", lambda: (live, live))
+    monkeypatch.setattr(loop, "display", lambda: (live, live))
     x = make_data()
     fit(SSM(make_model()), x, steps=4, evaluate_every=2, validation=x)
     text = screen.getvalue()

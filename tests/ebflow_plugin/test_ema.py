@@ -15,9 +15,9 @@ from nflows.transforms import ActNorm, BatchNorm, CompositeTransform, LULinear, 
 
 import ebflow_plugin as ebf
 from cases import SUPPORTED
+from ebflow_plugin.ema import EMA
 from ebflow_plugin.errors import EBFlowError
 from ebflow_plugin.objectives import DSM, ML
-from ebflow_plugin.training.ema import EMA
 
 
 def flow_of(*transforms, size=3):

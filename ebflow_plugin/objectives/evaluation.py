@@ -1,0 +1,118 @@
+"""The exact NLL of data: what tells whether a model gets better."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Generator, Tensor
+
+from ebflow_plugin.closed_form.calibration import Calibration, CalibrationStep
+from ebflow_plugin.log_z.exact import Normalizer
+from ebflow_plugin.model import EBFlow
+
+__all__ = ["Likelihood", "LikelihoodSum", "calibrated"]
+
+
+class Likelihood(NamedTuple):
+    """Exact means over data: the NLL, bits per dimension, and the NLL of the model without its calibration."""
+
+    nll: float
+    bits_per_dim: float
+    uncalibrated: float
+
+
+class LikelihoodSum:
+    """Adds up the exact NLL of data, batch by batch, and computes log Z once.
+
+    Give a generator with the same seed each time, so that evaluations can be compared: it draws the noise of a
+    :class:`~ebflow_plugin.Dequantize`. One pass through the flow serves both likelihoods of a calibrated model.
+
+    Arguments:
+        model: The model. Its parameters and its calibration count as they are now.
+        generator: Draws the noise.
+        rows: How many rows count; all of them by default.
+
+    Example:
+        >>> import ebflow_plugin as ebf
+        >>> from nflows import distributions, flows, transforms
+        >>> model = ebf.wrap(flows.Flow(transforms.LULinear(2), distributions.StandardNormal([2])))
+        >>> x = torch.randn(10, 2)
+        >>> total = LikelihoodSum(model)
+        >>> for batch in x.split(4):
+        ...     total.add(batch, None)
+        >>> abs(total.mean().nll + model.log_prob(x).mean().item()) < 1e-5
+        True
+    """
+
+    def __init__(self, model: EBFlow, generator: Generator | None = None, rows: int | None = None) -> None:
+        self._model, self._generator, self._left = model, generator, rows
+        device = model.like().device
+        self._sums = torch.zeros(4, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+        plan = model.core_plan
+        plan.refuse()
+        self._fitted: CalibrationStep | None = None
+        if plan.steps and isinstance(plan.steps[-1], CalibrationStep):
+            # A copy: the model may be calibrated in another way when the data come.
+            self._fitted, module = copy(plan.steps[-1]), Calibration()
+            module.set(**{name: getattr(self._fitted.module, name) for name in Calibration.names})
+            self._fitted.module = module
+            plan = replace(plan, steps=plan.steps[:-1])
+        self._plan = plan
+        self._normalizer = model.normalizer(plan) if self._fitted is None else Normalizer(plan)
+
+    @torch.no_grad()
+    def add(self, x: Tensor, context: Tensor | None) -> None:
+        """Takes in a batch."""
+        if self._left is not None:
+            x, context = x[: self._left], None if context is None else context[: self._left]
+            self._left -= len(x)
+        if len(x) == 0:
+            return
+        device, plan = self._sums.device, self._plan
+        x, context = x.to(device), None if context is None else context.to(device)
+        _, u, before = self._model.match(x, context, self._generator)
+        context = plan.embed(context)
+        latents, log_det = plan.encode(u, context)
+        log_z = self._normalizer.log_z(tuple(u.shape[1:]), u)
+        densities = [(latents, log_z)]
+        if self._fitted is not None:
+            moved, _ = self._fitted.encode(latents[0] if len(latents) == 1 else latents, context)
+            scale = self._fitted.log_det(tuple(tuple(part.shape[1:]) for part in latents))
+            densities.insert(0, ((moved,) if isinstance(moved, Tensor) else moved, log_z - scale))
+        found = []
+        for z, constant in densities:
+            value = plan.base_log_prob(z, context)
+            value = (value if log_det is None else value + log_det) - constant
+            found.append(-(value + before).to(self._sums).sum())
+        self._sums = self._sums + torch.stack([found[0], found[-1], *found[0].new_tensor([len(x), x.numel()])])
+
+    def mean(self, total: Callable[[Tensor], Tensor] = lambda sums: sums) -> Likelihood:
+        """The means over all rows, NaN where there were none. ``total`` adds up the sums of several processes."""
+        nll, uncalibrated, rows, values = total(self._sums.clone()).tolist()
+        if not rows:
+            return Likelihood(math.nan, math.nan, math.nan)
+        return Likelihood(nll / rows, nll / values / math.log(2.0), uncalibrated / rows)
+
+
+@contextmanager
+def calibrated(model: EBFlow, data: Any, kind: str | None) -> Iterator[None]:
+    """Calibrates a model inside a ``with`` block; not at all if ``kind`` is None.
+
+    A :class:`LikelihoodSum` that is made inside it is of the calibrated model, also after the block.
+    """
+    if kind is None:
+        yield
+        return
+    before = {name: getattr(model.calibration, name) for name in model.calibration.names}
+    try:
+        with torch.inference_mode(False), torch.no_grad():
+            model.calibrate(data, kind)
+        yield
+    finally:
+        model.calibration.set(**before)

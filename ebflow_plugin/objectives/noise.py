@@ -1,0 +1,49 @@
+"""The generators that the terms of an objective draw from, in each process of a training run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Generator
+
+from ebflow_plugin.linalg.random import mix
+from ebflow_plugin.objectives.base import Objective, WeightedSum
+
+__all__ = ["lend", "noise_of", "terms_of"]
+
+
+def terms_of(objective: Objective) -> list[Objective]:
+    """The objectives that draw noise: the terms of a sum, or the objective itself."""
+    return [part for part in objective.modules() if isinstance(part, Objective) and not isinstance(part, WeightedSum)]
+
+
+def noise_of(objective: Objective, seed: int, rank: int, device: torch.device) -> dict[Objective, Generator]:
+    """The generator that each term draws from in this process.
+
+    The first process uses a term's own generator. Other processes use a copy with a seed of its own, so that no two
+    have the same noise and the user's generator is not reseeded. Terms without a generator share one of the run.
+    """
+    shared = Generator(device).manual_seed(mix(seed, "noise", rank))
+    copies: dict[int, Generator] = {}
+    found = {}
+    for term in terms_of(objective):
+        own = term.generator
+        if own is not None and rank:
+            own = copies.setdefault(id(own), Generator(own.device).manual_seed(mix(own.initial_seed(), rank)))
+        found[term] = shared if own is None else own
+    return found
+
+
+@contextmanager
+def lend(noise: Mapping[Objective, Generator]) -> Iterator[None]:
+    """Lets terms draw from these generators inside a ``with`` block."""
+    own = {term: term.generator for term in noise}
+    for term, generator in noise.items():
+        term.generator = generator
+    try:
+        yield
+    finally:
+        for term, generator in own.items():
+            term.generator = generator  # type: ignore[assignment]
