@@ -13,7 +13,8 @@ from ebflow_plugin.adapting.discovery import Found, find_flow
 from ebflow_plugin.adapting.walk import Options, Walked, walk
 from ebflow_plugin.closed_form import calibration, initialization
 from ebflow_plugin.closed_form.calibration import Calibration, CalibrationReport, CalibrationStep
-from ebflow_plugin.closed_form.gaussianization import StartReport, gaussianize as gaussianize_plan
+from ebflow_plugin.closed_form.gaussianization import StartReport
+from ebflow_plugin.closed_form.gaussianization import gaussianize as gaussianize_plan
 from ebflow_plugin.closed_form.moments import batches, in_memory, meet, refuse_one_shot
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.log_z.estimate import Estimate

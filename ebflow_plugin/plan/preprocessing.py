@@ -9,12 +9,8 @@ of the steps in front are added back in ``log_prob``.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-<<<<<<< HEAD
 from copy import copy
-from math import log, prod
-=======
 from math import log, pi, prod
->>>>>>> race
 from typing import Any
 
 import torch
@@ -221,7 +217,9 @@ class DequantizeStep(LinearStep):
         return "adds noise, divides" if self.module.noise == "uniform" else "adds smooth noise (a bound), divides"
 
     def apply(self, x: Tensor) -> Tensor:
-<<<<<<< HEAD
+        return self.dequantize(x, self._generator)[0]
+
+    def encode(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:
         return self.dequantize(x, self._generator)
 
     def drawing(self, generator: torch.Generator | None) -> DequantizeStep:
@@ -229,12 +227,6 @@ class DequantizeStep(LinearStep):
         step = copy(self)
         step._generator = generator
         return step
-=======
-        return self.dequantize(x)[0]
-
-    def encode(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return self.dequantize(x)
->>>>>>> race
 
     def dequantize(self, x: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor | None]:
         """Adds noise u, which a generator may draw, and divides; with -log q(u), shape (B,), if u is not uniform."""
