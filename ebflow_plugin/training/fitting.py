@@ -174,7 +174,8 @@ def fit(
     """
     settings = Settings(
         optimizer, steps, epochs, batch_size, validation, evaluate_every, patience, ema, scheduler, clip_norm,
-        checkpoint, checkpoint_every, resume, callbacks, on_non_finite, conditioning, calibrate, metrics, progress, seed,
+        checkpoint, checkpoint_every, resume, callbacks, on_non_finite, conditioning, calibrate, metrics, progress,
+        seed,
     )  # fmt: skip
     with ExitStack() as stack, torch.inference_mode(False), torch.enable_grad():
         run = Run(scalar_objective("fit", objective), data, settings, stack)

@@ -94,13 +94,7 @@ def gradient_norms(parameters: Iterable[nn.Parameter], like: Tensor) -> Tensor:
 
 @torch.no_grad()
 def diagnose(model: EBFlow, x: Tensor, context: Tensor | None) -> list[str]:
-    """Finds where a batch stops being finite on its way to noise: one line for each thing that is wrong.
-
-    Arguments:
-        model: The model.
-        x: The batch.
-        context: Its context.
-    """
+    """Finds where a batch stops being finite on its way to noise: one line for each thing that is wrong."""
     lines = []
     for name, tensor in (("the batch", x), ("its context", context)):
         if tensor is not None and not _finite(tensor):

@@ -374,10 +374,8 @@ class Run:
     def _load(self, state: dict[str, Any], exact: bool) -> None:
         """Goes on from a checkpoint of a run with the same model, objective and optimiser.
 
-        Arguments:
-            state: What the checkpoint holds.
-            exact: Whether to go on as if never interrupted. If not, with another batch size or number of processes,
-                from the start of the epoch, with new noise.
+        If ``exact``, as if never interrupted. If not, with another batch size or number of processes, from the start
+        of the epoch, with new noise.
         """
         write_weights(self.model, state["model"], "the weights in the checkpoint")
         self.optimizer.load_state_dict(state["optimizer"])

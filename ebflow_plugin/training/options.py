@@ -40,10 +40,7 @@ class Pace(NamedTuple):
     def seconds_left(self, step: int, speed: float, evaluation: float) -> float:
         """How long the rest of a run will take: its steps, and the evaluations among them and at the end.
 
-        Arguments:
-            step: Where it is.
-            speed: Steps in a second.
-            evaluation: Seconds for an evaluation.
+        ``speed`` is in steps in a second, ``evaluation`` in seconds.
 
         Example:
             >>> Pace(steps=250, evaluate_every=100, save_every=100).seconds_left(100, speed=10.0, evaluation=5.0)
