@@ -46,4 +46,4 @@ def lend(noise: Mapping[Objective, Generator]) -> Iterator[None]:
         yield
     finally:
         for term, generator in own.items():
-            term.generator = generator  # type: ignore[assignment]
+            term.generator = generator

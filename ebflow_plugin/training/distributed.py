@@ -93,8 +93,13 @@ def processes(device: torch.device) -> Processes:
                 )
             torch.cuda.set_device(device)
         distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        atexit.register(lambda: distributed.is_initialized() and distributed.destroy_process_group())
+        atexit.register(_close)
     return Processes(distributed.get_rank(), distributed.get_world_size())
+
+
+def _close() -> None:
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def start_once(model: EBFlow, x: Tensor, context: Tensor | None, group: Processes, generator: Generator) -> None:

@@ -20,17 +20,11 @@ __all__ = ["Finding", "FiniteWatch", "diagnose", "failure", "gradient_norms"]
 
 @dataclass(frozen=True)
 class Finding:
-    """The first step at which something was not finite.
-
-    Attributes:
-        step: The number of the step.
-        loss: Whether the loss was not finite.
-        parameters: The names of the parameters whose gradient was not finite, in the order of the model.
-    """
+    """The first step at which something was not finite."""
 
     step: int
-    loss: bool
-    parameters: tuple[str, ...]
+    loss: bool  # whether the loss was not finite
+    parameters: tuple[str, ...]  # the names of those whose gradient was not finite, in the order of the model
 
 
 class FiniteWatch:

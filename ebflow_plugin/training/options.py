@@ -91,7 +91,8 @@ class Settings:
         one_of("on_non_finite", self.on_non_finite, ("stop", "skip"))
         if self.calibrate is not None and not isinstance(self.calibrate, bool):
             one_of("calibrate", self.calibrate, ("full", "diagonal"))
-        self.calibration = "full" if self.calibrate is True else self.calibrate or None
+        kind = "full" if self.calibrate is True else str(self.calibrate)
+        self.calibration = kind if self.calibrate else None
         if self.validation is None and (self.patience is not None or self.calibration is not None):
             raise InputError("patience and calibrate need validation data, whose NLL they go by")
         flag("resume", self.resume)

@@ -218,7 +218,7 @@ def test_the_input_is_checked_once(monkeypatch):
         objective = make(model)
         objective(x)
         with monkeypatch.context() as patch:
-            patch.setattr("ebflow_plugin.model.check_input", counted)
+            patch.setattr(walk, "check_input", counted)
             calls.clear()
             objective(x)
         assert len(calls) == 1
