@@ -183,5 +183,5 @@ def fit(
         found = run.progress
         return FitResult(
             found.history, found.step, found.stopped or "steps", found.start_nll, found.best_nll, found.best_step,
-            run.best_state, found.skipped, run.folder and run.folder.path, run.metrics, run.ema,
+            run.best_state, found.skipped, None if run.folder is None else run.folder.path, run.metrics, run.ema,
         )  # fmt: skip
