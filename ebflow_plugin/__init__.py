@@ -10,9 +10,9 @@
 The rooms, in the order in which they import each other:
 
 - ``wrapper``, ``verification``, ``testing``, ``lightning``: the front door. ``wrap`` lets an adapter walk a flow.
-- ``training``: ``fit``, averaged weights, checkpoints, guards, processes.
-- ``objectives``: score matching and likelihood, as losses of a model.
-- ``model``, ``report``: ``EBFlow``, a plan with its preprocessing; the table of its steps.
+- ``training``: ``fit``, checkpoints and resume, guards, processes.
+- ``objectives``: score matching and likelihood, as losses of a model; the exact NLL of data.
+- ``model``, ``report``, ``ema``: ``EBFlow``, a plan with its preprocessing; the table of its steps; averaged weights.
 - ``closed_form``: fits without a gradient: the starts, and the calibration of the base.
 - ``sampling``: samples by the inverse, Langevin chains, divergences.
 - ``log_z``: the constant that an energy leaves out, exact or estimated.

@@ -110,13 +110,15 @@ def _home(x: Tensor, generator: Generator | None) -> torch.device:
 def gaussian_like(x: Tensor, generator: Generator | None) -> Tensor:
     """Draws standard normal numbers, on the device and in the dtype of x; the generator may live elsewhere."""
     device = _home(x, generator)
-    return torch.randn(x.shape, generator=generator, device=device, dtype=x.dtype).to(x.device)
+    drawn = torch.randn(x.shape, generator=generator, device=device, dtype=x.dtype)
+    return drawn.to(x.device, non_blocking=True)
 
 
 def uniform_like(x: Tensor, generator: Generator | None) -> Tensor:
     """Draws numbers from [0, 1), on the device and in the dtype of x; the generator may live elsewhere."""
     device = _home(x, generator)
-    return torch.rand(x.shape, generator=generator, device=device, dtype=x.dtype).to(x.device)
+    drawn = torch.rand(x.shape, generator=generator, device=device, dtype=x.dtype)
+    return drawn.to(x.device, non_blocking=True)
 
 
 def signs(shape: tuple[int, ...], like: Tensor, generator: Generator | None) -> Tensor:

@@ -139,6 +139,14 @@ class Objective(nn.Module, ABC):
         """E of points near the batch, with shape ``(B,)``: ``model.core.energy`` of what was checked already."""
         return self.model.core_plan.energy(x, context)
 
+    @property
+    def sees_energy(self) -> bool:
+        """Whether the value depends on the energy itself, and not on the score alone."""
+        return self.in_data_space or self.energy_weight > 0
+
+    def beside_energy(self) -> None:
+        """Told of a term in a sum whose other terms see the energy: it need not look for what it cannot train."""
+
     def learn(self, x: Tensor, context: Tensor | None) -> str | None:
         """What an objective wants to know of its first batch, before :meth:`per_sample` sees it; by default nothing.
 
@@ -222,6 +230,9 @@ class WeightedSum(Objective):
                     f"{type(first).__name__} has reduction={first.reduction!r} and {type(term).__name__} has "
                     f"reduction={term.reduction!r}; the terms of a sum need the same"
                 )
+        if any(weight and term.sees_energy for weight, term in flat):
+            for _, term in flat:
+                term.beside_energy()
         self.weights = tuple(weight for weight, _ in flat)
         self.terms = nn.ModuleList(term for _, term in flat)
         self.reduction = first.reduction

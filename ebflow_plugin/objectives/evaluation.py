@@ -57,9 +57,10 @@ class LikelihoodSum:
         plan = model.core_plan
         plan.refuse()
         self._fitted: CalibrationStep | None = None
-        if plan.steps and isinstance(plan.steps[-1], CalibrationStep):
+        last = plan.steps[-1] if plan.steps else None
+        if isinstance(last, CalibrationStep):
             # A copy: the model may be calibrated in another way when the data come.
-            self._fitted, module = copy(plan.steps[-1]), Calibration()
+            self._fitted, module = copy(last), Calibration()
             module.set(**{name: getattr(self._fitted.module, name) for name in Calibration.names})
             self._fitted.module = module
             plan = replace(plan, steps=plan.steps[:-1])

@@ -45,5 +45,5 @@ def lend(noise: Mapping[Objective, Generator]) -> Iterator[None]:
     try:
         yield
     finally:
-        for term, generator in own.items():
-            term.generator = generator  # type: ignore[assignment]
+        for term in noise:
+            term.generator = own[term]

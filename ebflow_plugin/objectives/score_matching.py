@@ -14,6 +14,7 @@ import torch
 from torch import Generator, Tensor
 
 from ebflow_plugin.errors import InputError
+from ebflow_plugin.linalg.random import gaussian_like, uniform_like
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives import checks
 from ebflow_plugin.objectives.base import Common, Objective
@@ -32,6 +33,9 @@ class ScoreObjective(Objective):
     def __init__(self, model: EBFlow, *, _step: float = 0.0, **common: Unpack[Common]) -> None:
         super().__init__(model, **common)
         self._blind = checks.BlindSpots(model, energy_is_seen=self.energy_weight > 0, step=_step)
+
+    def beside_energy(self) -> None:
+        self._blind.open = False
 
     def learn(self, x: Tensor, context: Tensor | None) -> str | None:
         """Looks at the first batch with which something is trained; not where no value is at hand."""
@@ -264,7 +268,7 @@ class DSM(ScoreObjective):
         checks.warn_about_jumps(self, (Smoothness.JUMPS,))
 
     def per_sample(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        noise = gaussian(x, self.generator)
+        noise = gaussian_like(x, self.generator)
         sigma = self._draw_sigma(x)
         with self.leaving_the_data(self._noise()):
             gradient = self.derivatives(x + sigma * noise, context).gradient
@@ -274,16 +278,15 @@ class DSM(ScoreObjective):
     def _draw_sigma(self, x: Tensor) -> Tensor | float:
         if isinstance(self.sigma, float):
             return self.sigma
-        where = x.device if self.generator is None else self.generator.device
         shape = (x.shape[0], *[1] * (x.dim() - 1))
         if isinstance(self.sigma, list):
+            where = x.device if self.generator is None else self.generator.device
             index = torch.randint(len(self.sigma), shape, generator=self.generator, device=where)
             table = torch.stack([x.new_full((), sigma) for sigma in self.sigma])  # filled, not copied from the host
             return table[index.to(x.device, non_blocking=True)]
         assert self.sigma_range is not None
         low, high = self.sigma_range
-        share = torch.rand(shape, generator=self.generator, device=where, dtype=x.dtype)
-        return low * (high / low) ** share.to(x.device, non_blocking=True)
+        return low * (high / low) ** uniform_like(x.new_empty(shape), self.generator)
 
     def extra_repr(self) -> str:
         """Describes the options."""
@@ -291,14 +294,6 @@ class DSM(ScoreObjective):
 
     def _noise(self) -> str:
         return f"sigma={self.sigma}" if self.sigma_range is None else f"sigma_range={self.sigma_range}"
-
-
-def gaussian(like: Tensor, generator: Generator | None) -> Tensor:
-    """Standard normal entries."""
-    if generator is None:
-        return torch.randn_like(like)
-    drawn = torch.randn(like.shape, generator=generator, device=generator.device, dtype=like.dtype)
-    return drawn.to(like.device, non_blocking=True)
 
 
 def rademacher(like: Tensor, generator: Generator | None) -> Tensor:
@@ -311,14 +306,14 @@ def rademacher(like: Tensor, generator: Generator | None) -> Tensor:
 
 def sphere(like: Tensor, generator: Generator | None) -> Tensor:
     r"""For each sample a direction, uniformly, with length :math:`\sqrt D`."""
-    direction = gaussian(like, generator)
+    direction = gaussian_like(like, generator)
     length = torch.linalg.vector_norm(direction.flatten(1), dim=1).reshape(-1, *[1] * (like.dim() - 1))
     scaled: Tensor = direction * sqrt(prod(like.shape[1:])) / length
     return scaled
 
 
 PROJECTIONS: dict[str, Callable[[Tensor, Generator | None], Tensor]] = {
-    "gaussian": gaussian,
+    "gaussian": gaussian_like,
     "rademacher": rademacher,
     "sphere": sphere,
 }

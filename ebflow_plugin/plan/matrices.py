@@ -40,7 +40,7 @@ class MixingStep(LinearStep):
         """The size of the matrix."""
 
     def checked(self, x: Tensor) -> Tensor:
-        """Returns x back.
+        """Returns x.
 
         Raises:
             InputError: If the matrix does not fit x.

@@ -84,7 +84,8 @@ class ConditionWatch:
 
     def look(self, step: int) -> dict[str, Spectrum]:
         """Estimates the spectrum of each layer, by its path, at a step of the training."""
-        found, lines = {}, []
+        found: dict[str, Spectrum] = {}
+        lines = []
         for layer in self.layers:
             path = layer.step.path
             spectrum = found[path] = estimate_spectrum(layer)

@@ -14,7 +14,7 @@ Value = Tensor | tuple[Tensor, ...]
 
 
 def per_sample(log_det: Any, x: Tensor) -> Tensor:
-    """Returns a log-det the shape ``(B,)``, the device and the dtype of x, whatever form a library returns it in.
+    """A log-det with the shape ``(B,)`` and the device and dtype of x, whatever form a library returns it in.
 
     Example:
         >>> import torch

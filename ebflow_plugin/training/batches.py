@@ -36,9 +36,7 @@ class Batches:
         rows: How many rows there are.
         size: How many rows a batch has (in this process).
         shuffle: Whether each epoch has its own order; if not, all rows come in order, and the last batch is short.
-        seed: Where the order comes from.
-        rank: Which process this is.
-        world: How many processes there are.
+        seed: Where the order comes from; ``rank`` and ``world`` say which of how many processes this is.
 
     Example:
         >>> x = torch.arange(10.0).reshape(5, 2)
@@ -117,10 +115,7 @@ class LoaderBatches:
     ``generator``, or that of its sampler. To go to a place, the epoch begins from the state that the generators had at
     its start, and the batches before the place are loaded and dropped.
 
-    Arguments:
-        loader: The DataLoader.
-        rank: Which process this is.
-        world: How many there are; the sampler must give each its own part.
+    With several processes the sampler must give each its own part.
 
     Example:
         >>> loader = DataLoader(TensorDataset(torch.zeros(6, 2)), batch_size=3, shuffle=True)

@@ -305,8 +305,8 @@ def compare(path: Path | None, here: Mapping[str, str], there: Mapping[str, str]
     lines = "\n  ".join(f"{name}: {_shorten(there.get(name, 'nothing'), here[name])}" for name in differing)
     if set(differing) & set(FATAL):
         raise InputError(
-            f"the checkpoint in {path} is of another run\n  {lines}\nPass another checkpoint folder, or resume=False to "
-            "begin anew in this one."
+            f"the checkpoint in {path} is of another run\n  {lines}\nPass another checkpoint folder, or resume=False "
+            "to begin anew in this one."
         )
     if differing:
         told = f"the run in {path} goes on with other settings, and not exactly as it would have\n  {lines}"

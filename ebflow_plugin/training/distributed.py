@@ -93,19 +93,20 @@ def processes(device: torch.device) -> Processes:
                 )
             torch.cuda.set_device(device)
         distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        atexit.register(lambda: distributed.is_initialized() and distributed.destroy_process_group())
+        atexit.register(_close)
     return Processes(distributed.get_rank(), distributed.get_world_size())
+
+
+def _close() -> None:
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def start_once(model: EBFlow, x: Tensor, context: Tensor | None, group: Processes, generator: Generator) -> None:
     """Runs the data-dependent start of a flow, such as that of ActNorms, in the first process, for all of them.
 
-    Arguments:
-        model: The model.
-        x: The batch to start from; that of the first process counts.
-        context: Its context.
-        group: The processes.
-        generator: Draws the noise of a :class:`~ebflow_plugin.Dequantize`.
+    It starts from the batch ``x`` of the first process. The generator draws the noise of a
+    :class:`~ebflow_plugin.Dequantize`.
     """
     sharded, plan = is_sharded(model), model.core_plan
     if plan.uninitialised():
@@ -130,12 +131,7 @@ def parallel(objective: nn.Module, device: torch.device, unused: bool = True) ->
 
     The second derivatives of score matching are taken inside the objective's ``forward``, so that one backward pass
     reaches each parameter once, as DistributedDataParallel needs it. Training does not change buffers, which are not
-    exchanged.
-
-    Arguments:
-        objective: The module whose ``forward`` returns the loss.
-        device: Where it is.
-        unused: Whether the loss leaves out some parameters, as score matching does: each step then looks for them.
+    exchanged. Where the loss leaves out some parameters (``unused``), as score matching does, each step looks for them.
     """
     known = inspect.signature(DistributedDataParallel).parameters
     buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"

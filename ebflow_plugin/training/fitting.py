@@ -174,7 +174,8 @@ def fit(
     """
     settings = Settings(
         optimizer, steps, epochs, batch_size, validation, evaluate_every, patience, ema, scheduler, clip_norm,
-        checkpoint, checkpoint_every, resume, callbacks, on_non_finite, conditioning, calibrate, metrics, progress, seed,
+        checkpoint, checkpoint_every, resume, callbacks, on_non_finite, conditioning, calibrate, metrics, progress,
+        seed,
     )  # fmt: skip
     with ExitStack() as stack, torch.inference_mode(False), torch.enable_grad():
         run = Run(scalar_objective("fit", objective), data, settings, stack)
@@ -182,5 +183,5 @@ def fit(
         found = run.progress
         return FitResult(
             found.history, found.step, found.stopped or "steps", found.start_nll, found.best_nll, found.best_step,
-            run.best_state, found.skipped, run.folder and run.folder.path, run.metrics, run.ema,
+            run.best_state, found.skipped, None if run.folder is None else run.folder.path, run.metrics, run.ema,
         )  # fmt: skip

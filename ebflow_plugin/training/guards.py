@@ -20,17 +20,11 @@ __all__ = ["Finding", "FiniteWatch", "diagnose", "failure", "gradient_norms"]
 
 @dataclass(frozen=True)
 class Finding:
-    """The first step at which something was not finite.
-
-    Attributes:
-        step: The number of the step.
-        loss: Whether the loss was not finite.
-        parameters: The names of the parameters whose gradient was not finite, in the order of the model.
-    """
+    """The first step at which something was not finite."""
 
     step: int
-    loss: bool
-    parameters: tuple[str, ...]
+    loss: bool  # whether the loss was not finite
+    parameters: tuple[str, ...]  # the names of those whose gradient was not finite, in the order of the model
 
 
 class FiniteWatch:
@@ -94,13 +88,7 @@ def gradient_norms(parameters: Iterable[nn.Parameter], like: Tensor) -> Tensor:
 
 @torch.no_grad()
 def diagnose(model: EBFlow, x: Tensor, context: Tensor | None) -> list[str]:
-    """Finds where a batch stops being finite on its way to noise: one line for each thing that is wrong.
-
-    Arguments:
-        model: The model.
-        x: The batch.
-        context: Its context.
-    """
+    """Finds where a batch stops being finite on its way to noise: one line for each thing that is wrong."""
     lines = []
     for name, tensor in (("the batch", x), ("its context", context)):
         if tensor is not None and not _finite(tensor):

@@ -16,10 +16,7 @@ class Interrupts:
     """Listens for Ctrl-C inside a ``with`` block. A second one stops at once, as usual.
 
     Only the main thread receives signals, and a handler of the user's own stays: in both cases nothing changes. A
-    nested block tells the outer one.
-
-    Arguments:
-        listen: Whether to listen at all.
+    nested block tells the outer one. With ``listen=False`` it does nothing.
 
     Attributes:
         asked: Whether somebody asked to stop.

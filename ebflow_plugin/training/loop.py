@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -93,12 +94,13 @@ class Run:
         self.objective, self.model, self.settings = objective, objective.model, settings
         self.device = device = self.model.like().device
         self.processes = group = processes(device)
-        share = {"rank": group.rank, "world": group.world}
-        self.data: Source = batches(data, settings.batch_size, seed=settings.seed, **share)
+        rank, world = group.rank, group.world
+        self.data: Source = batches(data, settings.batch_size, seed=settings.seed, rank=rank, world=world)
         self.validation: Source | None = None
         if settings.validation is not None:
             size = max(settings.batch_size, VALIDATION_BATCH)
-            self.validation = batches(settings.validation, size, name="validation", shuffle=False, **share)
+            held_out = settings.validation
+            self.validation = batches(held_out, size, name="validation", shuffle=False, rank=rank, world=world)
         self.pace = settings.pace(self.data, self.validation)
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         torch.manual_seed(mix(settings.seed, "global", group.rank))
@@ -121,8 +123,10 @@ class Run:
             "processes": str(group.world),
         }
         state: dict[str, Any] | None = None
-        if self.folder is not None:
-            state = group.on_first(self.folder.load if settings.resume else self.folder.clear)
+        if self.folder is not None and settings.resume:
+            state = group.on_first(self.folder.load)
+        elif self.folder is not None:
+            group.on_first(self.folder.clear)
         exact = state is None or group.on_first(lambda: compare(place, self.facts, state["facts"]))
         self.metrics = settings.metrics or (None if self.folder is None else self.folder.path / "metrics.jsonl")
         self.callbacks = self._callbacks(() if state is None else state["history"], stack)
@@ -146,7 +150,7 @@ class Run:
         if state is not None:
             self._load(state, exact)
 
-    def _callbacks(self, history: list[Record], stack: ExitStack) -> tuple[Callback, ...]:
+    def _callbacks(self, history: Sequence[Record], stack: ExitStack) -> tuple[Callback, ...]:
         """The user's callbacks; in the first process, the metrics file and the display before them."""
         ours: list[Callback] = []
         path = self.metrics
@@ -374,10 +378,8 @@ class Run:
     def _load(self, state: dict[str, Any], exact: bool) -> None:
         """Goes on from a checkpoint of a run with the same model, objective and optimiser.
 
-        Arguments:
-            state: What the checkpoint holds.
-            exact: Whether to go on as if never interrupted. If not, with another batch size or number of processes,
-                from the start of the epoch, with new noise.
+        If ``exact``, as if never interrupted. If not, with another batch size or number of processes, from the start
+        of the epoch, with new noise.
         """
         write_weights(self.model, state["model"], "the weights in the checkpoint")
         self.optimizer.load_state_dict(state["optimizer"])

@@ -40,10 +40,7 @@ class Pace(NamedTuple):
     def seconds_left(self, step: int, speed: float, evaluation: float) -> float:
         """How long the rest of a run will take: its steps, and the evaluations among them and at the end.
 
-        Arguments:
-            step: Where it is.
-            speed: Steps in a second.
-            evaluation: Seconds for an evaluation.
+        ``speed`` is in steps in a second, ``evaluation`` in seconds.
 
         Example:
             >>> Pace(steps=250, evaluate_every=100, save_every=100).seconds_left(100, speed=10.0, evaluation=5.0)
@@ -94,7 +91,8 @@ class Settings:
         one_of("on_non_finite", self.on_non_finite, ("stop", "skip"))
         if self.calibrate is not None and not isinstance(self.calibrate, bool):
             one_of("calibrate", self.calibrate, ("full", "diagonal"))
-        self.calibration = "full" if self.calibrate is True else self.calibrate or None
+        kind = "full" if self.calibrate is True else str(self.calibrate)
+        self.calibration = kind if self.calibrate else None
         if self.validation is None and (self.patience is not None or self.calibration is not None):
             raise InputError("patience and calibrate need validation data, whose NLL they go by")
         flag("resume", self.resume)

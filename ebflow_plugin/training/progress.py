@@ -74,11 +74,7 @@ class Lines:
 
 
 class LiveDisplay:
-    """A live display: a bar with speed and time left, the numbers, and the full layers with their condition.
-
-    Arguments:
-        console: A rich Console; the standard error by default.
-    """
+    """A live display on a rich Console: a bar with speed and time left, the numbers, the full layers' condition."""
 
     def __init__(self, console: Any = None) -> None:
         from rich.console import Console
@@ -118,9 +114,7 @@ class LiveDisplay:
 class JsonLines:
     r"""Metrics on the disk: one JSON object a line, each complete as soon as it is there.
 
-    Arguments:
-        path: The file.
-        records: What it holds at the start, instead of whatever it held before.
+    It begins with ``records``, instead of whatever the file held before.
 
     Example:
         >>> import tempfile

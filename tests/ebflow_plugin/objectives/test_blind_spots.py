@@ -16,6 +16,7 @@ from torch import nn
 
 import ebflow_plugin as ebf
 from ebflow_nflows import FullLinear, SmoothLeakyReLU
+from ebflow_plugin.adapting import walk
 from ebflow_plugin.objectives import DSM, FDSSM, ML, SM, SML, SSM
 from ebflow_plugin.objectives.checks import find_blind_spots
 from warned import flow_of, messages, seeded, spline
@@ -84,6 +85,18 @@ def test_likelihood_sees_everything():
     model = ebf.wrap(flow_of(LULinear(2), base=Level()))
     for make in (ML, lambda m: SSM(m, energy_weight=0.1)):
         assert first_words(make, model) == []
+
+
+def test_a_sum_sees_what_one_of_its_terms_sees():
+    model = ebf.wrap(flow_of(LULinear(2), base=Level()))
+    for make in (
+        lambda m: 0.9 * SSM(m) + 0.1 * ML(m),
+        lambda m: 0.1 * ML(m) + 0.9 * DSM(m),
+        lambda m: SSM(m) + DSM(m, energy_weight=0.1),
+    ):
+        assert first_words(make, model) == []
+    for make in (lambda m: SSM(m) + 0.0 * ML(m), lambda m: 0.5 * SSM(m) + 0.5 * DSM(m)):
+        assert first_words(make, model) != []
 
 
 def test_a_class_prior_is_found_with_the_first_batch():
@@ -192,7 +205,7 @@ def test_data_in_the_tails_are_no_false_alarm():
 
 def test_the_input_is_checked_once(monkeypatch):
     calls = []
-    plain = ebf.model.check_input
+    plain = walk.check_input
 
     def counted(*args, **options):
         calls.append(args)
@@ -205,7 +218,7 @@ def test_the_input_is_checked_once(monkeypatch):
         objective = make(model)
         objective(x)
         with monkeypatch.context() as patch:
-            patch.setattr("ebflow_plugin.model.check_input", counted)
+            patch.setattr(walk, "check_input", counted)
             calls.clear()
             objective(x)
         assert len(calls) == 1
