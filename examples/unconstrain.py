@@ -26,8 +26,8 @@ flow = flows.Flow(transforms.CompositeTransform(layers), distributions.StandardN
 
 
 def wrap(flow: flows.Flow) -> ebf.EBFlow:
-    """The model of images whose pixels are integers 0 to 16."""
-    return ebf.wrap(flow, preprocess=[ebf.Dequantize(17), ebf.Rescale(0.05, 0.95), ebf.Logit()])
+    """The model of images whose pixels are integers 0 to 16, by noise without jumps, which would bias SSM."""
+    return ebf.wrap(flow, preprocess=[ebf.Dequantize(17, noise="smooth"), ebf.Rescale(0.05, 0.95), ebf.Logit()])
 
 
 def train_by_ssm(flow: flows.Flow, label: str) -> None:

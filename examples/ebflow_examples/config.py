@@ -142,7 +142,7 @@ class TrainConfig:
     dequantize: str | None = _option(
         None,
         MACHINE,
-        "Noise that makes grey levels continuous; smooth for SSM, whose data must not jump. NLL is a bound by either.",
+        "Noise that makes grey levels continuous. Jumps of uniform noise bias SSM; smooth noise has a looser bound.",
         "uniform",
     )
     alpha: float | None = _option(

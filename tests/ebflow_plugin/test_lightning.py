@@ -212,7 +212,7 @@ def test_labels_that_nobody_uses_are_refused():
 def test_integers_and_several_validation_sets():
     model = ebf.wrap(
         flows.Flow(FullLinear(4), distributions.StandardNormal([4])),
-        preprocess=[ebf.Dequantize(8), ebf.Rescale(0.05, 0.95), ebf.Logit()],
+        preprocess=[ebf.Dequantize(8, noise="smooth"), ebf.Rescale(0.05, 0.95), ebf.Logit()],
     )
     x = torch.randint(8, (60, 4), generator=torch.Generator().manual_seed(0))
     trainer = Trainer(max_epochs=1, callbacks=[ExactNLL(), ConditionGuard()], enable_checkpointing=False, **QUIET)

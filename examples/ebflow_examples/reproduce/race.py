@@ -70,6 +70,8 @@ def report(options: Options, found: Sequence[Found], path: Path) -> Report:
     from ebflow_examples.textures import SIDES, Textures
 
     groups = {key[0]: group for key, group in grouped(found, "loss").items()}
+    if not groups:
+        return Report([], [], ["No objective came to an end."], [])
     name = next(iter(groups.values()))[0]["data"]
     floor = Textures(SIDES[name]).entropy()
     lines, rows = [], []

@@ -214,7 +214,7 @@ def test_the_draw_of_sigma_is_seeded(options):
 @every
 def test_dequantisation_is_seeded(name):
     flow = Flow(LULinear(4), StandardNormal([4])).double()
-    model = ebf.wrap(flow, preprocess=[ebf.Dequantize(16), ebf.Rescale(0.05, 0.95), ebf.Logit()])
+    model = ebf.wrap(flow, preprocess=[ebf.Dequantize(16, noise="smooth"), ebf.Rescale(0.05, 0.95), ebf.Logit()])
     x = torch.randint(16, (5, 4), generator=seeded())
     values = [make_objective(name, model, generator=seeded(seed))(x) for seed in (1, 1, 2)]
     assert torch.equal(values[0], values[1])

@@ -130,7 +130,7 @@ def test_integration_by_parts_holds_on_smooth_data_alone():
         found[noise] = float(terms.mean()), float(terms.std()) / math.sqrt(rows)
     assert found["uniform"] == (-1.0, 0.0)
     mean, error = found["smooth"]
-    assert abs(mean) < 4 * error < 0.02
+    assert abs(mean) < 4 * error < 0.05
 
 
 def test_images_integers_and_single_precision():

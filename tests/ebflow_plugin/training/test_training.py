@@ -278,7 +278,7 @@ def test_log_z_is_computed_once_for_an_evaluation(monkeypatch):
 def test_integers_are_dequantized_with_the_same_noise_at_each_evaluation():
     model = ebf.wrap(
         flows.Flow(FullLinear(4), distributions.StandardNormal([4])),
-        preprocess=[ebf.Dequantize(8), ebf.Rescale(0.05, 0.95), ebf.Logit()],
+        preprocess=[ebf.Dequantize(8, noise="smooth"), ebf.Rescale(0.05, 0.95), ebf.Logit()],
     )
     x = torch.randint(8, (60, 4), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     source = batches(x, 20, shuffle=False)
