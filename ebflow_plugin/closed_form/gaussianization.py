@@ -41,6 +41,7 @@ __all__ = ["LayerStart", "StartReport", "gaussianize"]
 
 ROWS = 5000  # to twice as many, that a bend is fitted to
 HELD_OUT = 5  # every fifth row
+ENOUGH = 10  # rows a feature, with which a layer between others needs no shrinkage
 
 Batches = Iterator[tuple[Tensor, Tensor | None]]
 
@@ -52,7 +53,8 @@ class LayerStart:
     Attributes:
         where: The layer.
         nll: The mean NLL in nats, of rows that no fit saw, of a model that ends with this layer.
-        shrinkage: How far the covariance was moved towards its diagonal, 0 to 1: what those rows like best.
+        shrinkage: How far the covariance was moved towards its diagonal, 0 to 1: what those rows like best, or 0 for
+            a layer between others if there are enough rows.
         bent: How many features the nonlinearity after the layer bends; None where none is fitted.
     """
 
@@ -70,7 +72,8 @@ class StartReport:
         layers: The full layers, in order.
 
     Example:
-        >>> print(StartReport((LayerStart("0  FullLinear", 7.5, 0.0, 3), LayerStart("2  FullLinear", 6.25, 0.01, None))))
+        >>> first, last = LayerStart("0  FullLinear", 7.5, 0.0, 3), LayerStart("2  FullLinear", 6.25, 0.01, None)
+        >>> print(StartReport((first, last)))
         held-out NLL, no gradient step taken
           7.50 nats after 0  FullLinear (shrinkage 0, bends 3 features)
           6.25 nats after 2  FullLinear (shrinkage 0.01)
@@ -295,6 +298,8 @@ def gaussianize(plan: Plan, data: Callable[[], Batches], keep: bool, progress: b
             rho, nll = arrived.judge(step.where)
         nll -= linear + between
         arrived.fit.merge(arrived.held.count, arrived.held.mean, arrived.held.scatter)  # now all rows count
+        if place != places[-1] and arrived.fit.count >= ENOUGH * len(arrived.fit.mean):
+            rho = 0.0  # the basis of a shrunk covariance is nearer to that of the layer before, where all is done
         linear += between + arrived.times * whiten_layer(step, arrived.fit, rho)
         bent = None
         if place != places[-1]:
