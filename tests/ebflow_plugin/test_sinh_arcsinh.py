@@ -1,4 +1,4 @@
-"""The sinh-arcsinh layer: against scipy-free formulas, autograd, and in the three libraries."""
+"""The sinh-arcsinh layer: against its formula and autograd, and in the three libraries."""
 
 import normflows
 import pytest
@@ -76,7 +76,7 @@ def test_every_library_has_it(make):
     torch.testing.assert_close(own, expected)
     torch.testing.assert_close(model.log_prob(x), expected)
     assert model.report.count("nonlinear") == 1
-    assert ebf.verify(flow, x).passed
+    assert all(check.passed is not False for check in ebf.verify(flow, x))
     loss = ebf.make_objective("ssm", model)(x)
     gradients = torch.autograd.grad(loss, list(model.flow.parameters()))
     assert all(bool(torch.isfinite(g).all()) and bool((g != 0).any()) for g in gradients)

@@ -1,6 +1,7 @@
 """The Gaussianising start, layer by layer."""
 
 import math
+from itertools import pairwise
 
 import normflows
 import pytest
@@ -15,7 +16,8 @@ import ebflow_normflows
 import ebflow_plugin as ebf
 import ebflow_zuko
 from ebflow_nflows import FullConv2d, FullLinear, SinhArcsinh, SmoothLeakyReLU
-from ebflow_plugin.closed_form.bending import condense, fit_bend
+from ebflow_plugin.closed_form import gaussianization
+from ebflow_plugin.closed_form.bending import Bend, condense, fit_bend
 from ebflow_plugin.closed_form.gaussianization import Thinned
 from ebflow_plugin.plan.plan import Plan
 from gaussian_models import D, data, linear_flow, nll
@@ -94,7 +96,7 @@ def test_features_that_the_nonlinearity_can_make_gaussian_become_so(make, bend):
     report = gaussian.initialize(x.split(700), gaussianize=True)
     assert nll(gaussian, x) == pytest.approx(entropy, abs=0.03)
     assert report.layers[0].nll > report.nll + 0.1
-    assert report.layers[0].bent == D and report.layers[1].bent is None
+    assert [layer.bent for layer in report.layers] == [D, None]
     if bend == "leaky":  # a SinhArcsinh starts as the identity, and cannot be worse than a Gaussian
         assert nll(white, x) > entropy + 0.1
 
@@ -131,7 +133,7 @@ def test_a_loader_is_as_good_as_a_tensor():
 
 
 def test_an_iterator_is_refused():
-    with pytest.raises(ebf.InputError, match="once a layer, and list_iterator ends after the first time"):
+    with pytest.raises(ebf.InputError, match="once a layer, and tuple_iterator ends after the first time"):
         nflows_model().initialize(iter(data().split(50)), gaussianize=True)
 
 
@@ -160,22 +162,17 @@ def test_no_layer_makes_held_out_rows_less_likely(kind, rows, features, bends, s
     found = [layer.nll for layer in report.layers]
     assert all(math.isfinite(value) for value in found)
     slack = 1e-3 + 1e-3 * abs(found[0])  # of a nonlinearity that was made as straight as it can be
-    assert all(after <= before + slack for before, after in zip(found, found[1:], strict=False))
+    assert all(after <= before + slack for before, after in pairwise(found))
 
 
 @pytest.mark.parametrize("bend", ["sinh", "leaky"])
 def test_a_bend_that_harms_is_made_straight(bend, monkeypatch):
     """Bends that are fitted well to the wrong thing: the model is what whitening alone makes it."""
-    from ebflow_plugin.closed_form import gaussianization
 
     def harmful(step, y, held_out):
         fitted = fit_bend(step, y, held_out)
-        return fitted.where(torch.ones_like(fitted.helps), type(fitted)(
-            fitted.scale, fitted.shift + 20, fitted.log_tail, fitted.skewness, fitted.helps
-        )) if False else type(fitted)(
-            torch.full_like(fitted.scale, 30.0), torch.zeros_like(fitted.shift), fitted.log_tail - 2.0,
-            fitted.skewness + 1.0, torch.ones_like(fitted.helps),
-        )
+        scale, shift = torch.full_like(fitted.scale, 30.0), torch.zeros_like(fitted.shift)
+        return Bend(scale, shift, fitted.log_tail - 2.0, fitted.skewness + 1.0, torch.ones_like(fitted.helps))
 
     x = torch.randn(2000, D, dtype=torch.float64, generator=seeded()) @ (torch.eye(D).double() + 0.4)
     monkeypatch.setattr(gaussianization, "fit_bend", harmful)
@@ -191,12 +188,9 @@ def test_rows_far_out_stay_finite():
     x = torch.randn(5000, D, dtype=torch.float64, generator=seeded()).sinh().sinh()
     model = nflows_model(("sinh",) * 4)
     model.initialize(x, gaussianize=True)
-    far = torch.full((1, D), 1e6, dtype=torch.float64)
+    far = torch.full((1, D), 1e9, dtype=torch.float64)
     (latents,), _ = model.plan.encode(far)
-    gaussian = nflows_model(("sinh",))
-    gaussian.initialize(x, whiten=True)
-    (whitened,), _ = Plan(gaussian.plan.steps[:1], gaussian.plan.base).encode(far)
-    assert latents.abs().max() < 0.05 * whitened.abs().max()
+    assert latents.abs().max() < 100  # 1e9 would be hundreds of thousands of standard deviations for a Gaussian
 
 
 @pytest.mark.parametrize("library", ["actnorm", "permutation"])
@@ -264,10 +258,9 @@ def test_noise_of_a_dequantize_comes_from_the_generator():
         model.initialize(x, gaussianize=True, generator=seeded(seed))
         model.calibrate(x, generator=seeded(seed))
         assert torch.equal(state, torch.get_rng_state())
-        found.append(torch.cat([flow._transform._transforms[0].weight.flatten(), model.calibration.mean])
-                     if model.calibration.ready else flow._transform._transforms[0].weight.flatten())
+        found.append(flow._transform._transforms[0].weight)
     assert torch.equal(found[0], found[1])
-    assert found[0].shape != found[2].shape or not torch.equal(found[0], found[2])
+    assert not torch.equal(found[0], found[2])
 
 
 # Errors that say what is the case

@@ -59,9 +59,6 @@ def test_flows_that_cannot_whiten():
     ebf.wrap(ebf.unconstrain(lu)).initialize(data(), whiten=True)
 
 
-
-
-
 # Errors that say what is the case
 
 
