@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from ebflow_plugin.adapting.adapter import Adapter
 from ebflow_plugin.adapting.discovery import Found, find_flow
 from ebflow_plugin.adapting.walk import Options, Walked, walk
-from ebflow_plugin.closed_form import calibration, initialization
+from ebflow_plugin.closed_form import calibration, gaussianization, initialization
 from ebflow_plugin.closed_form.calibration import Calibration, CalibrationReport, CalibrationStep
 from ebflow_plugin.closed_form.gaussianization import StartReport
-from ebflow_plugin.closed_form.gaussianization import gaussianize as gaussianize_plan
 from ebflow_plugin.closed_form.moments import batches, in_memory, meet, refuse_one_shot
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.log_z.estimate import Estimate
@@ -328,7 +327,7 @@ class EBFlow(EnergyModel):
         if gaussianize:
             refuse_one_shot(data)
             meet("model.initialize(gaussianize=True)")
-            return gaussianize_plan(plan, lambda: batches(data, self.check), in_memory(data), progress)
+            return gaussianization.gaussianize(plan, lambda: batches(data, self.check), in_memory(data), progress)
         if whiten:
             meet("model.initialize(whiten=True)")
             initialization.whiten(plan, batches(data, self.check))

@@ -86,8 +86,13 @@ class Bend:
 
     def where(self, chosen: Tensor, other: Bend) -> Bend:
         """This bend for the chosen features, another one for the rest."""
-        names = ("scale", "shift", "log_tail", "skewness")
-        return Bend(*(torch.where(chosen, getattr(self, name), getattr(other, name)) for name in names), chosen)
+        return Bend(
+            torch.where(chosen, self.scale, other.scale),
+            torch.where(chosen, self.shift, other.shift),
+            torch.where(chosen, self.log_tail, other.log_tail),
+            torch.where(chosen, self.skewness, other.skewness),
+            chosen,
+        )
 
 
 def learnable(step: ElementwiseStep) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -36,11 +37,13 @@ from ebflow_plugin.plan.elementwise import ElementwiseStep
 from ebflow_plugin.plan.linear import InitialisedAffineStep, IsometryStep
 from ebflow_plugin.plan.matrices import FullStep
 from ebflow_plugin.plan.plan import Plan
+from ebflow_plugin.plan.step import LinearStep
 
 __all__ = ["LayerStart", "StartReport", "gaussianize"]
 
 ROWS = 5000  # to twice as many, that a bend is fitted to
 HELD_OUT = 5  # every fifth row
+ENOUGH = 10  # rows a feature, with which a layer between others needs no shrinkage
 
 Batches = Iterator[tuple[Tensor, Tensor | None]]
 
@@ -52,7 +55,8 @@ class LayerStart:
     Attributes:
         where: The layer.
         nll: The mean NLL in nats, of rows that no fit saw, of a model that ends with this layer.
-        shrinkage: How far the covariance was moved towards its diagonal, 0 to 1: what those rows like best.
+        shrinkage: How far the covariance was moved towards its diagonal, 0 to 1: what those rows like best, or 0 for
+            a layer between others if there are enough rows.
         bent: How many features the nonlinearity after the layer bends; None where none is fitted.
     """
 
@@ -70,7 +74,8 @@ class StartReport:
         layers: The full layers, in order.
 
     Example:
-        >>> print(StartReport((LayerStart("0  FullLinear", 7.5, 0.0, 3), LayerStart("2  FullLinear", 6.25, 0.01, None))))
+        >>> first, last = LayerStart("0  FullLinear", 7.5, 0.0, 3), LayerStart("2  FullLinear", 6.25, 0.01, None)
+        >>> print(StartReport((first, last)))
         held-out NLL, no gradient step taken
           7.50 nats after 0  FullLinear (shrinkage 0, bends 3 features)
           6.25 nats after 2  FullLinear (shrinkage 0.01)
@@ -118,7 +123,7 @@ def chain(plan: Plan) -> list[int]:
 
 
 def _next_layer(plan: Plan, places: list[int]) -> int | None:
-    """The next full layer of a chain, after a nonlinearity and at most ActNorms, permutations and fixed steps."""
+    """The next full layer of a chain, after a nonlinearity and perhaps ActNorms, permutations, fixed linear steps."""
     last = places[-1]
     if last + 1 >= len(plan.steps) or not isinstance(plan.steps[last + 1], ElementwiseStep):
         return None
@@ -132,7 +137,7 @@ def _next_layer(plan: Plan, places: list[int]) -> int | None:
             return place if fit and not tied else None
         trainable = isinstance(step.module, nn.Module) and any(p.requires_grad for p in step.module.parameters())
         moved = isinstance(step, (InitialisedAffineStep, IsometryStep))
-        if step.takes != 1 or step.gives != 1 or (trainable and not moved):
+        if not isinstance(step, LinearStep) or step.takes != 1 or step.gives != 1 or (trainable and not moved):
             return None
     return None
 
@@ -152,17 +157,13 @@ class Passes:
     def __init__(self, plan: Plan, data: Callable[[], Batches], keep: bool) -> None:
         self.plan, self.data, self.keep = plan, data, keep
         self.first: tuple[Tensor, Tensor | None] | None = None
-        self.forget()
+        self._place, self._kept = 0, list[tuple[Tensor, Tensor | None, Tensor]]()
 
     @property
     def event_shape(self) -> tuple[int, ...]:
         """The event shape of the data, after the first batch."""
         assert self.first is not None
         return tuple(self.first[0].shape[1:])
-
-    def forget(self) -> None:
-        """Lets the next pass begin with the data."""
-        self._place, self._kept = 0, list[tuple[Tensor, Tensor | None, Tensor]]()
 
     def to(self, place: int) -> Iterator[tuple[Tensor, Tensor]]:
         """What reaches a step, and the log-dets of the nonlinear steps before it, with shape ``(B,)``; in batches."""
@@ -272,36 +273,33 @@ def gaussianize(plan: Plan, data: Callable[[], Batches], keep: bool, progress: b
     """
     places, passes = chain(plan), Passes(plan, data, keep)
     started: list[LayerStart] = []
-    linear, since, straight = 0.0, 0, False  # the log-det of linear steps so far; where the last pass ended
+    linear, since = 0.0, 0  # the log-det of linear steps so far; where the last pass ended
     shape: tuple[int, ...] | None = None
-    white: tuple[Tensor, Tensor, float] | None = None  # the last layer and that log-det before its bend
-    for place in shown(places, progress, "Gaussianising start"):
+    white: tuple[Tensor, Tensor] | None = None  # the last layer before its bend
+    for number, place in enumerate(shown(places, progress, "Gaussianising start")):
         step = plan.steps[place]
         assert isinstance(step, FullStep)
         arrived = Arrived(step, passes.to(place))
         between = _linear_log_det(plan, since, place, shape or passes.event_shape, arrived)
         rho, nll = arrived.judge(step.where)
-        if white is not None and not straight and not nll - linear - between <= started[-1].nll:
-            straight = True
-            weight, bias, linear = white
-            layer, bend = plan.steps[since - 1].module, plan.steps[since]
-            assert isinstance(bend, ElementwiseStep)
-            layer.weight.copy_(weight)
-            layer.bias.copy_(bias)
-            linear += arrived.times * Bend.straight(bend, bias).write(bend, layer)
-            started[-1] = replace(started[-1], bent=0)
-            passes.forget()
-            arrived = Arrived(step, passes.to(place))
-            rho, nll = arrived.judge(step.where)
         nll -= linear + between
+        if white is not None and not nll <= started[-1].nll:
+            layer = plan.steps[since - 1].module
+            layer.weight.copy_(white[0])
+            layer.bias.copy_(white[1])
+            started += _pass_on(plan, places[number - 1 :], passes, arrived.shape, started.pop())
+            break
         arrived.fit.merge(arrived.held.count, arrived.held.mean, arrived.held.scatter)  # now all rows count
+        if place != places[-1] and arrived.fit.count >= ENOUGH * len(arrived.fit.mean):
+            rho = 0.0  # the basis of a shrunk covariance is nearer to that of the layer before, where all is done
         linear += between + arrived.times * whiten_layer(step, arrived.fit, rho)
         bent = None
         if place != places[-1]:
-            white = step.module.weight.clone(), step.module.bias.clone(), linear
-            fitted = _fitted(plan, place, arrived, straight)
-            bend = plan.steps[place + 1]
-            assert isinstance(bend, ElementwiseStep)
+            white = step.module.weight.clone(), step.module.bias.clone()
+            bend = _nonlinearity(plan, place)
+            sample, others = step.module.transform(arrived.sample), step.module.transform(arrived.others)
+            found = fit_bend(bend, sample, others)
+            fitted = Bend(*agreed(found.scale, found.shift, found.log_tail, found.skewness, found.helps))
             linear += arrived.times * fitted.write(bend, step.module)
             bent = int(fitted.helps.sum())
         started.append(LayerStart(step.where, nll, rho, bent))
@@ -311,16 +309,44 @@ def gaussianize(plan: Plan, data: Callable[[], Batches], keep: bool, progress: b
     return StartReport(tuple(started))
 
 
+def _nonlinearity(plan: Plan, place: int) -> ElementwiseStep:
+    """The one after a layer of a chain."""
+    step = plan.steps[place + 1]
+    assert isinstance(step, ElementwiseStep)
+    return step
+
+
+def _pass_on(
+    plan: Plan, places: list[int], passes: Passes, shape: tuple[int, ...], last: LayerStart
+) -> list[LayerStart]:
+    """Makes straight the bend after the first of some layers, which whitens, and all that follow.
+
+    Each later layer undoes the scales and shifts since the one before it, so that it passes on what that one made.
+
+    Returns:
+        How these layers started, from the first one on; ``last`` is what is known of that.
+    """
+    started = [replace(last, bent=0)]
+    assert passes.first is not None
+    for before, place in pairwise(places):
+        bend, layer = _nonlinearity(plan, before), plan.steps[place].module
+        straight = Bend.straight(bend, layer.bias)
+        straight.write(bend, plan.steps[before].module)
+        scale = straight.scale[0]
+        start_together(replace(plan, steps=plan.steps[:place]), *passes.first)
+        part, size = replace(plan, steps=plan.steps[before + 1 : place]), layer.features
+        # The straight map takes a whitened y, as scale · y, to M y + c: c and the columns of M from 0 and unit vectors.
+        probes = torch.cat([layer.bias.new_zeros(1, size), scale * torch.eye(size).to(layer.bias)])
+        wide = probes.reshape(size + 1, *(1 for _ in shape[:-1]), size).expand(size + 1, *shape)
+        (values,), _ = part.encode(wide)
+        images = values.reshape(size + 1, -1, size)[:, 0].double()
+        matrix = torch.linalg.inv(images[1:] - images[0]).T
+        layer.weight.copy_(matrix)
+        layer.bias.copy_(-matrix @ images[0])
+        started.append(LayerStart(plan.steps[place].where, last.nll, 0.0, 0 if place != places[-1] else None))
+    return started
+
+
 def _linear_log_det(plan: Plan, since: int, place: int, shape: tuple[int, ...], arrived: Arrived) -> float:
     """The log-det of linear steps from one place to another: ActNorms, permutations and fixed ones."""
     return -float(replace(plan, steps=plan.steps[since:place]).log_z(shape, arrived.fit.mean))
-
-
-def _fitted(plan: Plan, place: int, arrived: Arrived, straight: bool) -> Bend:
-    """The bend after a layer, by what reaches the layer in the first process."""
-    layer, step = plan.steps[place].module, plan.steps[place + 1]
-    assert isinstance(step, ElementwiseStep)
-    if straight:
-        return Bend.straight(step, layer.bias)
-    bend = fit_bend(step, layer.transform(arrived.sample), layer.transform(arrived.others))
-    return Bend(*agreed(bend.scale, bend.shift, bend.log_tail, bend.skewness, bend.helps))

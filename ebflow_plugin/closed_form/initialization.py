@@ -18,7 +18,16 @@ from ebflow_plugin.plan.matrices import FullStep
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.step import own_tensors
 
-__all__ = ["agreed", "first_full_layer", "refuse_dependent", "rows_of", "spreads", "start_together", "whiten", "whiten_layer"]
+__all__ = [
+    "agreed",
+    "first_full_layer",
+    "refuse_dependent",
+    "rows_of",
+    "spreads",
+    "start_together",
+    "whiten",
+    "whiten_layer",
+]
 
 ROUNDING = 1e-10  # below this part of the largest, an eigenvalue has lost most of its digits
 

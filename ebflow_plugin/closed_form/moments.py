@@ -203,6 +203,6 @@ def refuse_one_shot(data: Any) -> None:
     """
     if isinstance(data, Iterator):
         raise InputError(
-            f"gaussianize=True goes through the data once a layer, and {type(data).__name__} ends after the first time; "
-            "give a tensor, a list of batches or a loader"
+            f"gaussianize=True goes through the data once a layer, and {type(data).__name__} ends after the first "
+            "time; give a tensor, a list of batches or a loader"
         )

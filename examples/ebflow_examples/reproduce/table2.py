@@ -28,7 +28,7 @@ from ebflow_examples.reproduce.table2_report import (
 from ebflow_examples.reproduce.timed import Trained, train_for
 from ebflow_examples.runs import Likelihood, Run, build, likelihood
 from ebflow_examples.streams import drawing_from, stream
-from ebflow_plugin.training.evaluation import calibrated
+from ebflow_plugin.objectives.evaluation import calibrated
 
 __all__ = [
     "GAUSSIAN",

@@ -21,7 +21,7 @@ from ebflow_examples.streams import drawing_from
 from ebflow_examples.training import SCHEDULES, optimizer_for
 from ebflow_plugin.errors import TrainingError
 from ebflow_plugin.training.batches import batches
-from ebflow_plugin.training.evaluation import calibrated, evaluate
+from ebflow_plugin.objectives.evaluation import calibrated, evaluate
 from ebflow_plugin.training.fitting import FitResult
 from ebflow_plugin.training.loop import Event
 
