@@ -84,17 +84,18 @@ def _mask(run: Run, kind: str, count: int) -> Tensor:
 def _guesses(run: Run, gaussian: Gaussian, truth: Tensor, mask: Tensor, burn_in: int, steps: int) -> dict[str, Tensor]:
     """What the missing pixels are taken to be, as rows of the data.
 
-    Chains begin at noise. Each of them, and each exact draw, has its own dequantisation of the observed pixels.
+    Chains begin at exact draws from the Gaussian. Each of them, and each draw, has its own dequantisation of the observed pixels.
     """
     model = run.model
     u, _ = model.preprocess(truth.repeat_interleave(DRAWS, 0), run.generator(0, "observed"))
     drawn = gaussian.draw(u, mask[0], run.generator(0, "exact"))
     levels = model.prefix.decode((drawn,), None).unflatten(0, (len(truth), DRAWS)).float()
-    noise = torch.randint(run.data.levels or 256, truth.shape, generator=run.generator(0, "starts")).to(truth)
+    starts = levels[:, :CHAINS].flatten(0, 1).to(truth)
+    rows, hidden = truth.repeat_interleave(CHAINS, 0), mask.repeat_interleave(CHAINS, 0)
     filled = ebf.impute(
-        model, truth, mask, init=noise, chains=CHAINS, burn_in=burn_in, steps=steps, step_size=0.1,
+        model, rows, hidden, init=starts, burn_in=burn_in, steps=steps, step_size=0.1,
         covariance=gaussian.covariance, generator=run.generator(0, "chains"),
-    ).float()  # fmt: skip
+    ).unflatten(0, (len(truth), CHAINS))[:, :, 0].float()  # fmt: skip
     return {
         "mean": run.split("train").float().mean(0).expand_as(truth),
         "gaussian": levels.mean(1),
@@ -124,7 +125,7 @@ def report(options: Options, found: Sequence[Found], path: Path) -> Report:
         f"fc with {each['layers']} full layers, NLL {each['nll']:.1f}; {IMAGES} test images, root mean square error of "
         "the missing pixels and its standard error over images. Rows of the picture: the image, what is observed, the "
         f"exact conditional mean of the Gaussian that the whitening start of fc is (the mean of {DRAWS} exact draws), "
-        f"the mean of {CHAINS} chains, and one of them. Chains begin at noise and take {BURN_IN + STEPS} adjusted "
+        f"the mean of {CHAINS} chains, and one of them. Chains begin at such draws and take {BURN_IN + STEPS} adjusted "
         "steps in the units of the Gaussian's conditional covariance. A draw has a larger error than the mean of all "
         "that is possible: twice the variance, if the model were true. The paper shows faces and gives no numbers.",
     ]
