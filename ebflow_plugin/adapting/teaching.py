@@ -247,7 +247,9 @@ def register_nonlinear(cls: type, *, smoothness: str = "unknown", force: bool = 
     return cls
 
 
-def register_container(cls: type, children: Callable[[Any], Iterable[tuple[str, Any]]], *, force: bool = False) -> type:
+def register_container(
+    cls: type, children: Callable[[Any], Iterable[tuple[str, Any] | Child]], *, force: bool = False
+) -> type:
     """Teaches that a class only arranges its members, so that they are walked into and classified one by one.
 
     Arguments:

@@ -75,8 +75,8 @@ class Conditioner:
 class ImageNetwork(nn.Module):
     """Glow's network inside of a coupling of images: convolutions of 3 x 3, 1 x 1 and 3 x 3, zero at first.
 
-    Score matching sees the data alone: off it a log-scale could grow without bound, and samples would explode. Log-scales
-    are bounded as 2·tanh(h / 2), so that no coupling stretches by more than e² = 7.4.
+    Score matching sees the data alone: off it a log-scale could grow without bound, and samples would explode. It is
+    bounded as 2·tanh(h / 2), so that no coupling stretches by more than e² = 7.4.
 
     Arguments:
         inputs: Channels of the half that stays as it is.
@@ -123,11 +123,11 @@ class Split(nn.Module):
         self.shape = shape
 
     @property
-    def half(self) -> Shape:
+    def halved(self) -> Shape:
         """The shape of either half.
 
         Example:
-            >>> Split((4, 14, 14)).half
+            >>> Split((4, 14, 14)).halved
             (2, 14, 14)
         """
         return (self.shape[0] // 2, *self.shape[1:])

@@ -127,8 +127,8 @@ def glow(
     """Glow: blocks of ActNorm, a linear layer and an affine coupling.
 
     On vectors ten blocks (Section 5.1) of networks 64 wide; on images eight at each of two levels, a squeeze before
-    each (Section 5.4), of Glow's own networks with 32 channels; the authors have sixteen and 512. With ``split`` half of
-    the channels are finished between two levels, with a normal prior of their own given the other half.
+    each (Section 5.4), of Glow's own networks with 32 channels; the authors have sixteen and 512. With ``split`` half
+    of the channels are finished between two levels, with a normal prior of their own given the other half.
     """
     images = len(shape) == 3
     net = Conditioner((32 if images else 64) if hidden is None else hidden, depth, activation)
@@ -146,7 +146,7 @@ def glow(
             result += [kit.act_norm(shape), mixing, kit.coupling(shape, block % 2 == 1, net)]
         if split and images and level < levels - 1:
             result += [kit.split_prior(shape, net), Split(shape)]
-            shape = Split(shape).half
+            shape = Split(shape).halved
     return result, shape
 
 

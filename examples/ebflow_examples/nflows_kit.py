@@ -21,9 +21,9 @@ from ebflow_plugin.adapting import Child, see_into
 __all__ = ["NflowsKit", "TriangularLinear"]
 
 if TYPE_CHECKING:
-    Transform = nn.Module
+    Transform = AffineCouplingTransform = nn.Module
 else:
-    from nflows.transforms import Transform
+    from nflows.transforms import AffineCouplingTransform, Transform
 
 
 class TriangularLinear(Triangular, Transform):
@@ -48,7 +48,7 @@ ebf.register_linear(
 )
 
 
-class ImageCoupling(transforms.AffineCouplingTransform):
+class ImageCoupling(AffineCouplingTransform):
     """An affine coupling of images with log-scales as its network bounds them; nflows' own can shrink alone."""
 
     def _scale_and_shift(self, transform_params: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,7 +98,11 @@ class NflowsKit:
         mask = _mask(shape[0], flip)
         if len(shape) == 1:
             return transforms.AffineCouplingTransform(mask, lambda *sizes: net.start(nets.ResidualNet, *sizes))
-        return ImageCoupling(mask, lambda *sizes: ImageNetwork(*sizes, net, scales=slice(sizes[1] // 2, None)))
+
+        def network(inputs: int, outputs: int) -> nn.Module:
+            return ImageNetwork(inputs, outputs, net, scales=slice(outputs // 2, None))
+
+        return ImageCoupling(mask, network)
 
     def split_prior(self, shape: Shape, net: Conditioner) -> nn.Module:
         return self.coupling(shape, True, net)  # nflows finishes the first half

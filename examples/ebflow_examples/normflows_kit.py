@@ -114,6 +114,6 @@ class NormflowsKit:
         levels = list(Split.levels(layers, latent))[::-1]
         if len(levels) == 1:
             return nf.NormalizingFlow(base(latent), list(layers)[::-1])
-        finished = [base(latent), *(base(Split(shape).half) for _, shape in levels[1:])]
+        finished = [base(latent), *(base(Split(shape).halved) for _, shape in levels[1:])]
         merges = [nf.flows.Merge("channel") for _ in levels[1:]]
         return nf.MultiscaleFlow(finished, [level[::-1] for level, _ in levels], merges, class_cond=False)

@@ -103,6 +103,9 @@ class ZukoKit:
     def squeeze(self) -> nn.Module:
         raise InputError("zuko has no squeeze of images; choose --library nflows or normflows, or a model for vectors")
 
+    def split_prior(self, shape: Shape, net: Conditioner) -> nn.Module:
+        return self.coupling(shape, True, net)  # refused: it is of images
+
     def coupling(self, shape: Shape, flip: bool, net: Conditioner) -> nn.Module:
         if len(shape) != 1:
             raise InputError("zuko has no couplings of images; choose --library nflows or normflows")

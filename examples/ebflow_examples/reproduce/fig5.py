@@ -26,8 +26,8 @@ LAYERS = 2
 MASKS = {"left": "the left half", "random": "three quarters, at random"}
 SHARES = {"left": 0.5, "random": 0.75}
 SHOWN, CHAINS, DRAWS = 10, 16, 500
-IMAGES, BURN_IN, STEPS = 40, 200, 200
-# What the missing pixels are taken to be, in the order of the picture's rows.
+IMAGES, BURN_IN, STEPS = 20, 100, 100
+# What the missing pixels are taken to be, in the order of the table.
 GUESSES = {
     "mean": "the mean training image",
     "gaussian": "Gaussian, exact conditional mean",
@@ -35,7 +35,14 @@ GUESSES = {
     "chains": f"fc, mean of {CHAINS} chains",
     "draw": "fc, one chain",
 }
-IN_PICTURE = ("truth", "observed", "gaussian", "chains", "draw")
+# The rows of the picture.
+LABELS = {
+    "truth": "image",
+    "observed": "observed",
+    "gaussian": "Gaussian: exact\nconditional mean",
+    "chains": f"fc: mean of\n{CHAINS} chains",
+    "draw": "fc: one chain",
+}
 
 
 def cells(options: Options) -> list[Cell]:
@@ -62,7 +69,7 @@ def compute(cell: Cell, folder: Path, data_root: str | None) -> dict[str, Any]:
             error = float(errors.mean().sqrt())
             found[f"{kind}_{name}"] = [error, 0.5 * standard_error(errors) / error]
         shown = {"truth": truth, "observed": truth.float().masked_fill(mask, 0.4 * (run.data.levels or 256)), **guesses}
-        pictures = torch.stack([run.as_images(shown[name][:SHOWN].float()) for name in IN_PICTURE])
+        pictures = torch.stack([run.as_images(shown[name][:SHOWN].float()) for name in LABELS])
         np.save(folder / f"{cell.name}-{kind}.npy", pictures.numpy())
     return found
 
@@ -77,17 +84,18 @@ def _mask(run: Run, kind: str, count: int) -> Tensor:
 def _guesses(run: Run, gaussian: Gaussian, truth: Tensor, mask: Tensor, burn_in: int, steps: int) -> dict[str, Tensor]:
     """What the missing pixels are taken to be, as rows of the data.
 
-    Chains begin at noise. Each of them, and each exact draw, has its own dequantisation of the observed pixels.
+    Chains begin at exact draws from the Gaussian. Each of them, and each draw, has its own dequantisation of the observed pixels.
     """
     model = run.model
     u, _ = model.preprocess(truth.repeat_interleave(DRAWS, 0), run.generator(0, "observed"))
     drawn = gaussian.draw(u, mask[0], run.generator(0, "exact"))
     levels = model.prefix.decode((drawn,), None).unflatten(0, (len(truth), DRAWS)).float()
-    noise = torch.randint(run.data.levels or 256, truth.shape, generator=run.generator(0, "starts")).to(truth)
+    starts = levels[:, :CHAINS].flatten(0, 1).to(truth)
+    rows, hidden = truth.repeat_interleave(CHAINS, 0), mask.repeat_interleave(CHAINS, 0)
     filled = ebf.impute(
-        model, truth, mask, init=noise, chains=CHAINS, burn_in=burn_in, steps=steps, step_size=0.1,
+        model, rows, hidden, init=starts, burn_in=burn_in, steps=steps, step_size=0.1,
         covariance=gaussian.covariance, generator=run.generator(0, "chains"),
-    ).float()  # fmt: skip
+    ).unflatten(0, (len(truth), CHAINS))[:, :, 0].float()  # fmt: skip
     return {
         "mean": run.split("train").float().mean(0).expand_as(truth),
         "gaussian": levels.mean(1),
@@ -105,6 +113,9 @@ def report(options: Options, found: Sequence[Found], path: Path) -> Report:
             pictures = torch.from_numpy(np.load(options.folder / f"{each.cell.name}-{kind}.npy"))
             axes = figure.add_subplot(1, len(MASKS), place)
             plots.images(axes, pictures.flatten(0, 1), pictures.shape[1], f"missing: {words}")
+            for row, label in enumerate(LABELS.values() if place == 1 else ()):
+                height = pictures.shape[-2] + plots.GAP
+                axes.text(-5, (row + 0.5) * height, label, ha="right", va="center", fontsize=8)
     lines = [
         [words, *("{:.1f} ± {:.1f}".format(*each[f"{kind}_{name}"]) for kind in MASKS)]
         for name, words in GUESSES.items()
@@ -114,9 +125,9 @@ def report(options: Options, found: Sequence[Found], path: Path) -> Report:
         f"fc with {each['layers']} full layers, NLL {each['nll']:.1f}; {IMAGES} test images, root mean square error of "
         "the missing pixels and its standard error over images. Rows of the picture: the image, what is observed, the "
         f"exact conditional mean of the Gaussian that the whitening start of fc is (the mean of {DRAWS} exact draws), "
-        f"the mean of {CHAINS} chains, and one of them. Chains begin at noise and take {BURN_IN + STEPS} adjusted steps in the "
-        "units of the Gaussian's conditional covariance. A draw has a larger error than the mean of all that is "
-        "possible: twice the variance, if the model were true. The paper shows faces and gives no numbers.",
+        f"the mean of {CHAINS} chains, and one of them. Chains begin at such draws and take {BURN_IN + STEPS} adjusted "
+        "steps in the units of the Gaussian's conditional covariance. A draw has a larger error than the mean of all "
+        "that is possible: twice the variance, if the model were true. The paper shows faces and gives no numbers.",
     ]
     head = ("the missing pixels are", *MASKS.values())
     grid = Grid(f"fc on {options.data}: root mean square error in grey levels", head, lines)
