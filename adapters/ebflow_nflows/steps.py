@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import log, pi
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,6 @@ from ebflow_plugin.adapting import (
     ConditionedStep,
     Curve,
     ElementwiseStep,
-    Expandable,
     Halves,
     NonlinearStep,
     OpaqueStep,
@@ -79,16 +79,16 @@ class AffineCouplingStep(NetworkStep):
 
     @property
     def closed(self) -> bool:
-        return self.operations(curved=False) is not None
+        return self.operations() is not None
 
-    def operations(self, curved: bool) -> Sequence[Expandable] | None:
+    def operations(self) -> Sequence[Any] | None:
         module = self.module
         # Forks scale in other ways; the class of the step itself was looked at by the walk.
         own = type(module).__module__.startswith("nflows.") and acts_as_its_class(module)
         if not own or module.unconditional_transform is not None:
             return None
         halves = indexed(module.identity_features, module.transform_features)
-        return coupling(halves, module.transform_net, self._merge(halves), curved)
+        return coupling(halves, module.transform_net, self._merge(halves))
 
     def _merge(self, halves: Halves) -> Operation:
         return affine(halves, FIRST_SECOND, lambda u: sigmoid_scale(u, floor=1e-3), divide=self.inverted)

@@ -159,15 +159,15 @@ def _packed_places(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return torch.cat([rows * size + columns, diagonal]), torch.cat([up_rows * size + up_columns, diagonal])
 
 
-def follow_residual_net(net: Any, curved: bool) -> Iterator[Operation]:
+def follow_residual_net(net: Any) -> Iterator[Operation]:
     """The operations of a ResidualNet of nflows, and of its twin in normflows; a context stands after its input."""
-    yield from follow(net.initial_layer, curved, conditioned=True)
+    yield from follow(net.initial_layer, conditioned=True)
     for block in net.blocks:
-        yield from follow(block, curved)
-    yield from follow(net.final_layer, curved)
+        yield from follow(block)
+    yield from follow(net.final_layer)
 
 
-def follow_residual_block(block: Any, curved: bool) -> Iterator[Operation]:
+def follow_residual_block(block: Any) -> Iterator[Operation]:
     """The operations of one of its blocks: two layers that are added to what they take, gated by a context."""
 
     def gate(context: Tensor | None) -> Tensor | None:
@@ -177,7 +177,7 @@ def follow_residual_block(block: Any, curved: bool) -> Iterator[Operation]:
         raise Opaque
     yield COPY
     for part in (block.activation, block.linear_layers[0], block.activation, block.dropout, block.linear_layers[1]):
-        yield from follow(part, curved)
+        yield from follow(part)
     if hasattr(block, "context_layer"):
         yield gated(gate)
     yield SUM

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.plan.derivatives import transformed
-from ebflow_plugin.plan.networks import Operation, follow, followed, without_context
-from ebflow_plugin.plan.step import Expansion
+from ebflow_plugin.plan.networks import Network, Operation, follow, followed, without_context
+from ebflow_plugin.plan.step import Expandable, Expansion
 from ebflow_plugin.plan.values import summed
 
 __all__ = [
@@ -115,21 +115,24 @@ def indexed(constant: Tensor, changed: Tensor) -> Halves:
 
 
 def coupling(
-    halves: Halves, network: nn.Module, merge: Operation, curved: bool, *, conditional: bool = True
-) -> Sequence[Operation] | None:
+    halves: Halves, network: nn.Module, merge: Operation, *, conditional: bool = True
+) -> Sequence[Expandable | Network] | None:
     """A coupling as operations; None if its network is not of known layers, or in ``torch.func`` and ``torch.compile``.
 
     Arguments:
         halves: How the features are taken apart.
         network: What makes shifts and scales of the features that decide.
         merge: :func:`affine` or :func:`shifted`.
-        curved: Whether second derivatives are wanted.
         conditional: Whether the library hands the context to the network.
     """
-    inside = None if transformed() else followed(follow(network, curved))
+    inside = None if transformed() else followed(follow(network))
     if inside is None:
         return None
-    return split(halves), *(inside if conditional else map(without_context, inside)), merge
+    if not conditional:
+        inside = [without_context(each) for each in inside]
+    # Functions with a gradient by hand know nothing of autocast.
+    one = all(each.layer is not None for each in inside) and not torch.is_autocast_enabled()
+    return split(halves), *((Network(inside),) if one else inside), merge
 
 
 def split(halves: Halves) -> Operation:

@@ -32,9 +32,10 @@ import torch
 from torch import Tensor
 
 from ebflow_plugin.errors import blame
+from ebflow_plugin.plan.networks import Passage, passed
 from ebflow_plugin.plan.plan import Plan
-from ebflow_plugin.plan.step import BaseExpansion, Expandable, Expansion
-from ebflow_plugin.plan.values import Value, pop, push, summed
+from ebflow_plugin.plan.step import BaseExpansion
+from ebflow_plugin.plan.values import pop, push, summed
 
 __all__ = [
     "Derivatives",
@@ -96,27 +97,27 @@ def derivatives(
     """
     context = plan.embed(context)
     stack, tangents = [x.detach()], [[direction.detach()] for direction in directions]
-    head: list[tuple[Expandable, Expansion, list[Value]]] = []
+    head: list[tuple[int, Passage]] = []  # how many tensors each part left, and how it was passed
     bent: tuple[int, list[list[Tensor]]] | None = None  # the first nonlinear part, and the tangents that reach it
     count = 0
     for step in plan.steps if closed else ():
-        operations = step.operations(bool(directions))
+        operations = step.operations()
         if operations is None:
             break
         count += 1
         for each in operations:
-            value = pop(stack, each.takes)
+            reaching = [list(tangent) for tangent in tangents] if bent is None else []
+            value, moved = pop(stack, each.takes), [pop(tangent, each.takes) for tangent in tangents]
             try:
-                made: Expansion = each.expand(value, context)
+                made = passed(each, value, moved, context)
             except Exception as error:
                 blame(error, step, value, context)
-            if made.curvature is not None and bent is None:
-                bent = len(head), [list(tangent) for tangent in tangents]
-            moved = [pop(tangent, each.takes) for tangent in tangents]
-            head.append((each, made, moved))
+            if made.bends and bent is None:
+                bent = len(head), reaching
+            head.append((each.gives, made))
             push(stack, made.value)
-            for tangent, before in zip(tangents, moved, strict=True):
-                push(tangent, made.push(before))
+            for tangent, after in zip(tangents, made.tangents, strict=True):
+                push(tangent, after)
     if closed and count == len(plan.steps) and plan.base.closed:
         try:
             end: BaseExpansion = plan.base.expand(tuple(stack), context)
@@ -127,14 +128,14 @@ def derivatives(
     curvatures = end.curvatures(tangents)
     adjoints = list(end.slopes)
     last, reached = (0, [[direction] for direction in directions]) if gradient else bent or (len(head), tangents)
-    for each, made, moved in reversed(head[last:]):
-        adjoint = pop(adjoints, each.gives)
-        if made.curvature is not None:
-            curvatures = [total + made.curvature(adjoint, one) for total, one in zip(curvatures, moved, strict=True)]
-        push(adjoints, made.pull(adjoint))
+    for gives, made in reversed(head[last:]):
+        adjoint, more = made.pull(pop(adjoints, gives))
+        if more is not None:
+            curvatures = [total + one for total, one in zip(curvatures, more, strict=True)]
+        push(adjoints, adjoint)
     total = end.energy() if energy else None
     if total is not None:
-        for _, made, _ in head:
+        for _, made in head:
             total = total if made.log_det is None else total - made.log_det()
     return Derivatives(
         energy=total,

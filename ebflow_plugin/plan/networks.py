@@ -15,21 +15,24 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from math import pi, sqrt
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ebflow_plugin.plan.chains import ACTIVATION, Chain, Derivatives, Layer, backwards, bends, forwards
 from ebflow_plugin.plan.registry import changes_the_map
-from ebflow_plugin.plan.step import Expansion
+from ebflow_plugin.plan.step import Expandable, Expansion
 from ebflow_plugin.plan.values import summed
 
 __all__ = [
     "COPY",
     "SUM",
+    "Network",
     "Opaque",
     "Operation",
+    "Passage",
     "activated",
     "acts_as_its_class",
     "follow",
@@ -37,10 +40,9 @@ __all__ = [
     "followed",
     "gated",
     "linear",
+    "passed",
     "without_context",
 ]
-
-Derivatives = Callable[[Tensor], Iterator[Tensor]]
 
 
 class Opaque(Exception):
@@ -55,11 +57,83 @@ class Operation:
         expand: Takes the tensors, and the context, to how derivatives pass.
         takes: How many tensors.
         gives: How many are left in their place.
+        layer: The same as a layer of a chain (:mod:`~ebflow_plugin.plan.chains`), if it can be one.
+        weight: The matrix of a linear layer.
+        bias: Its bias.
+        conditioned: Whether the context, if there is one, stands after what it takes.
     """
 
     expand: Callable[[Any, Tensor | None], Expansion]
     takes: int = 1
     gives: int = 1
+    layer: Layer | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    conditioned: bool = False
+
+
+class Passage(NamedTuple):
+    """How values, tangents and adjoints pass an operation.
+
+    Attributes:
+        value: What leaves it.
+        tangents: The tangents of that.
+        pull: Takes the derivative of E in the value to that in what came, and to what is added to the second derivative
+            along each tangent; None for nothing.
+        bends: Whether it adds anything.
+        log_det: Computes the log-det, with shape ``(B,)``. None for linear parts.
+    """
+
+    value: Any
+    tangents: Sequence[Any]
+    pull: Callable[[Any], tuple[Any, Sequence[Tensor] | None]]
+    bends: bool
+    log_det: Callable[[], Tensor] | None = None
+
+
+class Network:
+    """The operations of a network as one: a chain of linear layers and activations, with its gradient by hand."""
+
+    takes = gives = 1
+
+    def __init__(self, operations: Sequence[Operation]) -> None:
+        self.operations = operations
+
+    def passed(self, x: Tensor, tangents: Sequence[Tensor], context: Tensor | None) -> Passage:
+        """Takes values and tangents through the chain."""
+        weights, offsets = [], []
+        for each in self.operations:
+            if each.weight is not None:
+                weight, offset = each.weight, each.bias
+                if each.conditioned and context is not None:
+                    weight, own = weight[:, : x.shape[1]], weight[:, x.shape[1] :]
+                    offset = F.linear(context, own, offset)
+                weights.append(weight)
+                offsets.append(weight.new_zeros(1) if offset is None else offset)
+        layers = tuple(each.layer for each in self.operations if each.layer is not None)
+        chain = Chain(layers, len(x), len(tangents))
+        made, *kept = forwards(chain, torch.cat((x, *tangents)) if tangents else x, weights, offsets)
+        value, *moved = made.split(len(x)) if tangents else (made,)
+
+        def pull(adjoint: Tensor) -> tuple[Tensor, Sequence[Tensor] | None]:
+            back, *curvatures = backwards(chain, adjoint, weights, kept)
+            return back, curvatures[0].unbind() if curvatures else None
+
+        return Passage(value, moved, pull, any(bends(layer) for layer in layers))
+
+
+def passed(each: Expandable | Network, x: Any, tangents: Sequence[Any], context: Tensor | None) -> Passage:
+    """Takes values and tangents through a step, an operation or a network."""
+    if isinstance(each, Network):
+        return each.passed(x, tangents, context)
+    made = each.expand(x, context)
+    curvature = made.curvature
+
+    def pull(adjoint: Any) -> tuple[Any, Sequence[Tensor] | None]:
+        more = None if curvature is None else [curvature(adjoint, one) for one in tangents]
+        return made.pull(adjoint), more
+
+    return Passage(made.value, [made.push(one) for one in tangents], pull, curvature is not None, made.log_det)
 
 
 # --- operations ----------------------------------------------------------------------------------------------------
@@ -91,16 +165,15 @@ def gated(gate: Callable[[Tensor | None], Tensor | None]) -> Operation:
     return Operation(expand)
 
 
-def activated(derivatives: Derivatives, curved: bool) -> Operation:
+def activated(derivatives: Derivatives) -> Operation:
     """Y = f(x), elementwise.
 
     Arguments:
-        derivatives: Yields f, f', f'' and f''' at a point; it may end with f' where the rest is 0.
-        curved: Whether second derivatives of the energy are wanted.
+        derivatives: Yields f and its first three derivatives at a point; it may end with the first where f is straight.
     """
 
     def expand(x: Tensor, context: Tensor | None) -> Expansion:
-        value, slope, *bend = _Activation.at(x, derivatives, 3 if curved else 2)
+        value, slope, *bend = islice(derivatives(x), 3)
 
         def curvature(adjoint: Tensor, tangent: Tensor) -> Tensor:
             return summed(adjoint * bend[0] * tangent * tangent)
@@ -112,47 +185,22 @@ def activated(derivatives: Derivatives, curved: bool) -> Operation:
             curvature=curvature if bend else None,
         )
 
-    return Operation(expand)
+    return Operation(expand, layer=Layer(ACTIVATION, derivatives))
 
 
 def without_context(operation: Operation) -> Operation:
     """The same where a library hands no context to a network."""
-    return replace(operation, expand=lambda x, context: operation.expand(x, None))
+    return replace(operation, expand=lambda x, context: operation.expand(x, None), conditioned=False)
 
 
-COPY = Operation(lambda x, context: Expansion((x, x), lambda dx: (dx, dx), lambda dy: dy[0] + dy[1]), gives=2)
-SUM = Operation(lambda x, context: Expansion(x[0] + x[1], lambda dx: dx[0] + dx[1], lambda dy: (dy, dy)), takes=2)
-
-
-class _Activation(torch.autograd.Function):
-    """f, f' and f'' at once. Their derivatives are f', f'' and f''', which autograd would put together from many."""
-
-    @staticmethod
-    def at(x: Tensor, derivatives: Derivatives, count: int) -> Sequence[Tensor]:
-        """The first ``count`` of f, f' and f''."""
-        if not (torch.is_grad_enabled() and x.requires_grad):
-            return tuple(islice(derivatives(x), count))
-        made: Sequence[Tensor] = _Activation.apply(x, derivatives, count)
-        return made
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, derivatives: Derivatives, count: int) -> tuple[Tensor, ...]:
-        made = tuple(islice(derivatives(x), count + 1))
-        ctx.set_materialize_grads(False)
-        ctx.derivatives = derivatives
-        ctx.save_for_backward(x, *made[1:])
-        return made[:count]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None, None]:
-        x, *slopes = ctx.saved_tensors
-        if torch.is_grad_enabled():  # somebody differentiates once more: what was saved knows nothing of x
-            slopes = list(islice(ctx.derivatives(x), 1, len(gradients) + 1))
-        pairs = [(g, slope) for g, slope in zip(gradients, slopes, strict=False) if g is not None]
-        total = None
-        for gradient, slope in pairs:
-            total = gradient * slope if total is None else torch.addcmul(total, gradient, slope)
-        return total, None, None
+COPY = Operation(
+    lambda x, context: Expansion((x, x), lambda dx: (dx, dx), lambda dy: dy[0] + dy[1]), gives=2, layer=Layer("copy")
+)
+SUM = Operation(
+    lambda x, context: Expansion(x[0] + x[1], lambda dx: dx[0] + dx[1], lambda dy: (dy, dy)),
+    takes=2,
+    layer=Layer("sum"),
+)
 
 
 # --- activations ---------------------------------------------------------------------------------------------------
@@ -228,6 +276,7 @@ def _leaky(slope: float) -> Derivatives:
         yield F.leaky_relu(x, slope)
         yield torch.where(x > 0, torch.ones_like(x), slope)
 
+    derivatives.straight = True  # type: ignore[attr-defined]
     return derivatives
 
 
@@ -255,7 +304,7 @@ _MODULES: dict[type, Callable[[Any], Derivatives | None]] = {
 
 # --- following -----------------------------------------------------------------------------------------------------
 
-Follow = Callable[[Any, bool], Iterable[Operation]]
+Follow = Callable[[Any], Iterable[Operation]]
 
 
 def followed(networks: Iterable[Operation]) -> list[Operation] | None:
@@ -263,7 +312,7 @@ def followed(networks: Iterable[Operation]) -> list[Operation] | None:
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 3), nn.Tanh())
-        >>> len(followed(follow(net, True))), followed(follow(nn.Transformer(2, 1), True))
+        >>> len(followed(follow(net))), followed(follow(nn.Transformer(2, 1)))
         (2, None)
     """
     try:
@@ -272,12 +321,11 @@ def followed(networks: Iterable[Operation]) -> list[Operation] | None:
         return None
 
 
-def follow(part: Any, curved: bool, conditioned: bool = False) -> Iterator[Operation]:
+def follow(part: Any, conditioned: bool = False) -> Iterator[Operation]:
     """The operations of a layer, a network or an activation function.
 
     Arguments:
         part: A module, or a function.
-        curved: Whether second derivatives of the energy are wanted.
         conditioned: Whether the context, if there is one, stands after what the part takes: a linear layer.
 
     Raises:
@@ -287,7 +335,7 @@ def follow(part: Any, curved: bool, conditioned: bool = False) -> Iterator[Opera
         derivatives = _FUNCTIONS.get(part)
         if derivatives is None:
             raise Opaque
-        yield activated(derivatives, curved)
+        yield activated(derivatives)
         return
     if not acts_as_its_class(part):
         raise Opaque
@@ -296,12 +344,12 @@ def follow(part: Any, curved: bool, conditioned: bool = False) -> Iterator[Opera
         derivatives = _MODULES[cls](part)
         if derivatives is None or getattr(part, "inplace", False):  # which would change what others see
             raise Opaque
-        yield activated(derivatives, curved)
+        yield activated(derivatives)
     elif isinstance(part, nn.Linear) and cls is nn.Linear:
         yield linear(part.weight, part.bias, conditioned)
     elif cls is nn.Sequential:
         for member in part._modules.values():
-            yield from follow(member, curved)
+            yield from follow(member)
     elif cls is nn.Dropout:
         if part.training and part.p:
             raise Opaque
@@ -309,7 +357,7 @@ def follow(part: Any, curved: bool, conditioned: bool = False) -> Iterator[Opera
         known = _CLASSES.get((cls.__module__.partition(".")[0], cls.__name__))
         if known is None:
             raise Opaque
-        yield from known(part, curved)
+        yield from known(part)
 
 
 def acts_as_its_class(module: nn.Module) -> bool:
@@ -328,6 +376,6 @@ def follow_class(package: str, name: str, how: Follow) -> None:
     """Says how a class of a flow library is followed; an adapter does so. It is known by its exact name.
 
     Example:
-        >>> follow_class("my_flows", "MyNet", lambda net, curved: follow(net.layers, curved))
+        >>> follow_class("my_flows", "MyNet", lambda net: follow(net.layers))
     """
     _CLASSES[package, name] = how

@@ -188,12 +188,8 @@ class Step(Part, ABC):
         if inverted:
             self.takes, self.gives = self.gives, self.takes
 
-    def operations(self, curved: bool) -> Sequence[Expandable] | None:
-        """What derivatives pass one after the other: the step itself, or what it is made of; None without closed forms.
-
-        Arguments:
-            curved: Whether second derivatives are wanted.
-        """
+    def operations(self) -> Sequence[Any] | None:
+        """What derivatives pass one after the other: the step itself, or what it is made of; None if nobody knows."""
         return (self,) if self.closed else None
 
     @property
