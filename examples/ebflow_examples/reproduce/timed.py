@@ -17,11 +17,10 @@ import ebflow_plugin as ebf
 from ebflow_examples.bench.contenders import training_step
 from ebflow_examples.defaults import objective_of, settle
 from ebflow_examples.runs import Run
-from ebflow_examples.streams import drawing_from
+from ebflow_examples.streams import drawing_from, stream
 from ebflow_examples.training import SCHEDULES, optimizer_for
 from ebflow_plugin.errors import TrainingError
-from ebflow_plugin.training.batches import batches
-from ebflow_plugin.objectives.evaluation import calibrated, evaluate
+from ebflow_plugin.objectives.evaluation import Likelihood, LikelihoodSum, calibrated
 from ebflow_plugin.training.fitting import FitResult
 from ebflow_plugin.training.loop import Event
 
@@ -159,12 +158,20 @@ class Evaluations:
             drawing_from(config.seed, "calibration"),
             calibrated(model, self.training, config.calibration),
         ):
-            nll, _, raw = evaluate(model, batches(self.rows, VALIDATION_BATCH, shuffle=False), config.seed)
+            nll, _, raw = evaluate(model, self.rows, config.seed)
             if isnan(nll):
                 raise TrainingError(f"step {step}: the NLL of the validation data is not a number")
             if self.best is None or nll < self.best[0]:
                 self.best = nll, step, {name: value.clone() for name, value in model.state_dict().items()}
         self.found.append((self.clock.used, step, nll, raw))
+
+
+def evaluate(model: ebf.EBFlow, rows: Tensor, seed: int) -> Likelihood:
+    """The exact NLL of validation data, with the same noise each time."""
+    total = LikelihoodSum(model, stream(seed, "validation", device=model.like().device))
+    for part in rows.split(VALIDATION_BATCH):
+        total.add(part, None)
+    return total.mean()
 
 
 def train_for(
