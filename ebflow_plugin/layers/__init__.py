@@ -1,0 +1,12 @@
+"""The maps that the flow libraries lack, with their arithmetic written once.
+
+An adapter mixes these modules with its library's base class and adds that library's ``forward`` and ``inverse``; they
+define neither. In: data. Out: ``transform``, the density direction, ``invert``, which undoes it, and log-determinants.
+"""
+
+from ebflow_plugin.layers.full_conv2d import FullConv2d
+from ebflow_plugin.layers.full_linear import FullLinear
+from ebflow_plugin.layers.sinh_arcsinh import SinhArcsinh
+from ebflow_plugin.layers.smooth_leaky_relu import SmoothLeakyReLU
+
+__all__ = ["FullConv2d", "FullLinear", "SinhArcsinh", "SmoothLeakyReLU"]

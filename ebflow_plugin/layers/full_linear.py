@@ -1,0 +1,132 @@
+"""A full, unconstrained linear layer."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor, nn
+
+from ebflow_plugin.errors import InputError
+from ebflow_plugin.layers.initial_values import fill_orthogonal, known_init
+from ebflow_plugin.linalg.dense import KeptLU
+from ebflow_plugin.linalg.geometry import positive_integer
+from ebflow_plugin.linalg.operators import Operator, dense_operator, single_at_least
+
+__all__ = ["FullLinear"]
+
+
+class FullLinear(nn.Module):
+    r"""A fully-connected map with an unconstrained weight.
+
+    .. math:: z = W y + b
+
+    The log-determinant is :math:`\log |\det W|` (Table A.2 of the paper, fully-connected).
+
+    Cost: :math:`O(D^2)` for each vector transformed. ``log_det`` and the first ``invert`` are :math:`O(D^3)`; what they
+    compute is kept until the weight changes, unless the weight wants a gradient.
+
+    Arguments:
+        features: The number :math:`D` of features.
+        bias: Whether there is a bias.
+        init: How the weight begins: ``identity``, ``negative_identity`` (as in the paper's models), ``orthogonal``
+            (random), or ``normal`` (independent entries of variance :math:`1 / D`). The bias begins at zero.
+        generator: The source of random numbers for ``init``.
+        device: Where the parameters are.
+        dtype: Their type.
+
+    Example:
+        >>> layer = FullLinear(3, init="negative_identity")
+        >>> layer.transform(torch.ones(2, 3))
+        tensor([[-1., -1., -1.],
+                [-1., -1., -1.]], grad_fn=<AddmmBackward0>)
+        >>> layer.log_det((3,)).item()
+        0.0
+    """
+
+    def __init__(
+        self,
+        features: int,
+        bias: bool = True,
+        init: str = "identity",
+        *,
+        generator: Generator | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        features = self.features = positive_integer("features", features)
+        self.init = known_init(init)
+        self.weight = nn.Parameter(torch.empty(features, features, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(features, device=device, dtype=dtype)) if bias else None
+        self._lu = KeptLU()
+        self.reset_parameters(generator)
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: Generator | None = None) -> None:
+        """Begins anew, as ``init`` says."""
+        if self.init == "normal":
+            nn.init.normal_(self.weight, std=self.features**-0.5, generator=generator)
+        else:
+            fill_orthogonal(self.weight, self.init, generator)
+        if self.bias is not None:
+            self.bias.zero_()
+
+    def transform(self, x: Tensor) -> Tensor:
+        r"""Returns :math:`W x + b` for ``x`` with shape :math:`(*, D)`."""
+        self._check(x.shape)
+        return F.linear(x, self.weight, self.bias)
+
+    def multiply(self, x: Tensor) -> Tensor:
+        r"""Returns :math:`W x`, without the bias."""
+        return F.linear(x, self.weight)
+
+    def multiply_transposed(self, y: Tensor, shape: tuple[int, ...]) -> Tensor:
+        r"""Returns :math:`W^\top y` with the given shape, which is that of ``y``."""
+        return y @ self.weight
+
+    def invert(self, y: Tensor) -> Tensor:
+        r"""Returns the ``x``, with shape :math:`(*, D)`, that ``transform`` takes to ``y``.
+
+        Raises:
+            SingularError: The weight has no inverse.
+        """
+        self._check(y.shape)
+        right = y if self.bias is None else y - self.bias
+        return self._lu.solve(self.weight, right.reshape(-1, self.features)).reshape(y.shape)
+
+    def log_det(self, event_shape: tuple[int, ...]) -> Tensor:
+        r"""Returns :math:`\log |\det|` of ``transform`` for events with shape :math:`(*, D)`, a scalar.
+
+        Raises:
+            SingularError: The weight has no inverse, and wants no gradient. In a graph the result is ``-inf``, since
+                a training step must not wait for the device.
+        """
+        self._check(event_shape)
+        return self._lu.log_abs_det(self.weight) * math.prod(event_shape[:-1])
+
+    def operator(self, event_shape: tuple[int, ...]) -> Operator:
+        r"""Returns :math:`W`, for events with shape :math:`(*, D)`, as something that multiplies."""
+        self._check(event_shape)
+        return dense_operator(single_at_least(self.weight), times=math.prod(event_shape[:-1]))
+
+    def output_shape(self, event_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape of the output for an event shape: the same."""
+        self._check(event_shape)
+        return tuple(event_shape)
+
+    def input_shape(self, event_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the event shape whose output has the given shape: the same."""
+        return self.output_shape(event_shape)
+
+    def extra_repr(self) -> str:
+        """Describes the layer in the text of a model."""
+        return f"{self.features}, bias={self.bias is not None}, init={self.init!r}"
+
+    def _check(self, shape: tuple[int, ...]) -> None:
+        if len(shape) == 0 or shape[-1] != self.features:
+            raise InputError(
+                f"FullLinear({self.features}) takes {self.features} features in the last dimension, "
+                f"but got shape {tuple(shape)}."
+            )
