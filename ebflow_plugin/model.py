@@ -286,24 +286,19 @@ class EBFlow(EnergyModel):
         """Runs the data-dependent start of the flow on clean data.
 
         ActNorms are initialised exactly once: those that are initialised already, by an earlier call, by training or
-        by a loaded checkpoint, stay as they are. With ``whiten=True`` the first full linear layer becomes the
-        whitening map of what reaches it, from which score matching learns in seconds what takes it minutes from the
-        paper's start. With ``gaussianize=True`` every full layer whitens, and the nonlinearities between them make the
-        features Gaussian: a fit of the flow in closed form (Chen and Gopinath 2000), without a gradient.
-
-        Under ``torchrun``, with ``whiten=True`` or ``gaussianize=True``, all processes must call it together, each with
-        its own part of the data: the moments are those of all. One that calls alone gets an error after two minutes.
+        by a loaded checkpoint, stay as they are. Under ``torchrun``, with ``whiten=True`` or ``gaussianize=True``, all
+        processes must call it together, each with its own part of the data: the moments are those of all. One that
+        calls alone gets an error after two minutes.
 
         Arguments:
-            x: A batch; with ``whiten=True`` all training data, as a tensor, a pair ``(x, context)`` or a loader.
+            x: A batch; to whiten all training data, as a tensor, a pair ``(x, context)`` or a loader.
             context: The context of a batch.
-            whiten: Whether to whiten. A flow must have a FullLinear or FullConv2d, after nothing but ActNorms,
-                permutations and fixed steps.
-            gaussianize: Whether to whiten by each of a chain of two or more FullLinear, with an elementwise
-                nonlinearity after each but the last, as :class:`~ebflow_plugin.layers.SinhArcsinh` or SmoothLeakyReLU;
-                and to fit these. Rows that are held out judge each layer, so that none makes them less likely. One pass
-                over the data a layer, O(N·D² + D³); a tensor is kept as far as it came, in O(N·D) memory, a loader is
-                gone through again each time, in O(D²).
+            whiten: Whether the first FullLinear or FullConv2d becomes the whitening map of what reaches it, after
+                nothing but ActNorms, permutations and fixed steps.
+            gaussianize: Whether each of a chain of FullLinear does, and the elementwise nonlinearities between them
+                make the features Gaussian: a fit in closed form (:mod:`~ebflow_plugin.closed_form.gaussianization`).
+                No layer makes rows that are held out less likely. A pass over the data a layer, O(N·D² + D³); a tensor
+                is kept as far as it came, in O(N·D) memory, a loader is gone through again, in O(D²).
             generator: Draws the noise of a :class:`~ebflow_plugin.Dequantize`.
             progress: Shows a bar for ``gaussianize=True``.
 
@@ -311,20 +306,8 @@ class EBFlow(EnergyModel):
             With ``gaussianize=True`` how far each layer came.
 
         Raises:
-            InputError: If no layer can whiten, no elementwise nonlinearity is after it, or data that are to be gone
-                through again are a mere iterator.
+            InputError: If no layer can whiten, no nonlinearity is after it, or data to go through again cannot be.
             SingularError: If the data have no variance in some direction.
-
-        Example:
-            >>> import ebflow_plugin as ebf
-            >>> from nflows import distributions, flows, transforms
-            >>> from ebflow_nflows import FullLinear, SinhArcsinh
-            >>> layers = transforms.CompositeTransform([FullLinear(2), SinhArcsinh(2), FullLinear(2)])
-            >>> model = ebf.wrap(flows.Flow(layers, distributions.StandardNormal([2])))
-            >>> heavy = torch.randn(2000, 2, generator=torch.Generator().manual_seed(0)).sinh()
-            >>> report = model.initialize(heavy, gaussianize=True)
-            >>> [round(layer.nll, 1) for layer in report.layers]
-            [4.1, 3.6]
         """
         walked = self._walked()
         walked.plan.refuse()
