@@ -225,12 +225,10 @@ class EBFlow(EnergyModel):
 
         Example:
             >>> import ebflow_plugin as ebf
-            >>> from nflows import distributions, flows
-            >>> from ebflow_nflows import FullLinear
-            >>> model = ebf.wrap(flows.Flow(FullLinear(8, init="orthogonal"), distributions.StandardNormal([8])))
-            >>> estimate = model.log_z(method="lanczos", probes=4)
-            >>> bool(abs(estimate - model.log_z()) < 1e-5), estimate.method
-            (True, 'lanczos')
+            >>> from nflows import distributions, flows, transforms
+            >>> model = ebf.wrap(flows.Flow(transforms.LULinear(8), distributions.StandardNormal([8])))
+            >>> bool(abs(model.log_z(method="lanczos", probes=4) - model.log_z()) < 1e-2)
+            True
         """
         plan = self.plan
         shape = event_shape or plan.event_shape or (self._seen and self._seen[0])
@@ -255,11 +253,9 @@ class EBFlow(EnergyModel):
         Arguments:
             n: How many (for each row of a context), or a shape of them.
             context: What to condition on, with ``C`` rows.
-            temperature: Scales the latents of a Gaussian base density about their mean; below 1 for samples that are
-                more likely and less varied.
+            temperature: Scales the latents of a Gaussian base density about their mean: likelier samples below 1.
             generator: Makes the draw repeatable.
-            batch_size: At most how many samples go through the inverse at a time, to bound memory. The samples do not
-                depend on it, but for rounding.
+            batch_size: At most how many samples go through the inverse at a time; they depend on it by rounding alone.
 
         Returns:
             Samples, with shape ``(n, *)``, or ``(C, n, *)`` with a context, as nflows has it; ``(3, 4, *)`` for a
@@ -302,8 +298,7 @@ class EBFlow(EnergyModel):
             generator: Draws the noise of a :class:`~ebflow_plugin.Dequantize`.
             progress: Shows a bar for ``gaussianize=True``.
 
-        Returns:
-            With ``gaussianize=True`` how far each layer came.
+        Returns how far each layer of a Gaussianising start came.
 
         Raises:
             InputError: If no layer can whiten, no nonlinearity is after it, or data to go through again cannot be.
@@ -336,23 +331,20 @@ class EBFlow(EnergyModel):
         """Fits the base to data in closed form: the affine map after the flow that makes the latents' moments right.
 
         It is the maximum-likelihood choice among all affine maps, and is held as one more linear step of this model:
-        the flow stays as it is. O(N·D² + D³) for a full covariance, O(N·D) for a diagonal one, in one pass.
-
-        Under ``torchrun`` all processes must call it together, each with its own part of the data: the fit is that of
+        the flow stays as it is. O(N·D² + D³) for a full covariance, O(N·D) for a diagonal one, in one pass. Under
+        ``torchrun`` all processes must call it together, each with its own part of the data: the fit is that of
         all. One that calls alone gets an error after two minutes.
 
         Arguments:
             data: Training data: a tensor, a pair ``(x, context)``, or a loader of either.
             kind: ``"full"`` or ``"diagonal"``.
-            shrinkage: How far to move the covariance towards its diagonal, 0 to 1. By default what makes the rows that
-                are held out for it (every tenth) most likely.
-            fold: Puts the map into the flow's last layer instead, which must be a FullLinear that shares its numbers
-                with nothing else. This edits the flow.
+            shrinkage: How far to move the covariance towards its diagonal, 0 to 1. By default what every tenth row,
+                which is held out for it, likes best.
+            fold: Edits the flow's last layer instead, a FullLinear that shares its numbers with nothing else.
             generator: Draws the noise of a :class:`~ebflow_plugin.Dequantize`.
 
         Returns:
-            The NLL of held-out rows before and after. Where calibrating would have made it worse, nothing is done,
-            and the report says so.
+            The NLL of held-out rows before and after. Where it would have become worse, nothing is done.
 
         Raises:
             InputError: If the base is not a Gaussian with a diagonal covariance, or the last layer cannot take the map.
@@ -374,15 +366,9 @@ class EBFlow(EnergyModel):
 
     @torch.no_grad()
     def preprocess(self, x: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """Takes the fixed steps in front of the matched variable, without gradients.
+        """Takes the fixed steps in front of the matched variable u, without gradients.
 
-        Arguments:
-            x: Data, with shape ``(B, *)``.
-            generator: Draws the noise of a :class:`~ebflow_plugin.Dequantize`.
-
-        Returns:
-            The matched variable, and the log-det of the way to it with shape ``(B,)``, so that
-            ``log_prob(x) == core.log_prob(u) + log_det``.
+        Returns u and the log-det of the way to it, with shape ``(B,)``: ``log_prob(x) == core.log_prob(u) + log_det``.
         """
         walked = self._walked()
         return walked.to_matched(self._checked(walked, x, None), generator)
@@ -392,11 +378,6 @@ class EBFlow(EnergyModel):
         self, x: Tensor, context: Tensor | None = None, generator: torch.Generator | None = None
     ) -> tuple[Plan, Tensor, Tensor]:
         """What a loss begins with: checks a batch, and takes it through :meth:`preprocess`. Once is enough.
-
-        Arguments:
-            x: Data, with shape ``(B, *)``.
-            context: What the flow is conditioned on, with ``B`` rows.
-            generator: Draws the noise of a :class:`~ebflow_plugin.Dequantize`.
 
         Returns:
             The plan of the matched variable, this variable, and the log-det of the way to it with shape ``(B,)``.
