@@ -301,8 +301,7 @@ class EBFlow(EnergyModel):
         Returns how far each layer of a Gaussianising start came.
 
         Raises:
-            InputError: If no layer can whiten, no nonlinearity is after it, or data to go through again cannot be.
-            SingularError: If the data have no variance in some direction.
+            InputError, SingularError: If no layer can whiten, or the data cannot be whitened or gone through again.
         """
         walked = self._walked()
         walked.plan.refuse()
