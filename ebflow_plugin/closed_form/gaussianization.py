@@ -69,6 +69,10 @@ class LayerStart:
         shrinkage: How far the covariance was moved towards its diagonal, 0 to 1: what those rows like best, or 0 for
             a layer between others if there are enough rows.
         bent: How many features the nonlinearity after the layer bends; None where none is fitted.
+
+    Example:
+        >>> LayerStart("0  FullLinear", nll=7.5, shrinkage=0.0, bent=3).nll
+        7.5
     """
 
     where: str
