@@ -7,6 +7,17 @@ symmetric whitenings: their basis, nearest to that of the data, is worth more th
 
 Every fifth row is held out. A layer is fitted to the others, and kept if it makes those more likely: a bend that does
 not, of one feature or of all, is made straight. Then all rows count for the whitening.
+
+Example:
+    >>> import ebflow_plugin as ebf
+    >>> from nflows import distributions, flows, transforms
+    >>> from ebflow_nflows import FullLinear, SinhArcsinh
+    >>> layers = transforms.CompositeTransform([FullLinear(2), SinhArcsinh(2), FullLinear(2)])
+    >>> model = ebf.wrap(flows.Flow(layers, distributions.StandardNormal([2])))
+    >>> heavy = torch.randn(2000, 2, generator=torch.Generator().manual_seed(0)).sinh()
+    >>> report = model.initialize(heavy, gaussianize=True)
+    >>> [round(layer.nll, 1) for layer in report.layers]
+    [4.1, 3.6]
 """
 
 from __future__ import annotations
@@ -58,6 +69,10 @@ class LayerStart:
         shrinkage: How far the covariance was moved towards its diagonal, 0 to 1: what those rows like best, or 0 for
             a layer between others if there are enough rows.
         bent: How many features the nonlinearity after the layer bends; None where none is fitted.
+
+    Example:
+        >>> LayerStart("0  FullLinear", nll=7.5, shrinkage=0.0, bent=3).nll
+        7.5
     """
 
     where: str
