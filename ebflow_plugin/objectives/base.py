@@ -64,6 +64,7 @@ class Objective(nn.Module, ABC):
 
     model: EBFlow
     in_data_space: ClassVar[bool] = False  # whether the log-det of the preprocessing belongs to the value
+    _beside_energy = False  # while a sum calls this term beside one that sees the energy
 
     def __init__(
         self,
@@ -124,7 +125,7 @@ class Objective(nn.Module, ABC):
         if plan.waits_for_data():
             plan.initialize(u, context)
         plan.refuse()
-        doubt = self.learn(u, context)
+        doubt = None if self._beside_energy else self.learn(u, context)
         values, energies = self.per_sample(u, context)
         if doubt is not None:  # only now: where the loss fails too, its own error says why
             warnings.warn(doubt, UnseenParameterWarning, stacklevel=5)
@@ -143,9 +144,6 @@ class Objective(nn.Module, ABC):
     def sees_energy(self) -> bool:
         """Whether the value depends on the energy itself, and not on the score alone."""
         return self.in_data_space or self.energy_weight > 0
-
-    def beside_energy(self) -> None:
-        """Told of a term in a sum whose other terms see the energy: it need not look for what it cannot train."""
 
     def learn(self, x: Tensor, context: Tensor | None) -> str | None:
         """What an objective wants to know of its first batch, before :meth:`per_sample` sees it; by default nothing.
@@ -230,9 +228,6 @@ class WeightedSum(Objective):
                     f"{type(first).__name__} has reduction={first.reduction!r} and {type(term).__name__} has "
                     f"reduction={term.reduction!r}; the terms of a sum need the same"
                 )
-        if any(weight and term.sees_energy for weight, term in flat):
-            for _, term in flat:
-                term.beside_energy()
         self.weights = tuple(weight for weight, _ in flat)
         self.terms = nn.ModuleList(term for _, term in flat)
         self.reduction = first.reduction
@@ -265,10 +260,9 @@ class WeightedSum(Objective):
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         """Computes the weighted sum of the terms' losses."""
-        values: list[Tensor] = [
-            weight * term(x, context) for weight, term in zip(self.weights, self.terms, strict=True)
-        ]
-        return torch.stack(values).sum(0)
+        pairs = list(zip(self.weights, self._parts(), strict=True))
+        seen = any(weight and term.sees_energy for weight, term in pairs)
+        return torch.stack([weight * _loss(term, x, context, seen) for weight, term in pairs]).sum(0)
 
     def metrics(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -341,6 +335,15 @@ class FunctionObjective(Objective):
     def extra_repr(self) -> str:
         """Describes the function and its options."""
         return ", ".join([self.name, *(f"{key}={value!r}" for key, value in self.function.keywords.items())])
+
+
+def _loss(term: Objective, x: Tensor, context: Tensor | None, seen: bool) -> Tensor:
+    """The loss of a term; it looks for no parameters that it cannot train where another term sees the energy."""
+    term._beside_energy = seen
+    try:
+        return term(x, context)
+    finally:
+        term._beside_energy = False
 
 
 def _usable(tensor: Tensor) -> Tensor:

@@ -123,8 +123,8 @@ def warn_about_uniform_noise(objective: Objective) -> None:
         warnings.warn(
             f"{name} integrates by parts over the density of the data, which jumps here\n  {noisy[0].where}: uniform "
             "noise has a jump at every level\nValue and gradients are biased by that. Use "
-            f'Dequantize({noisy[0].module.levels}, noise="smooth"), which has no jumps and a looser bound, or DSM or ML, '
-            "which the jumps do no harm.",
+            f'Dequantize({noisy[0].module.levels}, noise="smooth"), which has no jumps and a looser bound, or DSM or '
+            "ML, which the jumps do no harm.",
             BiasWarning,
             stacklevel=3,
         )

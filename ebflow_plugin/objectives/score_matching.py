@@ -34,9 +34,6 @@ class ScoreObjective(Objective):
         super().__init__(model, **common)
         self._blind = checks.BlindSpots(model, energy_is_seen=self.energy_weight > 0, step=_step)
 
-    def beside_energy(self) -> None:
-        self._blind.open = False
-
     def learn(self, x: Tensor, context: Tensor | None) -> str | None:
         """Looks at the first batch with which something is trained; not where no value is at hand."""
         if self._blind.open and torch.is_grad_enabled() and not transformed():

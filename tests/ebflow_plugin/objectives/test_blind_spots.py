@@ -99,6 +99,13 @@ def test_a_sum_sees_what_one_of_its_terms_sees():
         assert first_words(make, model) != []
 
 
+def test_a_term_speaks_again_when_it_is_used_alone():
+    model, x = ebf.wrap(flow_of(LULinear(2), base=Level())), torch.randn(9, 2).double()
+    term = SSM(model)
+    assert messages(lambda: (0.9 * term + 0.1 * ML(model))(x))[1] == []
+    assert messages(lambda: term(x))[1] != []
+
+
 def test_a_class_prior_is_found_with_the_first_batch():
     model = ebf.wrap(flow_of(LULinear(2), base=Prior()))
     objective, said = messages(lambda: SSM(model))
