@@ -174,7 +174,7 @@ def _markdown(options: Options, report: Report, found: Sequence[Found], wall: fl
     parts = [
         f"## {EXPERIMENTS[options.what]}",
         f"`{options.command}`",
-        f"{named}; {count}, {wall / 60:.1f} minutes of one core in all{each_cell}. "
+        f"{named}; {count}, {wall / 60:.1f} minutes on the wall in all{each_cell}. "
         f"{about['device']}, one thread a cell, processes: {options.jobs}, torch {about['torch']}, {about['date']}.",
         *(grid.markdown() for grid in report.grids),
         *report.notes,

@@ -148,7 +148,7 @@ def notes(options: Options, runs: Sequence[Found]) -> list[str]:
     found = [
         f"{margin}. What differs is the length of training: seconds of one CPU core in the place of up to "
         "10,000 epochs on a GPU. Seconds are CPU seconds of the one thread that a cell has, so that neighbours on a "
-        f"shared machine take nothing from it.{row_error}",
+        f"shared machine take no time from it, but some of its cache and memory bandwidth.{row_error}",
         f"Raw is the model as it was trained. Calibrated: with a {kind} affine map of its latents, fitted to training "
         "data in closed form. "
         + (
