@@ -32,6 +32,7 @@ def test_samples_of_a_run_that_goes_on_are_those_of_the_run(cell, tmp_path):
     assert {f"{cell.name}-{kind}.npy" for kind in ("warm", "cool", "data")} == set(grids)
     again = fig4.compute(cell, tmp_path, None)  # from its last checkpoint
     assert again["nll"] == found["nll"]
+    assert again["seconds"] == found["seconds"]
     assert all((tmp_path / name).read_bytes() == grid for name, grid in grids.items())
 
 

@@ -99,7 +99,7 @@ def _train(run: Run, seconds: float, folder: Path, validation: int) -> tuple[ebf
 
     The number of steps is settled by timing a few, and kept in the folder, so that the schedule of a run that goes on
     is that of the run that was begun. The model is left with its averaged weights. Returns the seconds that it took,
-    evaluations included; of a run that went on, those of its last part times the share of that part.
+    evaluations included; for a run that went on, those of its last part over the share of that part.
     """
     folder.mkdir(parents=True, exist_ok=True)
     settled = folder / "steps.txt"
@@ -119,10 +119,12 @@ def _train(run: Run, seconds: float, folder: Path, validation: int) -> tuple[ebf
             "checkpoint_every": -(-steps // SAVES),
         },
     )
-    taken = (time.process_time() - began) * steps / max(1, left)
+    lasted = folder / "seconds.txt"
+    if left > 0:
+        lasted.write_text(f"{(time.process_time() - began) * steps / left:.2f}\n", encoding="utf-8")
     assert result.ema is not None
     result.ema.copy_to()
-    return result, taken
+    return result, float(lasted.read_text(encoding="utf-8"))
 
 
 def _step_seconds(run: Run) -> float:

@@ -84,7 +84,8 @@ def _mask(run: Run, kind: str, count: int) -> Tensor:
 def _guesses(run: Run, gaussian: Gaussian, truth: Tensor, mask: Tensor, burn_in: int, steps: int) -> dict[str, Tensor]:
     """What the missing pixels are taken to be, as rows of the data.
 
-    Chains begin at exact draws from the Gaussian. Each of them, and each draw, has its own dequantisation of the observed pixels.
+    Chains begin at exact draws from the Gaussian. Each of them, and each draw, has its own dequantisation of the
+    observed pixels.
     """
     model = run.model
     u, _ = model.preprocess(truth.repeat_interleave(DRAWS, 0), run.generator(0, "observed"))
