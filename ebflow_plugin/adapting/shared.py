@@ -139,8 +139,8 @@ def lazy_layers(package: str, names: Collection[str]) -> Callable[[str], object]
 
     Example:
         >>> find = lazy_layers("ebflow_plugin", ["FullLinear"])
-        >>> find("FullLinear").__module__
-        'ebflow_plugin.layers'
+        >>> find("FullLinear").__name__
+        'FullLinear'
     """
 
     def find(name: str) -> object:

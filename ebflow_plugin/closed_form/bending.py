@@ -28,7 +28,9 @@ SCALES = tuple(sign * 2.0**power for power in range(-1, 4) for sign in (1, -1))
 SHIFTS = (-8.0, -5.0, -3.0, -1.5, 0.0, 1.5, 3.0, 5.0, 8.0)
 TAILS = (1.0, 0.5, 0.25)
 FLATTEST = 0.1  # the least δ: samples of |z| = 5 stay below 1e9 times the scale of the data
-STRAIGHT = 1e-2  # the scale at which a feature hardly feels a nonlinearity
+# Where a feature hardly feels a nonlinearity, as scale and shift: far out on a side of it that is straight, which leaves
+# the layer as well conditioned as it is; or else close to one point. Straight is a log-slope that moves less than this:
+STRAIGHT, ALMOST = ((1.0, 12.0), (1.0, -12.0), (1e-2, 0.0)), 1e-2
 ROUNDS = 20
 BINS, REACH = 200, 4.5  # of the condensed sample: how many, and over how many standard deviations to either side
 # What a search tries from where it is, forwards and backwards: log|a|, b, log δ, ε. A shift and ε can replace each
@@ -79,10 +81,17 @@ class Bend:
 
     @classmethod
     def straight(cls, step: ElementwiseStep, like: Tensor) -> Bend:
-        """The one that changes nothing but scale and mean: the identity of a SinhArcsinh, else f near 0."""
-        zero = torch.zeros_like(like)
-        scale = torch.full_like(like, 1.0 if learnable(step) else STRAIGHT)
-        return cls(scale, zero, zero, zero, torch.zeros_like(like, dtype=torch.bool))
+        """The one that changes nothing but scale and mean: the identity of a SinhArcsinh, else f where it is straight."""
+        zero, none = torch.zeros_like(like), torch.zeros_like(like, dtype=torch.bool)
+        if learnable(step):
+            return cls(torch.ones_like(like), zero, zero, zero, none)
+        points = torch.linspace(-4.0, 4.0, 9, dtype=like.dtype, device=like.device)[:, None].expand(-1, len(like))
+        for scale, shift in STRAIGHT:
+            found = cls(torch.full_like(like, scale), torch.full_like(like, shift), zero, zero, none)
+            slopes = found.curve(step, points).log_slope()
+            if bool((slopes.amax(0) - slopes.amin(0) < ALMOST).all()):
+                return found
+        return found
 
     def where(self, chosen: Tensor, other: Bend) -> Bend:
         """This bend for the chosen features, another one for the rest."""

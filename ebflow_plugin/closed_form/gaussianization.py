@@ -347,11 +347,11 @@ def _pass_on(
         bend, layer = _nonlinearity(plan, before), plan.steps[place].module
         straight = Bend.straight(bend, layer.bias)
         straight.write(bend, plan.steps[before].module)
-        scale = straight.scale[0]
         start_together(replace(plan, steps=plan.steps[:place]), *passes.first)
         part, size = replace(plan, steps=plan.steps[before + 1 : place]), layer.features
-        # The straight map takes a whitened y, as scale · y, to M y + c: c and the columns of M from 0 and unit vectors.
-        probes = torch.cat([layer.bias.new_zeros(1, size), scale * torch.eye(size).to(layer.bias)])
+        # The straight map takes a whitened y, scaled and shifted, to M y + c: c and the columns of M from 0 and unit vectors.
+        units = torch.eye(size + 1, size).to(layer.bias).roll(1, 0)
+        probes = straight.scale * units + straight.shift
         wide = probes.reshape(size + 1, *(1 for _ in shape[:-1]), size).expand(size + 1, *shape)
         (values,), _ = part.encode(wide)
         images = values.reshape(size + 1, -1, size)[:, 0].double()

@@ -312,7 +312,7 @@ def followed(networks: Iterable[Operation]) -> list[Operation] | None:
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 3), nn.Tanh())
-        >>> len(followed(follow(net))), followed(follow(nn.Transformer(2, 1)))
+        >>> len(followed(follow(net))), followed(follow(nn.GRU(2, 3)))
         (2, None)
     """
     try:

@@ -21,7 +21,8 @@ from ebflow_plugin.adapting import Child, see_into
 __all__ = ["NflowsKit", "TriangularLinear"]
 
 if TYPE_CHECKING:
-    Transform = AffineCouplingTransform = nn.Module
+    Transform = nn.Module
+    AffineCouplingTransform = nn.Module
 else:
     from nflows.transforms import AffineCouplingTransform, Transform
 

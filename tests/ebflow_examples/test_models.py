@@ -21,6 +21,7 @@ from ebflow_plugin.errors import InputError, UnknownNameError
 VECTORS, IMAGES = (5,), (2, 4, 4)  # an odd number of features: halves differ
 SMALL = {
     "fc": {},
+    "deep": {"layers": 3},
     "cnn": {"blocks": 2},
     "glow": {"blocks": 2, "hidden": 8},
     "realnvp": {"blocks": 2, "hidden": 8},
@@ -359,7 +360,7 @@ def test_what_does_not_fit(arguments, options, message):
 
 
 def test_models_say_what_they_are():
-    assert list(MODELS) == ["fc", "cnn", "glow", "realnvp", "maf", "nsf"]
+    assert list(MODELS) == ["fc", "deep", "cnn", "glow", "realnvp", "maf", "nsf"]
     for info in MODELS.values():
         assert len(info.about) < 110
         assert info.options

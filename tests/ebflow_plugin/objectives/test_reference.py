@@ -99,7 +99,7 @@ def test_ssm(case, projection, projected):
 def test_dsm(case):
     model, x, context = ebf.wrap(case.build()), case.x(3), case.context(3)
     u, sigma = model.preprocess(x)[0], 0.05
-    moved = u + sigma * score_matching.gaussian(u, seeded())
+    moved = u + sigma * score_matching.gaussian_like(u, seeded())
     gradient, _ = slow(model.core, moved, context)
     reference = 0.5 * (gradient + (u - moved).flatten(1) / sigma**2).square().sum(1)
     assert_same(DSM(model, sigma=sigma, generator=seeded())(x, context), reference.mean(), model)
@@ -161,7 +161,7 @@ def by_row(like, generator):
 @pytest.fixture
 def fixed_noise(monkeypatch):
     monkeypatch.setitem(score_matching.PROJECTIONS, "rademacher", by_row)
-    monkeypatch.setattr(score_matching, "gaussian", by_row)
+    monkeypatch.setattr(score_matching, "gaussian_like", by_row)
     monkeypatch.setattr(score_matching, "sphere", by_row)
 
 

@@ -41,14 +41,14 @@ def shared_noise(rank, world):
 
         return drawn
 
-    gaussian, projections = score_matching.gaussian, dict(score_matching.PROJECTIONS)
-    score_matching.gaussian = slicing(gaussian)  # sphere() calls it too
+    gaussian, projections = score_matching.gaussian_like, dict(score_matching.PROJECTIONS)
+    score_matching.gaussian_like = slicing(gaussian)  # sphere() calls it too
     score_matching.rademacher = slicing(projections["rademacher"])  # the probes of likelihood
     score_matching.PROJECTIONS["rademacher"] = slicing(projections["rademacher"])
     try:
         yield
     finally:
-        score_matching.gaussian = gaussian
+        score_matching.gaussian_like = gaussian
         score_matching.rademacher = projections["rademacher"]
         score_matching.PROJECTIONS.update(projections)
 
