@@ -260,7 +260,8 @@ class _Backwards(torch.autograd.Function):
 
 def _again(run: Callable[..., tuple[Tensors, Any]], ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
     """The gradient by autograd, which can be differentiated in turn."""
-    inputs = ctx.saved_tensors
+    # Views, so that no gradient passes from one input on to another that it was made from.
+    inputs = tuple(each.view_as(each) for each in ctx.saved_tensors)
     wanted = [each for each in inputs if each.requires_grad]
     made, _ = run(ctx.chain, ctx.count, *inputs)
     pairs = [(one, two) for one, two in zip(made, gradients, strict=True) if two is not None and one.requires_grad]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ebflow_plugin.plan.chains import ACTIVATION, Chain, Derivatives, Layer, backwards, bends, forwards
+from ebflow_plugin.plan.chains import ACTIVATION, LINEAR, Chain, Derivatives, Layer, backwards, bends, forwards
 from ebflow_plugin.plan.registry import changes_the_map
 from ebflow_plugin.plan.step import Expandable, Expansion
 from ebflow_plugin.plan.values import summed
@@ -140,21 +140,20 @@ def passed(each: Expandable | Network, x: Any, tangents: Sequence[Any], context:
 
 
 def linear(weight: Tensor, bias: Tensor | None, conditioned: bool = False) -> Operation:
-    """Y = W x + b, on vectors; if it is conditioned, the context stands after x."""
+    """W x + b, on vectors; if it is conditioned, the context stands after x."""
 
     def expand(x: Tensor, context: Tensor | None) -> Expansion:
         own, value = weight, x
         if conditioned and context is not None:
             own, value = weight[:, : x.shape[1]], torch.cat((x, context), dim=1)
-        return Expansion(
-            F.linear(value, weight, bias), lambda tangent: F.linear(tangent, own), lambda adjoint: adjoint @ own
-        )
+        made = F.linear(value, weight, bias)
+        return Expansion(made, lambda tangent: F.linear(tangent, own), lambda adjoint: adjoint @ own)
 
-    return Operation(expand)
+    return Operation(expand, layer=Layer(LINEAR), weight=weight, bias=bias, conditioned=conditioned)
 
 
 def gated(gate: Callable[[Tensor | None], Tensor | None]) -> Operation:
-    """Y = gate · x, elementwise, with a gate that depends on the context alone; None leaves x as it is."""
+    """Returns gate · x, elementwise, with a gate that depends on the context alone; None leaves x as it is."""
 
     def expand(x: Tensor, context: Tensor | None) -> Expansion:
         factor = gate(context)
@@ -166,7 +165,7 @@ def gated(gate: Callable[[Tensor | None], Tensor | None]) -> Operation:
 
 
 def activated(derivatives: Derivatives) -> Operation:
-    """Y = f(x), elementwise.
+    """f(x), elementwise.
 
     Arguments:
         derivatives: Yields f and its first three derivatives at a point; it may end with the first where f is straight.
@@ -312,7 +311,7 @@ def followed(networks: Iterable[Operation]) -> list[Operation] | None:
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 3), nn.Tanh())
-        >>> len(followed(follow(net))), followed(follow(nn.GRU(2, 3)))
+        >>> len(followed(follow(net))), followed(follow(nn.LayerNorm(2)))
         (2, None)
     """
     try:
