@@ -28,9 +28,10 @@ SCALES = tuple(sign * 2.0**power for power in range(-1, 4) for sign in (1, -1))
 SHIFTS = (-8.0, -5.0, -3.0, -1.5, 0.0, 1.5, 3.0, 5.0, 8.0)
 TAILS = (1.0, 0.5, 0.25)
 FLATTEST = 0.1  # the least δ: samples of |z| = 5 stay below 1e9 times the scale of the data
-# Where a feature hardly feels a nonlinearity, as scale and shift: far out on a side of it that is straight, which leaves
-# the layer as well conditioned as it is; or else close to one point. Straight is a log-slope that moves less than this:
-STRAIGHT, ALMOST = ((1.0, 12.0), (1.0, -12.0), (1e-2, 0.0)), 1e-2
+# Where a feature hardly feels a nonlinearity, as scale and shift: far out on a side that is straight, which leaves the
+# layer as well conditioned as it is; or else close to one point.
+STRAIGHT = ((1.0, 12.0), (1.0, -12.0), (1e-2, 0.0))
+ALMOST = 1e-2  # by how much the log-slope of a straight nonlinearity may change
 ROUNDS = 20
 BINS, REACH = 200, 4.5  # of the condensed sample: how many, and over how many standard deviations to either side
 # What a search tries from where it is, forwards and backwards: log|a|, b, log δ, ε. A shift and ε can replace each

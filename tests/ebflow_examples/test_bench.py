@@ -134,7 +134,9 @@ def test_plain_losses_and_gradients_equal_ours(model, name):
     ours, by_hand, x = pair(model)
     losses = {
         "SSM": lambda: plain.ssm(by_hand, x, score_matching.rademacher(x, Generator().manual_seed(1))),
-        "DSM": lambda: plain.dsm(by_hand, x, score_matching.gaussian_like(x, Generator().manual_seed(1)), contenders.SIGMA),
+        "DSM": lambda: plain.dsm(
+            by_hand, x, score_matching.gaussian_like(x, Generator().manual_seed(1)), contenders.SIGMA
+        ),
         "FDSSM": lambda: plain.fdssm(by_hand, x, score_matching.sphere(x, Generator().manual_seed(1)), contenders.EPS),
         "ML": lambda: plain.ml(by_hand, x),
     }
