@@ -82,7 +82,7 @@ class Bend:
 
     @classmethod
     def straight(cls, step: ElementwiseStep, like: Tensor) -> Bend:
-        """The one that changes nothing but scale and mean: the identity of a SinhArcsinh, else f where it is straight."""
+        """The one that changes scale and mean alone: the identity of a SinhArcsinh, else f where it is straight."""
         zero, none = torch.zeros_like(like), torch.zeros_like(like, dtype=torch.bool)
         if learnable(step):
             return cls(torch.ones_like(like), zero, zero, zero, none)

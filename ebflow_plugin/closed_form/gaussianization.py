@@ -349,7 +349,7 @@ def _pass_on(
         straight.write(bend, plan.steps[before].module)
         start_together(replace(plan, steps=plan.steps[:place]), *passes.first)
         part, size = replace(plan, steps=plan.steps[before + 1 : place]), layer.features
-        # The straight map takes a whitened y, scaled and shifted, to M y + c: c and the columns of M, from unit vectors.
+        # The straight map takes a whitened y, scaled and shifted, to M y + c: c and the columns of M from unit vectors.
         units = torch.eye(size + 1, size).to(layer.bias).roll(1, 0)
         probes = straight.scale * units + straight.shift
         wide = probes.reshape(size + 1, *(1 for _ in shape[:-1]), size).expand(size + 1, *shape)
