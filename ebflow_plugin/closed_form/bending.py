@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
-from math import log
+from math import inf, log
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ __all__ = ["Bend", "condense", "fit_bend"]
 SCALES = tuple(sign * 2.0**power for power in range(-1, 4) for sign in (1, -1))
 SHIFTS = (-8.0, -5.0, -3.0, -1.5, 0.0, 1.5, 3.0, 5.0, 8.0)
 TAILS = (1.0, 0.5, 0.25)
+LEAST, MOST = 0.25, 16.0  # scales of a nonlinearity without numbers of its own: its layer stays well conditioned
 FLATTEST = 0.1  # the least δ: samples of |z| = 5 stay below 1e9 times the scale of the data
 # Where a feature hardly feels a nonlinearity, as scale and shift: far out on a side that is straight, which leaves the
 # layer as well conditioned as it is; or else close to one point.
@@ -176,7 +177,11 @@ def fit_bend(step: ElementwiseStep, y: Tensor, held_out: Tensor) -> Bend:
         sign = torch.where(lower, facing, sign)
     if not bool(torch.isfinite(best).all()):
         raise InputError(f"{step.where} has no finite log-det on whitened data, so that nothing can be fitted to it")
-    numbers = _search(lambda tried: nll(tried, sign), numbers, best, (*OUTER, *INNER) if learnable(step) else OUTER)
+    if learnable(step):
+        moves, limits = (*OUTER, *INNER), (-inf, inf)
+    else:
+        moves, limits = OUTER, (log(LEAST), log(MOST))
+    numbers = _search(lambda tried: nll(tried, sign), numbers, best, moves, limits)
     fitted, straight = bend(numbers, sign), Bend.straight(step, sign)
     better = _surprise(step, fitted, y, held_out) < _surprise(step, straight, y, held_out)
     return fitted.where(better, straight)
@@ -190,14 +195,19 @@ def _starts(step: ElementwiseStep) -> list[tuple[tuple[float, ...], float]]:
 
 
 def _search(
-    nll: Callable[[Tensor], Tensor], numbers: Tensor, best: Tensor, moves: tuple[tuple[float, ...], ...]
+    nll: Callable[[Tensor], Tensor],
+    numbers: Tensor,
+    best: Tensor,
+    moves: tuple[tuple[float, ...], ...],
+    limits: tuple[float, float],
 ) -> Tensor:
-    """Walks downhill, each feature by itself: its moves become smaller where none of them helps."""
+    """Walks downhill, each feature by itself, within limits of log|a|; its moves shrink where none of them helps."""
     size = torch.ones_like(best)
     for _ in range(ROUNDS):
         improved = torch.zeros_like(best, dtype=torch.bool)
         for move, way in product(moves, (1.0, -1.0)):
             tried = numbers + way * size * numbers.new_tensor(move)[:, None]
+            tried[0].clamp_(*limits)
             tried[2].clamp_(log(FLATTEST), 0.0)
             found = nll(tried)
             lower = found < best
