@@ -81,11 +81,11 @@ class AffineCouplingStep(NetworkStep):
     def closed(self) -> bool:
         return self.operations() is not None
 
-    def operations(self) -> Sequence[Any] | None:
+    def operations(self, curved: bool = True) -> Sequence[Any] | None:
         module = self.module
         # Forks scale in other ways; the class of the step itself was looked at by the walk.
         own = type(module).__module__.startswith("nflows.") and acts_as_its_class(module)
-        if not own or module.unconditional_transform is not None:
+        if not curved or not own or module.unconditional_transform is not None:
             return None
         halves = indexed(module.identity_features, module.transform_features)
         return coupling(halves, module.transform_net, self._merge(halves))

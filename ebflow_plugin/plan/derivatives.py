@@ -101,7 +101,7 @@ def derivatives(
     bent: tuple[int, list[list[Tensor]]] | None = None  # the first nonlinear part, and the tangents that reach it
     count = 0
     for step in plan.steps if closed else ():
-        operations = step.operations()
+        operations = step.operations(bool(directions))
         if operations is None:
             break
         count += 1

@@ -188,8 +188,12 @@ class Step(Part, ABC):
         if inverted:
             self.takes, self.gives = self.gives, self.takes
 
-    def operations(self) -> Sequence[Any] | None:
-        """What derivatives pass one after the other: the step itself, or what it is made of; None if nobody knows."""
+    def operations(self, curved: bool = True) -> Sequence[Any] | None:
+        """What derivatives pass one after the other: the step itself, or what it is made of; None for autograd.
+
+        Arguments:
+            curved: Whether second derivatives are wanted. For the gradient alone autograd is as fast through a network.
+        """
         return (self,) if self.closed else None
 
     @property
