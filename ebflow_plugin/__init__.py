@@ -28,6 +28,7 @@ from ebflow_plugin.adapting.adapter import Adapter
 from ebflow_plugin.adapting.surgery import Replaced, smooth, unconstrain
 from ebflow_plugin.adapting.teaching import register_container, register_linear, register_nonlinear
 from ebflow_plugin.closed_form.calibration import CalibrationReport
+from ebflow_plugin.closed_form.gaussianization import LayerStart, StartReport
 from ebflow_plugin.errors import (
     AdapterError,
     AdapterWarning,
@@ -87,6 +88,7 @@ __all__ = [
     "FitResult",
     "FlowReport",
     "InputError",
+    "LayerStart",
     "Logit",
     "NoInverseError",
     "NotAFlowError",
@@ -96,6 +98,7 @@ __all__ = [
     "ResumeWarning",
     "SingularError",
     "Standardize",
+    "StartReport",
     "Step",
     "TrainingError",
     "UnknownNameError",

@@ -19,8 +19,9 @@ from ebflow_plugin.linalg.convolution import conv_matrix
 from ebflow_plugin.linalg.dense import KeptLU
 from ebflow_plugin.linalg.geometry import Setting, convolve, convolve_transposed, positive_integer
 from ebflow_plugin.linalg.operators import Operator, dense_operator, single_at_least
+from ebflow_plugin.sinh_arcsinh import SinhArcsinh
 
-__all__ = ["FullConv2d", "FullLinear", "SmoothLeakyReLU"]
+__all__ = ["FullConv2d", "FullLinear", "SinhArcsinh", "SmoothLeakyReLU"]
 
 INITS = ("identity", "negative_identity", "normal", "orthogonal")
 

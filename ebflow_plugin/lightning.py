@@ -131,7 +131,7 @@ class DataDependentStart(Callback):
 
     def on_train_start(self, trainer: Trainer, module: Any) -> None:
         if any(self._options.values()) and not trainer.global_step:  # a run that goes on has begun before
-            module.objective.model.initialize(_training_data(trainer, module), **self._options)
+            module.objective.model.initialize(_TrainingData(trainer, module), **self._options)
 
     def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, index: int) -> None:
         if trainer.global_step or index:
@@ -168,7 +168,7 @@ class ExactNLL(Callback):
                 model, group, found = module.objective.model, processes(module.device), trainer.val_dataloaders
                 kind = None if trainer.sanity_checking else self._kind  # before that there are no training data
                 loaders = found if isinstance(found, (list, tuple)) else [found]
-                with calibrated(model, _training_data(trainer, module), kind):
+                with calibrated(model, _TrainingData(trainer, module), kind):
                     self._sums = [LikelihoodSum(model, self._seed, group, own_rows(loader)) for loader in loaders]
             self._sums[place].add(*pair(batch))
 
@@ -191,7 +191,7 @@ class Calibrate(Callback):
 
     def on_fit_end(self, trainer: Trainer, module: Any) -> None:
         with gathered(module):
-            self.report = module.objective.model.calibrate(_training_data(trainer, module), self._kind)
+            self.report = module.objective.model.calibrate(_TrainingData(trainer, module), self._kind)
 
 
 class ConditionGuard(Callback):
@@ -238,13 +238,21 @@ class FiniteGuard(Callback):
             raise failure(model, finding, lines, ADVICE)
 
 
-def _training_data(trainer: Trainer, module: LightningModule) -> Iterator[Any]:
+class _TrainingData:
     """This process's part of the training data, on its device; nothing that is drawn later changes by it."""
-    if trainer.train_dataloader is None:
-        raise InputError("there are no training data to calibrate the model on: it is for validation in Trainer.fit")
-    kept = random_state(module.device, ())
-    try:
-        for batch in trainer.train_dataloader:
-            yield trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(batch))
-    finally:
-        set_random_state(kept, module.device, ())
+
+    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
+        self._trainer, self._module = trainer, module
+
+    def __iter__(self) -> Iterator[Any]:
+        trainer, device = self._trainer, self._module.device
+        if trainer.train_dataloader is None:
+            raise InputError(
+                "there are no training data to calibrate the model on: it is for validation in Trainer.fit"
+            )
+        kept = random_state(device, ())
+        try:
+            for batch in trainer.train_dataloader:
+                yield trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(batch))
+        finally:
+            set_random_state(kept, device, ())

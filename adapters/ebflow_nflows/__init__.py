@@ -1,7 +1,7 @@
 """The nflows adapter of ebflow_plugin, and the layers that nflows lacks.
 
-``from ebflow_nflows import FullLinear, FullConv2d, SmoothLeakyReLU``: these are nflows Transforms. nflows itself is
-imported with the first of them, so that a model of another library can be wrapped without it.
+``from ebflow_nflows import FullLinear, FullConv2d, SinhArcsinh, SmoothLeakyReLU``: these are nflows Transforms.
+nflows itself is imported with the first of them, so that a model of another library can be wrapped without it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from ebflow_nflows.adapter import ADAPTER
 from ebflow_plugin.adapting import lazy_layers
 
 if TYPE_CHECKING:
-    from ebflow_nflows.layers import FullConv2d, FullLinear, SmoothLeakyReLU
+    from ebflow_nflows.layers import FullConv2d, FullLinear, SinhArcsinh, SmoothLeakyReLU
 
-__all__ = ["ADAPTER", "FullConv2d", "FullLinear", "SmoothLeakyReLU"]
+__all__ = ["ADAPTER", "FullConv2d", "FullLinear", "SinhArcsinh", "SmoothLeakyReLU"]
 
 __getattr__ = lazy_layers(__name__, __all__)

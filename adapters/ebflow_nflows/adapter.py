@@ -93,6 +93,7 @@ RULES: dict[str, Rule] = {
     "FullConv2d": FullStep,
     "Inverted": Container(inverse),
     # nonlinear
+    "SinhArcsinh": ActivationStep,
     "SmoothLeakyReLU": ActivationStep,
     "Tanh": steps.TanhStep,
     "LogTanh": steps.LogTanhStep,

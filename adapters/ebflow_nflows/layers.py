@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ebflow_plugin import layers
 from ebflow_plugin.errors import AdapterError
 
-__all__ = ["FullConv2d", "FullLinear", "SmoothLeakyReLU"]
+__all__ = ["FullConv2d", "FullLinear", "SinhArcsinh", "SmoothLeakyReLU"]
 
 
 def _transform_class() -> Any:
@@ -99,7 +99,24 @@ class FullConv2d(layers.FullConv2d, _Linear):
     """
 
 
-class SmoothLeakyReLU(layers.SmoothLeakyReLU, Transform):
+class _Elementwise(Transform):
+    """forward and inverse of a layer with ``transform``, ``invert`` and ``log_det(x)``."""
+
+    transform: Any
+    invert: Any
+    log_det: Any
+
+    def forward(self, inputs: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Moves towards noise."""
+        return self.transform(inputs), self.log_det(inputs)
+
+    def inverse(self, inputs: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Moves towards data."""
+        outputs = self.invert(inputs)
+        return outputs, -self.log_det(outputs)
+
+
+class SmoothLeakyReLU(layers.SmoothLeakyReLU, _Elementwise):
     """A smooth, invertible activation as an nflows Transform.
 
     Its arguments are those of :class:`ebflow_plugin.layers.SmoothLeakyReLU`.
@@ -111,11 +128,15 @@ class SmoothLeakyReLU(layers.SmoothLeakyReLU, Transform):
         (torch.Size([3, 2]), torch.Size([3]))
     """
 
-    def forward(self, inputs: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Moves towards noise."""
-        return self.transform(inputs), self.log_det(inputs)
 
-    def inverse(self, inputs: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Moves towards data."""
-        outputs = self.invert(inputs)
-        return outputs, -self.log_det(outputs)
+class SinhArcsinh(layers.SinhArcsinh, _Elementwise):
+    """A learnable elementwise map that bends both tails, as an nflows Transform.
+
+    Its arguments are those of :class:`ebflow_plugin.layers.SinhArcsinh`.
+
+    Example:
+        >>> import torch
+        >>> outputs, log_det = SinhArcsinh(2)(torch.zeros(3, 2))
+        >>> outputs.shape, log_det.shape
+        (torch.Size([3, 2]), torch.Size([3]))
+    """

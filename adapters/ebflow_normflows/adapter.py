@@ -131,6 +131,7 @@ RULES: dict[str, Rule] = {
     "FullLinear": backwards(FullStep),
     "FullConv2d": backwards(FullStep),
     # nonlinear
+    "SinhArcsinh": backwards(ActivationStep),
     "SmoothLeakyReLU": backwards(ActivationStep),
     "AffineCoupling": steps.CouplingStep,
     "MaskedAffineFlow": masked_affine,

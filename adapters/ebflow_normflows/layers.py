@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ebflow_plugin import layers
 from ebflow_plugin.errors import AdapterError
 
-__all__ = ["FullConv2d", "FullLinear", "SmoothLeakyReLU"]
+__all__ = ["FullConv2d", "FullLinear", "SinhArcsinh", "SmoothLeakyReLU"]
 
 if TYPE_CHECKING:
     Flow = nn.Module
@@ -69,7 +69,24 @@ class FullConv2d(layers.FullConv2d, _Linear):
     """
 
 
-class SmoothLeakyReLU(layers.SmoothLeakyReLU, Flow):
+class _Elementwise(Flow):
+    """forward and inverse of a layer with ``transform``, ``invert`` and ``log_det(x)``."""
+
+    transform: Any
+    invert: Any
+    log_det: Any
+
+    def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Moves towards data."""
+        x = self.invert(z)
+        return x, -self.log_det(x)
+
+    def inverse(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Moves towards noise."""
+        return self.transform(z), self.log_det(z)
+
+
+class SmoothLeakyReLU(layers.SmoothLeakyReLU, _Elementwise):
     """A smooth, invertible activation as a normflows Flow.
 
     Its arguments are those of :class:`ebflow_plugin.layers.SmoothLeakyReLU`.
@@ -82,11 +99,16 @@ class SmoothLeakyReLU(layers.SmoothLeakyReLU, Flow):
         True
     """
 
-    def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Moves towards data."""
-        x = self.invert(z)
-        return x, -self.log_det(x)
 
-    def inverse(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Moves towards noise."""
-        return self.transform(z), self.log_det(z)
+class SinhArcsinh(layers.SinhArcsinh, _Elementwise):
+    """A learnable elementwise map that bends both tails, as a normflows Flow.
+
+    Its arguments are those of :class:`ebflow_plugin.layers.SinhArcsinh`.
+
+    Example:
+        >>> import torch
+        >>> x = torch.randn(3, 2, dtype=torch.float64)
+        >>> layer = SinhArcsinh(2).double()
+        >>> torch.allclose(layer(layer.inverse(x)[0])[0], x)
+        True
+    """

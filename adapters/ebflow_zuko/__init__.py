@@ -1,7 +1,7 @@
 """The zuko adapter of ebflow_plugin, and the layers that zuko lacks.
 
-``from ebflow_zuko import FullLinear, FullConv2d, SmoothLeakyReLU``: these are zuko LazyTransforms. zuko itself is
-imported with the first of them, so that a model of another library can be wrapped without it.
+``from ebflow_zuko import FullLinear, FullConv2d, SinhArcsinh, SmoothLeakyReLU``: these are zuko LazyTransforms.
+zuko itself is imported with the first of them, so that a model of another library can be wrapped without it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from ebflow_plugin.adapting import lazy_layers
 from ebflow_zuko.adapter import ADAPTER
 
 if TYPE_CHECKING:
-    from ebflow_zuko.layers import FullConv2d, FullLinear, SmoothLeakyReLU
+    from ebflow_zuko.layers import FullConv2d, FullLinear, SinhArcsinh, SmoothLeakyReLU
 
-__all__ = ["ADAPTER", "FullConv2d", "FullLinear", "SmoothLeakyReLU"]
+__all__ = ["ADAPTER", "FullConv2d", "FullLinear", "SinhArcsinh", "SmoothLeakyReLU"]
 
 __getattr__ = lazy_layers(__name__, __all__)

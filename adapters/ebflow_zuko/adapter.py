@@ -149,6 +149,7 @@ RULES: dict[str, Rule] = {
     "FFJTransform": steps.IntegratedFlowStep,
     "FullLinear": FullStep,
     "FullConv2d": FullStep,
+    "SinhArcsinh": ActivationStep,
     "SmoothLeakyReLU": ActivationStep,
 }
 

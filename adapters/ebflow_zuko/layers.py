@@ -18,7 +18,7 @@ from torch.distributions import Transform, constraints
 from ebflow_plugin import layers
 from ebflow_plugin.errors import AdapterError
 
-__all__ = ["FullConv2d", "FullLinear", "SmoothLeakyReLU"]
+__all__ = ["FullConv2d", "FullLinear", "SinhArcsinh", "SmoothLeakyReLU"]
 
 if TYPE_CHECKING:
     LazyTransform = nn.Module
@@ -73,14 +73,14 @@ class LinearMap(Transform):
 
 
 class ActivationMap(Transform):
-    """The map of a SmoothLeakyReLU, elementwise."""
+    """The map of a SmoothLeakyReLU or a SinhArcsinh, elementwise."""
 
     domain = constraints.real
     codomain = constraints.real
     bijective = True
     sign = 1
 
-    def __init__(self, layer: layers.SmoothLeakyReLU) -> None:
+    def __init__(self, layer: layers.SmoothLeakyReLU | layers.SinhArcsinh) -> None:
         super().__init__()
         self.layer = layer
 
@@ -141,6 +141,23 @@ class SmoothLeakyReLU(layers.SmoothLeakyReLU, LazyTransform):
 
     Example:
         >>> transform = SmoothLeakyReLU(alpha=0.3)()
+        >>> x = torch.zeros(3, 2)
+        >>> transform(x).shape, transform.log_abs_det_jacobian(x, transform(x)).shape
+        (torch.Size([3, 2]), torch.Size([3, 2]))
+    """
+
+    def forward(self, c: Tensor | None = None) -> Transform:
+        """The map, from data to noise."""
+        return ActivationMap(self)
+
+
+class SinhArcsinh(layers.SinhArcsinh, LazyTransform):
+    """A learnable elementwise map that bends both tails, as a zuko LazyTransform.
+
+    Its arguments are those of :class:`ebflow_plugin.layers.SinhArcsinh`.
+
+    Example:
+        >>> transform = SinhArcsinh(2)()
         >>> x = torch.zeros(3, 2)
         >>> transform(x).shape, transform.log_abs_det_jacobian(x, transform(x)).shape
         (torch.Size([3, 2]), torch.Size([3, 2]))

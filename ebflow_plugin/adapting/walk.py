@@ -81,6 +81,12 @@ class Walked:
             total = total + constant
         return matched, total
 
+    def drawing(self, generator: Generator | None) -> Plan:
+        """The bare plan, with a generator that draws the noise of a Dequantize."""
+        if self.dequantize is None or generator is None:
+            return self.bare
+        return replace(self.bare, steps=(self.dequantize.drawing(generator), *self.bare.steps[1:]))
+
     def is_current(self) -> bool:
         """Whether the flow is still what was walked. Compares identities and sizes alone."""
         return self._watch.unchanged()

@@ -184,7 +184,7 @@ def fit_affine(
         return tensors, 1.0, total
     # In units of the spread, shrinking towards the diagonal moves every eigenvalue towards 1.
     correlation, observed = (matrix / torch.outer(spread, spread) for matrix in (covariance, seen))
-    rho = choose_shrinkage(correlation, observed) if shrinkage is None else shrinkage
+    rho = choose_shrinkage(correlation, observed)[0] if shrinkage is None else shrinkage
     shrunk = (1 - rho) * correlation + rho * torch.eye(len(spread)).to(correlation)
     lower, failed = torch.linalg.cholesky_ex(shrunk)
     if bool(failed) or lower.diagonal().min() <= 1e-6 * lower.diagonal().max():
@@ -203,8 +203,12 @@ def fit_affine(
     return tensors, rho, total.item() + 0.5 * len(spread) * log(2 * pi)
 
 
-def choose_shrinkage(correlation: Tensor, observed: Tensor) -> float:
-    """The ρ for which (1 - ρ) C + ρ I makes data with second moments ``observed`` most likely. One eigh: O(D³)."""
+def choose_shrinkage(correlation: Tensor, observed: Tensor) -> tuple[float, float]:
+    """The ρ for which (1 - ρ) C + ρ I makes data with second moments ``observed`` most likely. One eigh: O(D³).
+
+    Returns:
+        ρ, and the mean NLL of these data in nats.
+    """
     values, vectors = torch.linalg.eigh(correlation)
     projected = ((vectors.T @ observed) * vectors.T).sum(1)
 
@@ -212,9 +216,10 @@ def choose_shrinkage(correlation: Tensor, observed: Tensor) -> float:
         shrunk = (1 - rho) * values + rho
         if shrunk.min() <= 1e-12 * shrunk.max():
             return float("inf")
-        return float((shrunk.log() + projected / shrunk).sum())
+        return 0.5 * float((shrunk.log() + projected / shrunk).sum()) + 0.5 * len(values) * log(2 * pi)
 
-    return min([0.0, *(10.0 ** (power / 4) for power in range(-16, 0)), 1.0], key=nll)
+    rho = min([0.0, *(10.0 ** (power / 4) for power in range(-16, 0)), 1.0], key=nll)
+    return rho, nll(rho)
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from torch import Tensor, distributed
 from ebflow_plugin.errors import EBFlowError, InputError
 from ebflow_plugin.plan.inputs import pair
 
-__all__ = ["Moments", "batches", "meet"]
+__all__ = ["Moments", "batches", "in_memory", "meet", "refuse_one_shot"]
 
 CHUNK = 1000  # rows that go through a model, or into a scatter, at once
 PATIENCE = timedelta(minutes=2)  # for other processes
@@ -164,7 +164,7 @@ def batches(data: Any, check: Callable[[Tensor, Tensor | None], Tensor]) -> Iter
     """
     if isinstance(data, Tensor):
         parts: Iterable[Any] = data.split(CHUNK)
-    elif isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, Tensor) for part in data):
+    elif in_memory(data):
         parts = zip(data[0].split(CHUNK), data[1].split(CHUNK), strict=True)
     elif isinstance(data, Iterable) and not hasattr(data, "__array__"):
         parts = data
@@ -182,3 +182,27 @@ def batches(data: Any, check: Callable[[Tensor, Tensor | None], Tensor]) -> Iter
         yield check(x, context), context
     if empty:
         raise InputError("data holds no batches")
+
+
+def in_memory(data: Any) -> bool:
+    """Whether data are a tensor, or a pair of a tensor and its context."""
+    pair_of = isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, Tensor) for part in data)
+    return isinstance(data, Tensor) or pair_of
+
+
+def refuse_one_shot(data: Any) -> None:
+    """Refuses an iterator, which is empty after it was gone through.
+
+    Raises:
+        InputError: If it is one.
+
+    Example:
+        >>> refuse_one_shot(iter([torch.zeros(2, 3)]))
+        Traceback (most recent call last):
+        ebflow_plugin.errors.InputError: gaussianize=True goes through the data once a layer, and list_iterator ...
+    """
+    if isinstance(data, Iterator):
+        raise InputError(
+            f"gaussianize=True goes through the data once a layer, and {type(data).__name__} ends after the first "
+            "time; give a tensor, a list of batches or a loader"
+        )

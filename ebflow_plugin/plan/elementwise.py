@@ -104,7 +104,7 @@ class ElementwiseStep(NonlinearStep):
 
 
 class ActivationStep(ElementwiseStep):
-    """A SmoothLeakyReLU of ours, in its density direction."""
+    """A SmoothLeakyReLU or a SinhArcsinh of ours, in its density direction."""
 
     reason = "elementwise, log-det depends on x"
 

@@ -9,6 +9,7 @@ of the steps in front are added back in ``log_prob``.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from math import log, prod
 from typing import Any
 
@@ -195,9 +196,16 @@ class DequantizeStep(LinearStep):
 
     reason = "adds noise, divides"
     _seen = False  # whether a batch was looked at
+    _generator: torch.Generator | None = None
 
     def apply(self, x: Tensor) -> Tensor:
-        return self.dequantize(x)
+        return self.dequantize(x, self._generator)
+
+    def drawing(self, generator: torch.Generator | None) -> DequantizeStep:
+        """The same step, whose noise a generator draws."""
+        step = copy(self)
+        step._generator = generator
+        return step
 
     def dequantize(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Adds noise, which a generator may draw, and divides."""

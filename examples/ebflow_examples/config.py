@@ -57,7 +57,7 @@ class TrainConfig:
     model: str | None = _option(None, MODEL, "Model.", "fc; glow in two dimensions")
     library: str = _option("nflows", MODEL, "Flow library that the model is built from.")
     linear: str = _option("full", MODEL, "Linear layers of the model.")
-    layers: int | None = _option(None, MODEL, "Full layers of the model (fc).", "as the model has")
+    layers: int | None = _option(None, MODEL, "Full linear layers of the model (deep, fc).", "4 for deep, 2 for fc")
     blocks: int | None = _option(None, MODEL, "Blocks of the model (cnn, glow, realnvp, maf, nsf).", "as the model has")
     kernel: int | None = _option(
         None, MODEL, "Size of the convolutions (cnn, glow on images).", "7 for cnn, 1 for glow"

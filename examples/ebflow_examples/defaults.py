@@ -58,8 +58,11 @@ def settle(run: Run) -> Run:
     loss = chosen.get("loss", config.loss)
     if config.lr is None:
         chosen["lr"] = 3e-3 if not closed_form else 1e-4 if images else 1e-3
+        if closed_form and config.model == "deep":
+            chosen["lr"] = 1e-5 if images else 1e-4  # so near to the optimum larger steps are noise
     if config.batch_size is None:
-        chosen["batch_size"] = min(100 if images else 500, len(run.data.train))
+        usual = (200 if config.model == "deep" else 100) if images else 500
+        chosen["batch_size"] = min(usual, len(run.data.train))
     if config.steps is None and config.epochs is None:
         chosen["steps"] = STEPS[images]
     if config.calibrate is None:
@@ -79,7 +82,7 @@ def usual_loss(run: Run) -> str:
     Score matching pays where linear layers are large and the start is poor. A Gaussianised ``fc`` is better than what
     DSM or SSM lead it to (its own likelihood is what is left to improve), and small layers have cheap determinants.
     """
-    if run.config.model == "fc":
+    if run.config.model in ("fc", "deep"):
         return "relative_ml" if run.config.linear == "full" and prod(run.data.event_shape) >= LARGE else "ml"
     return "ml" if run.data.own_rows else "dsm"
 

@@ -157,6 +157,9 @@ class Kit(Protocol):
     def leaky(self, alpha: float) -> nn.Module:
         """The smooth leaky ReLU."""
 
+    def sinh_arcsinh(self, features: int) -> nn.Module:
+        """The learnable elementwise map that bends both tails."""
+
     def act_norm(self, shape: Shape) -> nn.Module:
         """An affine map for each feature of a vector, or each channel of an image, that starts from the data."""
 

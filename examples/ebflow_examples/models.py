@@ -70,6 +70,17 @@ def fc(
     return result, shape
 
 
+def deep(
+    kit: Kit, shape: Shape, linear: str, *, layers: int = 4, init: str = "identity"
+) -> tuple[list[nn.Module], Shape]:
+    """Full layers with sinh-arcsinh maps between them, which a Gaussianising start fits in closed form."""
+    (features,) = shape
+    result = [kit.linear(features, linear, init)]
+    for _ in range(layers - 1):
+        result += [kit.sinh_arcsinh(features), kit.linear(features, linear, init)]
+    return result, shape
+
+
 def cnn(
     kit: Kit,
     shape: Shape,
@@ -198,6 +209,7 @@ def nsf(
 
 MODELS: dict[str, ModelInfo] = {
     "fc": ModelInfo("the paper's FC-based model: two full linear layers, a smooth leaky ReLU between them", False, fc),
+    "deep": ModelInfo("four full linear layers, sinh-arcsinh maps between them; fitted in closed form", False, deep),
     "cnn": ModelInfo(
         "the paper's CNN-based model: three blocks of two full convolutions, squeezes between",
         True,
@@ -346,7 +358,7 @@ def _check_shape(name: str, info: ModelInfo, shape: Shape) -> None:
         )
     if info.images is False and len(shape) == 3:
         raise InputError(f"{name} takes vectors, but the data are images of {shape}; flatten them to ({prod(shape)},)")
-    if shape == (1,) and name not in ("fc", "maf"):
+    if shape == (1,) and name not in ("fc", "deep", "maf"):
         raise InputError(f"{name} couples features with one another, and the data have one; try fc or maf")
 
 

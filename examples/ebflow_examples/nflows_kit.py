@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import ebflow_plugin as ebf
 from ebflow_examples.kits import Conditioner, ImageNetwork, Shape, Split, no_layer
 from ebflow_examples.triangular import Triangular
-from ebflow_nflows import FullConv2d, FullLinear, SmoothLeakyReLU
+from ebflow_nflows import FullConv2d, FullLinear, SinhArcsinh, SmoothLeakyReLU
 from ebflow_nflows.steps import NetworkStep
 from ebflow_plugin.adapting import Child, see_into
 
@@ -84,6 +84,9 @@ class NflowsKit:
 
     def leaky(self, alpha: float) -> nn.Module:
         return SmoothLeakyReLU(alpha)
+
+    def sinh_arcsinh(self, features: int) -> nn.Module:
+        return SinhArcsinh(features)
 
     def act_norm(self, shape: Shape) -> nn.Module:
         return transforms.ActNorm(shape[0])

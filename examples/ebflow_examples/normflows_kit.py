@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import ebflow_plugin as ebf
 from ebflow_examples.kits import Conditioner, ImageNetwork, Shape, Split, no_layer
 from ebflow_examples.triangular import Triangular
-from ebflow_normflows import FullConv2d, FullLinear, SmoothLeakyReLU
+from ebflow_normflows import FullConv2d, FullLinear, SinhArcsinh, SmoothLeakyReLU
 
 __all__ = ["NormflowsKit", "TriangularFlow"]
 
@@ -71,6 +71,9 @@ class NormflowsKit:
 
     def leaky(self, alpha: float) -> nn.Module:
         return SmoothLeakyReLU(alpha)
+
+    def sinh_arcsinh(self, features: int) -> nn.Module:
+        return SinhArcsinh(features)
 
     def act_norm(self, shape: Shape) -> nn.Module:
         return nf.flows.ActNorm((shape[0], *[1] * (len(shape) - 1)))

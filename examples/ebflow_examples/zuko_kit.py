@@ -18,7 +18,7 @@ import ebflow_plugin as ebf
 from ebflow_examples.kits import Conditioner, Shape, no_layer
 from ebflow_examples.triangular import Triangular
 from ebflow_plugin.errors import InputError
-from ebflow_zuko import FullConv2d, FullLinear, SmoothLeakyReLU
+from ebflow_zuko import FullConv2d, FullLinear, SinhArcsinh, SmoothLeakyReLU
 
 __all__ = ["TriangularLinear", "ZukoKit"]
 
@@ -89,6 +89,9 @@ class ZukoKit:
 
     def leaky(self, alpha: float) -> nn.Module:
         return SmoothLeakyReLU(alpha)
+
+    def sinh_arcsinh(self, features: int) -> nn.Module:
+        return SinhArcsinh(features)
 
     def act_norm(self, shape: Shape) -> nn.Module:
         """An affine map for each feature. zuko has none that starts from data: this one starts as the identity."""

@@ -62,6 +62,15 @@ def test_one_that_calls_alone_what_is_for_all_gets_an_error(tmp_path):
     assert same(first["weights"], second["weights"])
 
 
+@pytest.mark.slow
+def test_starts_are_the_same_in_all_processes(tmp_path):
+    """ActNorms too, which began from each process's own batch."""
+    first, second = run_together(tmp_path, TESTS / "support" / "scripts" / "gaussianising_starts.py")
+    for name in ("whiten", "gaussianize"):
+        assert same(first[name], second[name])
+    assert first["gaussianize nll"] == second["gaussianize nll"]
+
+
 def check_that_gradients_are_those_of_the_joined_batch(processes, script):
     for name, expected in script.gradients().items():
         assert sum(gradient is not None and bool(gradient.any()) for gradient in expected) >= 4

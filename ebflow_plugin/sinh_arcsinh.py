@@ -1,0 +1,91 @@
+"""An elementwise map that bends both tails, with numbers of its own for each feature."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ebflow_plugin.errors import InputError
+from ebflow_plugin.linalg.geometry import positive_integer
+
+__all__ = ["SinhArcsinh"]
+
+
+class SinhArcsinh(nn.Module):
+    r"""The sinh-arcsinh map of Jones and Pewsey (2009), elementwise, smooth and invertible in closed form.
+
+    .. math::
+        z_i = \sinh(w_i), \quad w_i = \delta_i \operatorname{arsinh}(y_i) - \epsilon_i, \qquad
+        \log |\det| = \sum_i \log \delta_i + \log \cosh w_i - \tfrac12 \log(1 + y_i^2)
+
+    With :math:`\delta < 1` heavy tails become lighter, :math:`|z| \sim |y|^\delta`, on both sides, so that a row far
+    out stays finite however many layers follow; :math:`\epsilon` takes out skewness. It begins as the identity,
+    :math:`\delta = 1, \epsilon = 0`; ``model.initialize(data, gaussianize=True)`` fits it in closed form.
+
+    Cost: :math:`O(D)`, the inverse too.
+
+    Arguments:
+        features: The number :math:`D` of features, in the last dimension.
+        device: Where the parameters are.
+        dtype: Their type.
+
+    Attributes:
+        log_tail: :math:`\log \delta`, with shape ``(D,)``.
+        skewness: :math:`\epsilon`, with shape ``(D,)``.
+
+    Example:
+        >>> layer = SinhArcsinh(3)
+        >>> x = torch.tensor([[-2.0, 0.0, 3.0]])
+        >>> torch.allclose(layer.transform(x), x)
+        True
+        >>> layer.log_det(x).shape
+        torch.Size([1])
+    """
+
+    def __init__(
+        self, features: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.features = positive_integer("features", features)
+        self.log_tail = nn.Parameter(torch.zeros(features, device=device, dtype=dtype))
+        self.skewness = nn.Parameter(torch.zeros(features, device=device, dtype=dtype))
+
+    def transform(self, x: Tensor) -> Tensor:
+        """Applies the map to every element of ``x``, with shape (*, D)."""
+        return torch.sinh(self._angle(x))
+
+    def invert(self, y: Tensor) -> Tensor:
+        """Returns the ``x`` that ``transform`` takes to ``y``."""
+        self._check(y)
+        return torch.sinh((torch.asinh(y) + self.skewness) * torch.exp(-self.log_tail))
+
+    def log_det(self, x: Tensor) -> Tensor:
+        """Returns the log-determinant at ``x``, with shape (B, ..., D), for each sample: shape (B,)."""
+        return self.slope(x).log().flatten(1).sum(1)
+
+    def slope(self, x: Tensor) -> Tensor:
+        """Returns the derivative at every element of ``x``."""
+        return torch.exp(self.log_tail) * torch.cosh(self._angle(x)) * (1 + x * x).rsqrt()
+
+    def slopes(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the derivative, and the first and second derivative of its logarithm, at every element of ``x``."""
+        angle, tail, inner = self._angle(x), torch.exp(self.log_tail), (1 + x * x).rsqrt()
+        tanh = torch.tanh(angle)
+        turn, pull = tail * tanh * inner, x * inner.square()
+        second = (tail * inner).square() * (1 - tanh * tanh) - turn * pull - inner.square() + 2 * pull.square()
+        return tail * torch.cosh(angle) * inner, turn - pull, second
+
+    def extra_repr(self) -> str:
+        """Describes the layer in the text of a model."""
+        return str(self.features)
+
+    def _angle(self, x: Tensor) -> Tensor:
+        self._check(x)
+        return torch.exp(self.log_tail) * torch.asinh(x) - self.skewness
+
+    def _check(self, x: Tensor) -> None:
+        if x.dim() == 0 or x.shape[-1] != self.features:
+            raise InputError(
+                f"SinhArcsinh({self.features}) takes {self.features} features in the last dimension, "
+                f"but got shape {tuple(x.shape)}."
+            )
