@@ -29,8 +29,8 @@ MINUTES = 10.0
 LAYERS = 4
 MASKS = {"left": "the left half", "random": "three quarters, at random"}
 SHARES = {"left": 0.5, "random": 0.75}
-SHOWN, CHAINS, DRAWS = 10, 16, 500
-IMAGES, BURN_IN, STEPS = 20, 100, 100
+SHOWN, CHAINS, DRAWS = 10, 16, 200
+IMAGES, BURN_IN, STEPS = 10, 100, 100
 # What the missing pixels are taken to be, in the order of the table.
 GUESSES = {
     "mean": "the mean training image",
@@ -125,8 +125,8 @@ def report(options: Options, found: Sequence[Found], path: Path) -> Report:
     ]
     rows = [{"guess": name, **{kind: each[f"{kind}_{name}"] for kind in MASKS}} for name in GUESSES]
     notes = [
-        f"{each['layers']} full layers, Gaussianised; NLL {each['nll']:.1f}. {IMAGES} test images, root mean square error of "
-        "the missing pixels and its standard error over images. Rows of the picture: the image, what is observed, the "
+        f"{each['layers']} full layers, Gaussianised; NLL {each['nll']:.1f}. {IMAGES} test images, root mean square error "
+        "of the missing pixels and its standard error over images. Rows of the picture: the image, what is observed, the "
         f"exact conditional mean of the Gaussian of the whitening start (the mean of {DRAWS} exact draws), "
         f"the mean of {CHAINS} chains, and one of them. Chains begin at such draws and take {BURN_IN + STEPS} adjusted "
         "steps in the units of the Gaussian's conditional covariance. A draw has a larger error than the mean of all "
