@@ -125,12 +125,13 @@ def report(options: Options, found: Sequence[Found], path: Path) -> Report:
     ]
     rows = [{"guess": name, **{kind: each[f"{kind}_{name}"] for kind in MASKS}} for name in GUESSES]
     notes = [
-        f"{each['layers']} full layers, Gaussianised; NLL {each['nll']:.1f}. {IMAGES} test images, root mean square error "
-        "of the missing pixels and its standard error over images. Rows of the picture: the image, what is observed, the "
-        f"exact conditional mean of the Gaussian of the whitening start (the mean of {DRAWS} exact draws), "
-        f"the mean of {CHAINS} chains, and one of them. Chains begin at such draws and take {BURN_IN + STEPS} adjusted "
-        "steps in the units of the Gaussian's conditional covariance. A draw has a larger error than the mean of all "
-        "that is possible: twice the variance, if the model were true. The paper shows faces and gives no numbers.",
+        f"{each['layers']} full layers, Gaussianised; NLL {each['nll']:.1f}. {IMAGES} test images, root mean square "
+        "error of the missing pixels and its standard error over images. Rows of the picture: the image, what is "
+        f"observed, the exact conditional mean of the Gaussian of the whitening start (the mean of {DRAWS} exact "
+        f"draws), the mean of {CHAINS} chains, and one of them. Chains begin at such draws and take {BURN_IN + STEPS} "
+        "adjusted steps in the units of the Gaussian's conditional covariance. A draw has a larger error than the mean "
+        "of all that is possible: twice the variance, if the model were true. The paper shows faces and gives no "
+        "numbers.",
     ]
     head = ("the missing pixels are", *MASKS.values())
     grid = Grid(f"deep on {options.data}: root mean square error in grey levels", head, lines)
