@@ -28,7 +28,7 @@ from ebflow_plugin.training.checkpoints import CheckpointFolder
 MINUTES = 9.0
 COUNT, COLUMNS = 64, 8
 TEMPERATURES = {"warm": 1.0, "cool": 0.8}
-CALIBRATION, TEST = 20_000, 2000  # rows
+CALIBRATION, TEST = 10_000, 2000  # rows
 SAVES = 20  # checkpoints of a run: a stop loses a twentieth of it
 # Each objective's stages: what of the recipe is its own, and its share of the time.
 STAGES: dict[str, list[tuple[dict[str, Any], float]]] = {
