@@ -55,7 +55,7 @@ class TrainConfig:
     """
 
     data: str = _option("digits", MODEL, "Data set, or a .npy, .npz or .csv file, or a folder of images.")
-    model: str | None = _option(None, MODEL, "Model.", "fc; glow in two dimensions")
+    model: str | None = _option(None, MODEL, "Model.", "deep; glow in two dimensions")
     library: str = _option("nflows", MODEL, "Flow library that the model is built from.")
     linear: str = _option("full", MODEL, "Linear layers of the model.")
     layers: int | None = _option(None, MODEL, "Full linear layers of the model (deep, fc).", "4 for deep, 2 for fc")
@@ -73,7 +73,7 @@ class TrainConfig:
         None,
         LOSS,
         "Objective.",
-        "what makes the model better: ml or relative_ml for fc and own rows, else dsm",
+        "what makes the model better: ml or relative_ml for deep, fc and own rows, else dsm",
     )
     sigma: float | None = _option(
         None,

@@ -59,7 +59,7 @@ def settle(run: Run) -> Run:
     loss = chosen.get("loss", config.loss)
     if config.lr is None:
         chosen["lr"] = 3e-3 if not closed_form else 1e-4 if levels else 1e-3
-        if closed_form and config.model == "deep":
+        if chosen.get("gaussianize") and config.model == "deep":
             chosen["lr"] = 1e-5 if levels else 1e-4  # so near to the optimum larger steps are noise
     if config.batch_size is None:
         usual = (200 if config.model == "deep" else 100) if images else 500

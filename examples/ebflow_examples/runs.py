@@ -112,7 +112,7 @@ def build(config: TrainConfig) -> Run:
     original = load(config.data, root=config.data_root, download=config.download, seed=config.seed, limit=config.limit)
     if config.model is None:
         textures = config.data.startswith("textures") and original.truth is not None
-        config = replace(config, model="glow" if original.event_shape == (2,) else "cnn" if textures else "fc")
+        config = replace(config, model="glow" if original.event_shape == (2,) else "cnn" if textures else "deep")
     assert config.model is not None
     with drawing_from(config.seed, "weights"):
         flow, data = flow_for(

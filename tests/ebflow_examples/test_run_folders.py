@@ -263,7 +263,7 @@ def test_columns_without_a_scale_are_named(tmp_path, column, words):
 def test_a_run_that_made_the_model_worse_says_so_everywhere(tmp_path):
     out = tmp_path / "run"
     flags = ["--steps", 2, "--limit", 300, "--batch-size", 20, "--lr", 0.3, "--schedule", "constant", "--loss", "dsm"]
-    done = ebflow("train", "--out", out, *flags)
+    done = ebflow("train", "--model", "fc", "--out", out, *flags)
     assert "NOTHING WAS LEARNT" in done.stdout
     assert "best weights, step 0" in done.stdout
     summary = json.loads((out / "summary.json").read_text())

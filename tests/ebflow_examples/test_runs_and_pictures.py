@@ -90,7 +90,7 @@ def test_what_is_left_open_is_chosen_by_the_data():
     run = settle(build(TrainConfig(limit=300, loss="dsm")))
     chosen = run.config
     assert (chosen.model, chosen.sigma, chosen.batch_size, chosen.calibrate, chosen.whiten) == (
-        "fc", 0.2, 100, "full", True,
+        "deep", 0.2, 200, "full", True,
     )  # fmt: skip
     assert objective_of(run.model, chosen).sigma == 0.2
     assert chosen.gaussianize is True

@@ -31,7 +31,7 @@ Target = Annotated[
     str,
     typer.Argument(
         help="package.module:name or file.py:name, an object or a function without arguments; or a built-in model: "
-        "fc, cnn, glow, realnvp, maf, nsf.",
+        "deep, fc, cnn, glow, realnvp, maf, nsf.",
         show_default=False,
     ),
 ]
