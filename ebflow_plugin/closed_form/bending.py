@@ -177,10 +177,8 @@ def fit_bend(step: ElementwiseStep, y: Tensor, held_out: Tensor) -> Bend:
         sign = torch.where(lower, facing, sign)
     if not bool(torch.isfinite(best).all()):
         raise InputError(f"{step.where} has no finite log-det on whitened data, so that nothing can be fitted to it")
-    if learnable(step):
-        moves, limits = (*OUTER, *INNER), (-inf, inf)
-    else:
-        moves, limits = OUTER, (log(LEAST), log(MOST))
+    moves = (*OUTER, *INNER) if learnable(step) else OUTER
+    limits = (-inf, inf) if learnable(step) else (log(LEAST), log(MOST))
     numbers = _search(lambda tried: nll(tried, sign), numbers, best, moves, limits)
     fitted, straight = bend(numbers, sign), Bend.straight(step, sign)
     better = _surprise(step, fitted, y, held_out) < _surprise(step, straight, y, held_out)

@@ -131,7 +131,8 @@ def coupling(
     if not conditional:
         inside = [without_context(each) for each in inside]
     # Functions with a gradient by hand know nothing of autocast.
-    one = all(each.layer is not None for each in inside) and not torch.is_autocast_enabled()
+    device = next((parameter.device.type for parameter in network.parameters()), "cpu")
+    one = all(each.layer is not None for each in inside) and not torch.is_autocast_enabled(device)
     return split(halves), *((Network(inside),) if one else inside), merge
 
 

@@ -90,7 +90,7 @@ def train(
 ) -> None:
     """Train a model: exact NLL beside the loss, checkpoints, the best weights by NLL.
 
-    Without flags: scikit-learn's digits, four full layers that start in closed form, half a minute. The paper's: --model fc.
+    Without flags: scikit-learn's digits, and four full layers that start in closed form. The paper's model: --model fc.
     Data: sine, swirl, checkerboard, autoregressive10, textures, textures16, digits, mnist, kmnist, cifar10,
     cifar10-jpeg, or a file or folder of yours. Models: deep, fc, cnn, glow, realnvp, maf, nsf. The settings go into the
     folder as config.toml.

@@ -31,7 +31,7 @@ def run_together(folder, script=SCRIPT):
     with log.open("w") as file:
         running = subprocess.Popen(command, env=environment, stdout=file, stderr=file, start_new_session=True)
         try:
-            code = running.wait(timeout=90)
+            code = running.wait(timeout=240)
         except subprocess.TimeoutExpired:  # torchrun and its workers, which are a session of their own
             os.killpg(running.pid, signal.SIGKILL)
             raise
