@@ -281,14 +281,16 @@ class EBFlow(EnergyModel):
         calls alone gets an error after two minutes.
 
         Arguments:
-            x: A batch; to whiten all training data, as a tensor, a pair ``(x, context)`` or a loader.
+            x: A batch; to whiten all training data, as a tensor, a pair ``(x, context)`` or a loader, which must not
+                shuffle: the same rows are held out in each pass.
             context: The context of a batch.
             whiten: Whether the first FullLinear or FullConv2d becomes the whitening map of what reaches it, after
                 nothing but ActNorms, permutations and fixed steps.
             gaussianize: Whether each of a chain of FullLinear does, and the elementwise nonlinearities between them
                 make the features Gaussian: a fit in closed form (:mod:`~ebflow_plugin.closed_form.gaussianization`).
                 No layer makes rows that are held out less likely. A pass over the data a layer, O(N·D² + D³); a tensor
-                is kept as far as it came, in O(N·D) memory, a loader is gone through again, in O(D²).
+                is kept as far as it came, in O(N·D) memory, a loader is gone through again, in O(D²). Frozen layers
+                start too, and a calibration of the weights before is dropped.
             generator: Draws the noise of a :class:`~ebflow_plugin.Dequantize`.
             progress: Shows a bar for ``gaussianize=True``.
 
@@ -304,10 +306,13 @@ class EBFlow(EnergyModel):
         if gaussianize:
             refuse_one_shot(data)
             meet("model.initialize(gaussianize=True)")
-            return gaussianization.gaussianize(plan, lambda: batches(data, self.check), in_memory(data), progress)
+            report = gaussianization.gaussianize(plan, lambda: batches(data, self.check), in_memory(data), progress)
+            self.calibration.set()  # of the weights before
+            return report
         if whiten:
             meet("model.initialize(whiten=True)")
             initialization.whiten(plan, batches(data, self.check))
+            self.calibration.set()
         else:
             plan.initialize(self.check(x, context), context)
         return None

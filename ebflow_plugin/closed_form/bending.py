@@ -181,7 +181,8 @@ def fit_bend(step: ElementwiseStep, y: Tensor, held_out: Tensor) -> Bend:
     limits = (-inf, inf) if learnable(step) else (log(LEAST), log(MOST))
     numbers = _search(lambda tried: nll(tried, sign), numbers, best, moves, limits)
     fitted, straight = bend(numbers, sign), Bend.straight(step, sign)
-    better = _surprise(step, fitted, y, held_out) < _surprise(step, straight, y, held_out)
+    margin = len(OUTER[0]) / len(held_out)  # as many numbers as were fitted can gain by chance
+    better = _surprise(step, fitted, y, held_out) + margin < _surprise(step, straight, y, held_out)
     return fitted.where(better, straight)
 
 

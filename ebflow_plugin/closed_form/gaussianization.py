@@ -6,7 +6,8 @@ can (:mod:`~ebflow_plugin.closed_form.bending`); what comes out is data for the 
 symmetric whitenings: their basis, nearest to that of the data, is worth more than rotated ones.
 
 Every fifth row is held out. A layer is fitted to the others, and kept if it makes those more likely: a bend that does
-not, of one feature or of all, is made straight. Then all rows count for the whitening.
+not, of one feature or of all, is made straight. The last whitening counts all rows, and so do the others where there
+are ten rows a feature: the held-out rows then judge the bends alone.
 
 Example:
     >>> import ebflow_plugin as ebf
@@ -65,7 +66,8 @@ class LayerStart:
 
     Attributes:
         where: The layer.
-        nll: The mean NLL in nats, of rows that no fit saw, of a model that ends with this layer.
+        nll: The mean NLL in nats, of rows that no bend saw, of a model that ends with this layer; nor did a whitening,
+            where there are fewer than ten rows a feature.
         shrinkage: How far the covariance was moved towards its diagonal, 0 to 1: what those rows like best, or 0 for
             a layer between others if there are enough rows.
         bent: How many features the nonlinearity after the layer bends; None where none is fitted.
@@ -304,8 +306,10 @@ def gaussianize(plan: Plan, data: Callable[[], Batches], keep: bool, progress: b
             layer.bias.copy_(white[1])
             started += _pass_on(plan, places[number - 1 :], passes, arrived.shape, started.pop())
             break
-        arrived.fit.merge(arrived.held.count, arrived.held.mean, arrived.held.scatter)  # now all rows count
-        if place != places[-1] and arrived.fit.count >= ENOUGH * len(arrived.fit.mean):
+        enough = arrived.fit.count >= ENOUGH * len(arrived.fit.mean)
+        if enough or place == places[-1]:  # now all rows count; few rows must not be seen before they judge again
+            arrived.fit.merge(arrived.held.count, arrived.held.mean, arrived.held.scatter)
+        if place != places[-1] and enough:
             rho = 0.0  # the basis of a shrunk covariance is nearer to that of the layer before, where all is done
         linear += between + arrived.times * whiten_layer(step, arrived.fit, rho)
         bent = None

@@ -1,5 +1,6 @@
 """The Gaussianising start, layer by layer."""
 
+import copy
 import math
 from itertools import pairwise
 
@@ -305,3 +306,33 @@ def test_fewer_rows_than_features_are_shrunk():
 
 def test_ebflow_nflows_exports_it():
     assert ebflow_nflows.SinhArcsinh is SinhArcsinh
+
+
+def test_a_start_drops_the_calibration_of_the_weights_before():
+    x = torch.randn(600, 4, generator=torch.Generator().manual_seed(0)).exp()
+    layers = [FullLinear(4), SinhArcsinh(4), FullLinear(4)]
+    for start in ({"gaussianize": True}, {"whiten": True}):
+        model = ebf.wrap(
+            flows.Flow(transforms.CompositeTransform(copy.deepcopy(layers)), distributions.StandardNormal([4]))
+        )
+        model.calibrate(x)
+        model.initialize(x, **start)
+        torch.testing.assert_close(model.log_prob(x), model.flow.log_prob(x))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_few_gaussian_rows_are_not_made_less_likely(seed):
+    """Few rows must not judge what they were fitted to: fresh rows are about as likely as after a whitening alone."""
+    mixing = torch.randn(8, 8, generator=torch.Generator().manual_seed(100 + seed), dtype=torch.float64)
+    draw = torch.randn(2024, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) @ mixing
+    x, fresh = draw[:24], draw[24:]
+    layers = [FullLinear(8), SinhArcsinh(8), FullLinear(8), SinhArcsinh(8), FullLinear(8)]
+    found = []
+    for start in ({"gaussianize": True}, {"whiten": True}):
+        made = transforms.CompositeTransform(copy.deepcopy(layers))
+        model = ebf.wrap(flows.Flow(made, distributions.StandardNormal([8])).double())
+        model.initialize(x, **start)
+        if "whiten" in start:
+            model.calibrate(x)
+        found.append(-model.log_prob(fresh).mean().item())
+    assert found[0] < found[1] + 4.0
