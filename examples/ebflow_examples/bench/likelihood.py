@@ -65,7 +65,7 @@ def _growth(settings: Settings) -> Table:
         "cnn",
         f"training step against D: the paper's cnn, batch {BATCH}",
         rows,
-        "All sizes in turns; exact ML, of which one step at D = 12,288 takes a minute and more, in a run of its own.",
+        "All sizes interleaved; exact ML, of which one step at D = 12,288 takes a minute and more, apart from them.",
     )
 
 
