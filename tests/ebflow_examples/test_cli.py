@@ -304,7 +304,6 @@ def test_profile_measures_every_objective_and_says_which_to_use(own_models):
     assert "batch-size must be at least 1" in refused("profile", "fc", "--shape", 4, "--batch-size", 0)
 
 
-@pytest.mark.filterwarnings("ignore:.*close to singular:ebflow_plugin.ConditioningWarning")  # as few rows leave them
 def test_few_images_train(tmp_path):
     rows = np.random.default_rng(0).integers(0, 256, (60, 1, 8, 8), dtype=np.uint8)
     np.save(tmp_path / "few.npy", rows)
