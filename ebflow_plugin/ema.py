@@ -30,7 +30,7 @@ class EMA:
     half-precision parameters are in single precision.
 
     Arguments:
-        model: What :func:`~ebflow_plugin.wrap` returns.
+        model: A wrapped flow (:func:`~ebflow_plugin.wrap`).
         decay: The decay d, at least 0 and below 1.
         warmup: Whether early updates forget faster.
 

@@ -22,7 +22,7 @@ from ebflow_plugin.objectives import Objective
 from ebflow_plugin.objectives.checks import refuse_useless_context
 from ebflow_plugin.objectives.evaluation import LikelihoodSum, calibrated
 from ebflow_plugin.objectives.noise import lend, noise_of
-from ebflow_plugin.plan.inputs import one_of, pair, whole
+from ebflow_plugin.plan.inputs import integer, one_of, pair
 from ebflow_plugin.plan.spectrum import NEAR_SINGULAR, ConditionWatch, full_layers
 from ebflow_plugin.training.checkpoints import write_weights
 from ebflow_plugin.training.distributed import is_sharded, processes, start_once
@@ -202,7 +202,7 @@ class ConditionGuard(Callback):
     """Logs the largest condition number of full layers, ``condition``, and warns once of each near a singular one."""
 
     def __init__(self, every: int = 1000, limit: float = NEAR_SINGULAR) -> None:
-        self._every, self._watch = whole("every", every), ConditionWatch([], limit, ADVICE)
+        self._every, self._watch = integer("every", every), ConditionWatch([], limit, ADVICE)
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, index: int) -> None:
         if trainer.global_step % self._every and not trainer.is_last_batch:
@@ -224,7 +224,7 @@ class FiniteGuard(Callback):
     """
 
     def __init__(self, every: int = 1) -> None:
-        self._every, self._watch = whole("every", every), FiniteWatch([])
+        self._every, self._watch = integer("every", every), FiniteWatch([])
 
     def on_fit_start(self, trainer: Trainer, module: Any) -> None:
         scaled = getattr(trainer.precision_plugin, "scaler", None) is not None

@@ -48,7 +48,7 @@ def exact_cost(step: LinearStep, shapes: Shapes) -> Cost:
         if kind == "fourier":
             return Cost(geometry.groups * channels**3 * rows * columns, 32.0 * channels**2 * rows * columns)
         if kind == "band":
-            lower, upper = min(bandwidths(group), bandwidths(group.turned), key=sum)
+            lower, upper = min(bandwidths(group), bandwidths(group.transposed), key=sum)
             return Cost(geometry.groups * group.size * lower * (lower + upper), 16.0 * lower * (lower + upper))
         return Cost(geometry.groups * group.size**3 / 3, 16.0 * group.size**2)
     return Cost(size**3 / 3, 16.0 * size**2)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ebflow_plugin.errors import ContextError, InputError, suggest
-from ebflow_plugin.linalg.random import as_whole, at_least
+from ebflow_plugin.linalg.random import as_integer, at_least
 from ebflow_plugin.plan.step import Shape
 
 __all__ = [
@@ -23,13 +23,13 @@ __all__ = [
     "check_shape",
     "check_tensor",
     "flag",
+    "integer",
     "is_number",
     "one_of",
     "pair",
     "path_of",
     "positive",
     "refuse_non_finite",
-    "whole",
 ]
 
 
@@ -165,7 +165,7 @@ def check_shape(name: str, value: object) -> Shape:
         Traceback (most recent call last):
         ebflow_plugin.errors.InputError: event_shape must be a tuple of integers, (3, 32, 32) for one, got 3
     """
-    sizes = [as_whole(size) for size in value] if isinstance(value, (tuple, list)) else [None]
+    sizes = [as_integer(size) for size in value] if isinstance(value, (tuple, list)) else [None]
     if not all(size is not None and size > 0 for size in sizes):
         raise InputError(f"{name} must be a tuple of integers, (3, 32, 32) for one, got {value!r}")
     return tuple(size for size in sizes if size is not None)
@@ -183,11 +183,11 @@ def check_tensor(name: str, value: object) -> None:
         raise InputError(f"{name} must be a tensor, got {type(value).__name__}; torch.as_tensor makes one")
 
 
-def whole(name: str, value: object) -> int:
+def integer(name: str, value: object) -> int:
     """Returns an integer of at least 1, or raises an error that names the option.
 
     Example:
-        >>> whole("projections", 0)
+        >>> integer("projections", 0)
         Traceback (most recent call last):
         ebflow_plugin.errors.InputError: projections must be an integer, at least 1, got 0
     """

@@ -43,7 +43,7 @@ def langevin(
     Cost: one energy and its gradient for each step and chain, :math:`O(D^2)` for a full linear layer; no determinant.
 
     Arguments:
-        model: What :func:`~ebflow_plugin.wrap` returns.
+        model: A wrapped flow (:func:`~ebflow_plugin.wrap`).
         x0: The starts, with shape ``(B, *)``, in data space.
         steps: How many steps after the burn-in.
         step_size: :math:`\alpha`, at the beginning.
@@ -119,7 +119,7 @@ def impute(
     Cost: one energy and its gradient for each step and chain.
 
     Arguments:
-        model: What :func:`~ebflow_plugin.wrap` returns.
+        model: A wrapped flow (:func:`~ebflow_plugin.wrap`).
         x: Data, with shape ``(B, *)``.
         mask: True where an entry is missing, with the shape of x, or of one of its rows for the same entries in all.
         steps: How many steps after the burn-in.
@@ -206,7 +206,7 @@ def denoise(
     Cost: one score.
 
     Arguments:
-        model: What :func:`~ebflow_plugin.wrap` returns.
+        model: A wrapped flow (:func:`~ebflow_plugin.wrap`).
         x: Noisy data, with shape ``(B, *)``.
         sigma: The standard deviation of the noise: a number, or one for each row with shape ``(B,)``.
         context: What the model is conditioned on, with ``B`` rows.

@@ -18,8 +18,8 @@ import ebflow_plugin as ebf
 import ebflow_zuko
 from ebflow_nflows import FullConv2d, FullLinear, SinhArcsinh, SmoothLeakyReLU
 from ebflow_plugin.closed_form import gaussianization
-from ebflow_plugin.closed_form.bending import Bend, condense, fit_bend
 from ebflow_plugin.closed_form.gaussianization import Thinned
+from ebflow_plugin.closed_form.marginals import MarginalMap, condense, fit_marginals
 from ebflow_plugin.plan.plan import Plan
 from gaussian_models import D, data, linear_flow, nll
 
@@ -134,7 +134,7 @@ def test_a_loader_is_as_good_as_a_tensor():
 
 
 def test_an_iterator_is_refused():
-    with pytest.raises(ebf.InputError, match="once a layer, and tuple_iterator ends after the first time"):
+    with pytest.raises(ebf.InputError, match="data per layer, and tuple_iterator is exhausted after the first"):
         nflows_model().initialize(iter(data().split(50)), gaussianize=True)
 
 
@@ -171,12 +171,12 @@ def test_a_bend_that_harms_is_made_straight(bend, monkeypatch):
     """Bends that are fitted well to the wrong thing: the model is what whitening alone makes it."""
 
     def harmful(step, y, held_out):
-        fitted = fit_bend(step, y, held_out)
+        fitted = fit_marginals(step, y, held_out)
         scale, shift = torch.full_like(fitted.scale, 30.0), torch.zeros_like(fitted.shift)
-        return Bend(scale, shift, fitted.log_tail - 2.0, fitted.skewness + 1.0, torch.ones_like(fitted.helps))
+        return MarginalMap(scale, shift, fitted.log_tail - 2.0, fitted.skewness + 1.0, torch.ones_like(fitted.helps))
 
     x = torch.randn(2000, D, dtype=torch.float64, generator=seeded()) @ (torch.eye(D).double() + 0.4)
-    monkeypatch.setattr(gaussianization, "fit_bend", harmful)
+    monkeypatch.setattr(gaussianization, "fit_marginals", harmful)
     model = nflows_model((bend, bend))
     report = model.initialize(x, gaussianize=True)
     monkeypatch.undo()
@@ -217,7 +217,7 @@ def test_the_search_finds_the_best_of_a_fine_grid():
         return 0.5 * bend.module.transform(t).var().log() - bend.module.slope(t).log().mean() - abs(scale).log()
 
     with torch.no_grad():
-        found = fit_bend(bend, y, y)
+        found = fit_marginals(bend, y, y)
     for feature in range(D):
         grid = [
             value(feature, torch.tensor(a), torch.tensor(b))
@@ -273,15 +273,15 @@ def test_what_cannot_be_made_gaussian():
         with pytest.raises(ebf.InputError, match=message):
             ebf.wrap(flow, **options).initialize(x, gaussianize=True)
 
-    with pytest.raises(ebf.InputError, match=r"elementwise nonlinearity(?s:.*)nothing stands there"):
+    with pytest.raises(ebf.InputError, match=r"elementwise nonlinearity(?s:.*)found nothing"):
         ebf.wrap(linear_flow()).initialize(data(), gaussianize=True)
     refused([FullLinear(D), transforms.Logit(), FullLinear(D)], [D], data(), "no finite log-det", match_after=None)
     refused([FullLinear(D, bias=False), SmoothLeakyReLU(0.3)], [D], data(), "needs a FullLinear with a bias")
     images = torch.randn(20, 2, 4, 4, dtype=torch.float64)
     convolution = [FullConv2d(2, kernel_size=1), SmoothLeakyReLU(0.3)]
-    refused(convolution, [2, 4, 4], images, "FullConv2d.*Keep whiten=True alone")
+    refused(convolution, [2, 4, 4], images, "FullConv2d.*Use whiten=True alone")
     tied = FullLinear(D)
-    refused([tied, SmoothLeakyReLU(0.3), tied], [D], data(), "numbers of its own")
+    refused([tied, SmoothLeakyReLU(0.3), tied], [D], data(), "parameters of its own")
     refused([FullLinear(D), SinhArcsinh(D), FullLinear(D)], [D], data()[:9], "at least 10 data points")
     refused([FullLinear(D), SinhArcsinh(D), FullLinear(D)], [D], data() * float("nan"), "NaN")
 
@@ -291,7 +291,7 @@ def test_what_has_no_variance_is_told_apart():
     constant, dependent = x.clone(), x.clone()
     constant[:, 1] = 3.0
     dependent[:, 1] = dependent[:, 0] - 2.0 * dependent[:, 2]
-    with pytest.raises(ebf.SingularError, match=r"features \[1\] of what reaches .*FullLinear.* are constant over"):
+    with pytest.raises(ebf.SingularError, match=r"features \[1\] of the input of .*FullLinear.* are constant over"):
         nflows_model().initialize(constant, gaussianize=True)
     with pytest.raises(ebf.SingularError, match="linearly dependent"):
         nflows_model().initialize(dependent, gaussianize=True)

@@ -80,7 +80,7 @@ def test_what_has_no_variance_is_told_apart():
     x = data()
     constant = x.clone()
     constant[:, 1] = 3.0
-    with pytest.raises(ebf.SingularError, match=r"features \[1\] of what reaches .*FullLinear.* are constant over"):
+    with pytest.raises(ebf.SingularError, match=r"features \[1\] of the input of .*FullLinear.* are constant over"):
         model.initialize(constant, whiten=True)
     dependent = x.clone()
     dependent[:, 1] = dependent[:, 0] - 2.0 * dependent[:, 2]

@@ -271,7 +271,7 @@ def test_turned_geometry_is_the_transposed_convolution():
     setting = Setting.of(2, (2, 3), stride=(2, 1), padding=(1, 1, 0, 0))
     geometry = setting.geometry((2, 6, 5))
     weight, x = kernel(setting), random(1, 2, 6, 5)
-    torch.testing.assert_close(convolve(x.mT, weight.mT, geometry.turned), convolve(x, weight, geometry).mT)
+    torch.testing.assert_close(convolve(x.mT, weight.mT, geometry.transposed), convolve(x, weight, geometry).mT)
 
 
 @pytest.mark.parametrize(

@@ -270,7 +270,7 @@ def test_copies_keep_nothing():
     weight, lu = random(3, 3), KeptLU()
     expected = lu.solve(weight, random(1, 3))
     for twin in (copy.deepcopy(lu), pickle.loads(pickle.dumps(lu))):
-        assert twin._solver._kept is None
+        assert twin._solver._cached is None
         torch.testing.assert_close(twin.solve(weight, random(1, 3)), expected)
 
 

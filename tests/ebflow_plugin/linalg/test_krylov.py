@@ -146,12 +146,12 @@ def test_looks_are_rare_off_the_cpu(monkeypatch):
     looks = []
     from ebflow_plugin.linalg import krylov
 
-    show = krylov._show
-    monkeypatch.setattr(krylov, "_show", lambda *args: (looks.append(1), show(*args)))
+    add = krylov._add_columns
+    monkeypatch.setattr(krylov, "_add_columns", lambda *args: (looks.append(1), add(*args)))
     often = gmres(times(matrix), right, tolerance=1e-6)
     assert len(looks) == often.iterations
     looks.clear()
-    monkeypatch.setattr(krylov, "LOOK_EVERY", {})
+    monkeypatch.setattr(krylov, "CHECK_EVERY", {})
     rarely = gmres(times(matrix), right, tolerance=1e-6)
     assert len(looks) == -(-rarely.iterations // 4)
     assert often.iterations <= rarely.iterations < often.iterations + 4

@@ -292,4 +292,4 @@ def test_noise_that_leaves_the_domain_is_told():
     for objective in (DSM(model, sigma=5.0, generator=seeded()), FDSSM(model, eps=5.0, generator=seeded())):
         with pytest.raises(Exception) as caught:  # noqa: PT011 - nflows' own error
             messages(lambda objective=objective: objective(torch.rand(9, 2).double()))
-        assert any("moved the data by noise" in note and "Logit" in note for note in caught.value.__notes__)
+        assert any("adds noise to the data" in note and "Logit" in note for note in caught.value.__notes__)

@@ -102,7 +102,7 @@ def test_jumps_of_the_score(make):
     name = make.__name__
     assert message.startswith(f"{name} may be wrong about 1 of 3 steps\n  _transform._transforms.1  PiecewiseRational")
     assert "its score jumps" in message
-    assert "misses jumps of the score, so that its value and gradients are biased" in message
+    assert "misses jumps of the score, so its value and gradients are biased" in message
     assert "Use DSM" in message
     assert "ebflow_plugin.smooth(flow)" in message
     assert "_transforms.0" not in message
@@ -112,7 +112,7 @@ def test_small_steps_and_jumps_of_the_score():
     model = ebf.wrap(flow_of(spline()))
     assert messages(lambda: FDSSM(model, eps=0.1))[1] == []
     _, (message,) = messages(lambda: FDSSM(model, eps=0.05))
-    assert "take eps of at least 0.1" in message
+    assert "use eps of at least 0.1" in message
     assert "_transform._transforms.0  PiecewiseRationalQuadraticCDF" in message
 
 
@@ -135,7 +135,7 @@ def test_a_network_of_ones_own_can_be_taught(taught):
     smooth, kinked = coupling(nn.Tanh()), coupling(nn.ReLU())
     _, (message,) = messages(lambda: SSM(smooth))
     assert "AffineCouplingTransform (nflows.transforms.coupling): of unknown smoothness" in message
-    assert "for the class of the step, or of your network inside of it" in message
+    assert "for the class of the step, or of your network inside it" in message
     taught(Network, "smooth")
     assert messages(lambda: SSM(smooth))[1] == []
     assert "its score jumps" in messages(lambda: SSM(kinked))[1][0]  # what is inside is looked at all the same

@@ -58,7 +58,9 @@ def test_one_that_calls_alone_what_is_for_all_gets_an_error(tmp_path):
     assert second["found"] == []
     assert len(first["found"]) == 2
     for name, message in zip(("model.calibrate()", "model.initialize(whiten=True)"), first["found"], strict=True):
-        assert message.startswith(f"{name} is for all of the 2 processes together, and 1 did not come within 1 s.")
+        assert message.startswith(
+            f"{name} must be called by all 2 processes together, and 1 did not call it within 1 s."
+        )
     assert same(first["weights"], second["weights"])
 
 
