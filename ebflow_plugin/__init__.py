@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING
 
 from ebflow_plugin import objectives
 from ebflow_plugin.adapting.adapter import Adapter
+from ebflow_plugin.adapting.rules import register_container, register_linear, register_nonlinear
 from ebflow_plugin.adapting.surgery import Replaced, smooth, unconstrain
-from ebflow_plugin.adapting.teaching import register_container, register_linear, register_nonlinear
 from ebflow_plugin.closed_form.calibration import CalibrationReport
 from ebflow_plugin.closed_form.gaussianization import LayerStart, StartReport
 from ebflow_plugin.ema import EMA

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ebflow_plugin.adapting.teaching import RegisteredLinearStep
+from ebflow_plugin.adapting.rules import RegisteredLinearStep
 from ebflow_plugin.linalg.dense import is_traced
 from ebflow_plugin.linalg.memo import Memo
 from ebflow_plugin.plan.plan import Plan

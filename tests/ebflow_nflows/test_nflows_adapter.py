@@ -263,7 +263,7 @@ def test_sbi():
     assert model.report.inside == "net"
     expected = estimator.log_prob(theta[:5].unsqueeze(0), x[:5])[0]
     assert torch.allclose(model.log_prob(theta[:5], x[:5]), expected, atol=1e-5)
-    with pytest.raises(ebf.NotAFlowError, match="What can be wrapped"):
+    with pytest.raises(ebf.NotAFlowError, match="These can be wrapped"):
         ebf.wrap(builders.build_mdn(theta, x, hidden_features=8))
 
 

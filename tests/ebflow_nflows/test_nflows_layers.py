@@ -9,7 +9,7 @@ from nflows import distributions, flows, transforms
 import ebflow_plugin as ebf
 from ebflow_nflows import FullConv2d, FullLinear, SmoothLeakyReLU
 from ebflow_plugin import testing
-from ebflow_plugin.adapting.teaching import REGISTERED
+from ebflow_plugin.adapting.rules import REGISTERED
 
 CLOSED = "second derivatives in closed form"
 

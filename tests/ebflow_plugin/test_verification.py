@@ -9,7 +9,7 @@ from nflows.nn import nets
 
 import ebflow_plugin as ebf
 from ebflow_plugin import verification
-from ebflow_plugin.adapting import teaching as rules
+from ebflow_plugin.adapting import rules
 
 D = 4
 

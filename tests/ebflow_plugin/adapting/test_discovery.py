@@ -8,9 +8,8 @@ from nflows import distributions, flows, transforms
 from torch import nn
 
 import ebflow_plugin as ebf
-from ebflow_plugin.adapting import adapter, discovery
-from ebflow_plugin.adapting import teaching as rules
-from ebflow_plugin.adapting.teaching import Child
+from ebflow_plugin.adapting import adapter, discovery, rules
+from ebflow_plugin.adapting.rules import Child
 
 D = 4
 

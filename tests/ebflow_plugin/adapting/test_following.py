@@ -180,7 +180,7 @@ def test_a_patched_part_inside_of_a_linear_step_is_seen(x):
     layer.orthogonal_1.forward = lambda inputs, context=None: inner(inputs + 1.0, context)
     expected = flow.log_prob(x)
     assert torch.allclose(model.log_prob(x), expected)
-    with pytest.warns(UserWarning, match="orthogonal_1 inside of it was hooked or patched"):
+    with pytest.warns(UserWarning, match="orthogonal_1 inside it is hooked or patched"):
         assert torch.allclose(ebf.wrap(flow).log_prob(x), expected)
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import ebflow_plugin as ebf
 from ebflow_nflows import SmoothLeakyReLU
-from ebflow_plugin.adapting.teaching import REGISTERED
+from ebflow_plugin.adapting.rules import REGISTERED
 from ebflow_plugin.objectives import DSM, FDSSM, ML, SM, SML, SSM
 from ebflow_plugin.plan.smoothness import REGISTERED_NETWORKS
 from warned import flow_of, messages, seeded, spline

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import ebflow_plugin as ebf
-from ebflow_plugin.adapting.teaching import REGISTERED
+from ebflow_plugin.adapting.rules import REGISTERED
 from ebflow_plugin.plan.smoothness import REGISTERED_NETWORKS, smoothness_of
 
 

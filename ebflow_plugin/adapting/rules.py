@@ -1,4 +1,4 @@
-"""How a class of modules acts: the rules that adapters and users give, and the registry of the users' ones."""
+"""The rules of classes: how modules of a class act, from an adapter's table or registered by users."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Child:
     """One member of a container, in the order of the container's own forward.
 
     Attributes:
-        name: Where the member stands in the container, as a dotted path; empty for the container itself.
+        name: The path of the member in the container, dotted; empty for the container itself.
         module: The member.
         inverted: Whether the container's forward runs the member's inverse.
-        step: The step to take instead of walking into the member (a split, say).
+        step: A step to use without walking into the member (a split, say).
     """
 
     name: str
@@ -49,14 +49,14 @@ class Child:
 
 @dataclass(frozen=True)
 class Container:
-    """The rule of a class that only arranges its members."""
+    """The rule of a class that only composes its members."""
 
     children: Callable[[Any], Iterable[Child]]
 
 
 @dataclass(frozen=True)
 class RegisteredRule:
-    """The rule of a class that a user registered: functions for what the module's own methods shall not do."""
+    """The rule of a class that a user registered, with functions in place of the module's own methods."""
 
     linear: bool
     apply: Callable[..., Tensor] | None = None
@@ -66,21 +66,21 @@ class RegisteredRule:
     smoothness: Smoothness = Smoothness.UNKNOWN
 
 
-# A function looks at a module and returns its rule, or None where nobody knows how this one acts.
+# A function returns the rule of a given module, or None for an unknown one.
 Rule = type[Step] | Container | RegisteredRule | Callable[[Any], "Rule | None"]
 REGISTERED: TypeRegistry[Container | RegisteredRule] = TypeRegistry("rule")
 
 
 def registered_smoothness(cls: type) -> Smoothness | None:
-    """What a user registered about the score of a class; None for a class that nobody registered, or a container."""
+    """The registered smoothness of a class; None if the class is not registered, or is a container."""
     rule = REGISTERED.get(cls)
     return rule.smoothness if isinstance(rule, RegisteredRule) else None
 
 
 class SeenShapesStep(Step):
-    """A step whose class does not tell what it does to shapes: it keeps those that passed it.
+    """A step of unknown output shapes, which records those of the data that pass through it.
 
-    A reshape of the user's own is one. What stands after it needs its shapes for its log-det.
+    A custom reshape is an example: later steps need its output shape for their log-dets.
     """
 
     def __init__(self, module: Any, path: str, inverted: bool = False) -> None:
@@ -96,7 +96,7 @@ class SeenShapesStep(Step):
     def encoded_shapes(self, shapes: Shapes) -> Shapes:
         if shapes not in self._seen and self.gives != self.takes:
             raise InputError(
-                f"{self.where} returns shapes that nobody knows before data pass it: compute an energy first"
+                f"{self.where} has unknown output shapes until data pass through it: compute an energy first"
             )
         return self._seen.get(shapes, shapes)
 
@@ -110,13 +110,13 @@ def _event_shapes(value: Value) -> Shapes:
 
 
 class OpaqueStep(SeenShapesStep, NonlinearStep):
-    """A module whose inside nobody knows, with its own log-det. It gets a copy of its input: it may write into it.
+    """A module of unknown class, with its own log-det. It receives a copy of its input, since it may write into it.
 
-    An adapter derives from this, and from the class that says how its library calls a module.
+    An adapter derives from this, and from its class that calls the library's modules.
     """
 
     registered_smoothness: Smoothness = Smoothness.UNKNOWN
-    inside: tuple[Step, ...] = ()  # the steps of the library that the module holds, which may be refused
+    inside: tuple[Step, ...] = ()  # steps of the library among the submodules, which may be refused
 
     def call_forward(self, x: Any, context: Tensor | None) -> tuple[Any, Any]:
         return super().call_forward(_copied(x), context)  # type: ignore[safe-super]
@@ -137,7 +137,7 @@ class OpaqueStep(SeenShapesStep, NonlinearStep):
 
 
 class RegisteredLinearStep(SeenShapesStep, LinearStep):
-    """A module that a user says is affine in x. What the user gives no function for, the module itself does."""
+    """A module registered as affine in x. The module's own methods are used where no function is registered."""
 
     reason = "registered by the user"
 
@@ -191,20 +191,21 @@ def register_linear(
     cost: str = "its own",
     force: bool = False,
 ) -> type:
-    """Teaches that a class is affine in x, so that its log-det belongs to log Z and not to the energy.
+    """Registers a class as affine in x, so that its log-det belongs to log Z and not to the energy.
 
-    Exact types only: a subclass that overrides a method is unknown again. Works as a decorator too. A linear step gets
-    no context: where the map depends on one, so does its log-det, and the class is nonlinear.
+    Exact types only: a subclass that overrides a method is unknown again. Also works as a decorator. A linear step
+    receives no context: if the map depends on a context, so does its log-det, and the class is nonlinear.
 
     Arguments:
         cls: The class of transforms.
         apply: ``apply(module, x)``, the forward map without its log-det. By default the module's own forward is
-            called and its log-det dropped: right, but not cheaper.
+            called and its log-det dropped: correct, but not cheaper.
         invert: ``invert(module, y)``; by default the module's own inverse.
         log_det: ``log_det(module, event_shape)``, log|det| of the forward map; by default what the module's forward
-            returns for a zero input. It is asked at each ``log_prob``, and not kept: nobody knows what it depends on.
-        cost: What the log-det costs, for the report.
-        force: Replaces an earlier registration.
+            returns for a zero input. It is called for each ``log_prob``, and not cached, since its dependencies are
+            unknown.
+        cost: The cost of the log-det, for the report.
+        force: Replaces an existing registration.
 
     Example:
         >>> from torch import nn
@@ -220,15 +221,15 @@ def register_linear(
 
 
 def register_nonlinear(cls: type, *, smoothness: str = "unknown", force: bool = False) -> type:
-    """Teaches that a class is nonlinear: it keeps its own log-det, as an unknown class does, without the warning.
+    """Registers a class as nonlinear: it keeps its own log-det, as an unknown class does, without the warning.
 
-    The class of a network inside of couplings works too: nobody can see into a ``forward`` of your own, and SSM warns
-    that the coupling may not be smooth, until you say that it is.
+    The class of a network inside couplings can be registered too. The smoothness of a custom ``forward`` is unknown,
+    and SSM warns that the coupling may not be smooth until it is registered as smooth.
 
     Arguments:
-        cls: The class of transforms, or of networks inside of them.
+        cls: The class of transforms, or of networks inside them.
         smoothness: ``"smooth"`` if its score is continuous, ``"score jumps"``, ``"density jumps"`` or ``"unknown"``.
-        force: Replaces an earlier registration.
+        force: Replaces an existing registration.
 
     Example:
         >>> from torch import nn
@@ -250,13 +251,13 @@ def register_nonlinear(cls: type, *, smoothness: str = "unknown", force: bool = 
 def register_container(
     cls: type, children: Callable[[Any], Iterable[tuple[str, Any] | Child]], *, force: bool = False
 ) -> type:
-    """Teaches that a class only arranges its members, so that they are walked into and classified one by one.
+    """Registers a class that only composes its members, so that each of them is walked and classified.
 
     Arguments:
         cls: The class of transforms.
         children: ``children(module)`` returns ``(name, member)`` pairs in the order of the module's own forward;
-            ``name`` is the dotted path from the module to the member. A :class:`Child` says more than a pair.
-        force: Replaces an earlier registration.
+            ``name`` is the dotted path from the module to the member. A :class:`Child` has more options than a pair.
+        force: Replaces an existing registration.
 
     Example:
         >>> from torch import nn

@@ -1,4 +1,4 @@
-"""Classes taught as linear whose numbers are not their own parameters."""
+"""Classes registered as linear whose tensors are not their own parameters."""
 
 import math
 
@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import ebflow_plugin as ebf
 from ebflow_nflows import FullLinear
-from ebflow_plugin.adapting.teaching import REGISTERED
+from ebflow_plugin.adapting.rules import REGISTERED
 
 D = 3
 
