@@ -21,7 +21,7 @@ from ebflow_plugin.linalg.random import mix, random_state, set_random_state
 from ebflow_plugin.objectives import Objective
 from ebflow_plugin.objectives.checks import refuse_useless_context
 from ebflow_plugin.objectives.evaluation import LikelihoodSum, calibrated
-from ebflow_plugin.objectives.noise import lend, noise_of
+from ebflow_plugin.objectives.noise import noise_of, use_generators
 from ebflow_plugin.plan.inputs import integer, one_of, pair
 from ebflow_plugin.plan.spectrum import NEAR_SINGULAR, ConditionWatch, full_layers
 from ebflow_plugin.training.checkpoints import write_weights
@@ -90,7 +90,7 @@ class LitObjective(LightningModule):
         return [optimizer], [{"scheduler": scheduler, "interval": interval, "monitor": "val_nll"}]
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        with lend(self._noise):
+        with use_generators(self._noise):
             loss: Tensor = self.objective(*pair(batch))
         self.log("train_loss", loss, prog_bar=True)
         self.last = batch, loss.detach()
@@ -99,7 +99,7 @@ class LitObjective(LightningModule):
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         generator, (x, context) = Generator(self.device), pair(batch)
         generator.manual_seed(mix("validation", self.global_rank, batch_idx))
-        with lend(dict.fromkeys(self._noise, generator)):
+        with use_generators(dict.fromkeys(self._noise, generator)):
             self.log("val_loss", self.objective(x, context), batch_size=len(x), sync_dist=True)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -213,7 +213,7 @@ class ConditionGuard(Callback):
         with _gathered(module):
             u, _ = model.preprocess(pair(batch)[0][:1], Generator(module.device).manual_seed(0))
             self._watch.layers = full_layers(model.core.plan, tuple(u.shape[1:]))
-            spectra = self._watch.look(trainer.global_step)
+            spectra = self._watch.check(trainer.global_step)
         if spectra:
             module.log("condition", max(spectrum.condition for spectrum in spectra.values()))
 
@@ -236,8 +236,8 @@ class FiniteGuard(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, module: Any, optimizer: Optimizer) -> None:
         model, step, (batch, loss) = module.objective.model, trainer.global_step + 1, module.last
-        self._watch.see(step, loss, gradient_norms(self._trained.values(), loss))
-        finding = self._watch.look() if step % self._every == 0 else None
+        self._watch.record(step, loss, gradient_norms(self._trained.values(), loss))
+        finding = self._watch.check() if step % self._every == 0 else None
         if finding is not None:
             with _gathered(module):
                 lines = diagnose(model, *pair(batch)) if finding.step == step else []

@@ -11,7 +11,7 @@ from torch import Generator
 from ebflow_plugin.linalg.random import mix
 from ebflow_plugin.objectives.base import Objective, WeightedSum
 
-__all__ = ["lend", "noise_of", "terms_of"]
+__all__ = ["noise_of", "terms_of", "use_generators"]
 
 
 def terms_of(objective: Objective) -> list[Objective]:
@@ -38,8 +38,8 @@ def noise_of(objective: Objective, seed: int, rank: int, device: torch.device) -
 
 
 @contextmanager
-def lend(noise: Mapping[Objective, Generator]) -> Iterator[None]:
-    """Lets terms draw from these generators inside a ``with`` block."""
+def use_generators(noise: Mapping[Objective, Generator]) -> Iterator[None]:
+    """Replaces the generators of the terms inside a ``with`` block."""
     own = {term: term.generator for term in noise}
     for term, generator in noise.items():
         term.generator = generator

@@ -82,7 +82,7 @@ class ConditionWatch:
         self.layers, self.limit, self.advice = list(layers), limit, advice
         self._warned: set[str] = set()
 
-    def look(self, step: int) -> dict[str, Spectrum]:
+    def check(self, step: int) -> dict[str, Spectrum]:
         """Estimates the spectrum of each layer, by path, at a training step, and warns."""
         spectra: dict[str, Spectrum] = {}
         lines = []

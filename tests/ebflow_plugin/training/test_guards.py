@@ -113,17 +113,17 @@ def test_a_late_look_still_names_the_first_bad_step(bad, every, loss):
         norms = torch.ones(3)
         if step >= bad:  # everything is bad after the first one
             norms[1 if step == bad else slice(None)] = NAN
-        watch.see(step, torch.tensor(NAN if loss and step >= bad else 0.0), norms)
-        if step % every == 0 and (found := watch.look()):
+        watch.record(step, torch.tensor(NAN if loss and step >= bad else 0.0), norms)
+        if step % every == 0 and (found := watch.check()):
             break
-    found = found or watch.look()
+    found = found or watch.check()
     assert (found.step, found.loss, found.parameters) == (bad, loss, ("b",))
-    assert watch.look() is None
+    assert watch.check() is None
 
 
 def test_a_late_look_in_a_run_names_the_first_bad_step(monkeypatch, tmp_path):
     """As on CUDA, where a look waits for the device: the weights are spoilt when it comes."""
-    monkeypatch.setitem(loop.LOOK_EVERY, "cpu", 10)
+    monkeypatch.setitem(loop.CHECK_EVERY, "cpu", 10)
     with pytest.raises(TrainingError) as caught:
         fit(trapped(2), make_data(), steps=50, evaluate_every=50, checkpoint=tmp_path, progress=False)
     assert "step 3: the loss is not finite" in str(caught.value)
@@ -154,7 +154,7 @@ class Waits(TorchDispatchMode):
 
 @pytest.mark.parametrize("kind", [ebf.objectives.SSM, ebf.objectives.DSM, ebf.objectives.FDSSM])
 def test_a_step_does_not_wait_for_the_device(monkeypatch, kind):
-    monkeypatch.setitem(loop.LOOK_EVERY, "cpu", 10)
+    monkeypatch.setitem(loop.CHECK_EVERY, "cpu", 10)
     waits, seen = Waits(), []
     tolist = torch.Tensor.tolist
 
@@ -246,8 +246,8 @@ def test_a_nearly_singular_layer_is_reported_once():
     with pytest.warns(
         ebf.ConditioningWarning, match=r"(?s)step 5: 1 of 1 full layers.*_transform  FullLinear.*1.0e-06.*conditioning"
     ):
-        watch.look(5)
-    assert watch.look(6)["_transform"].condition == pytest.approx(2e6, rel=1e-3)  # warnings are errors in these tests
+        watch.check(5)
+    assert watch.check(6)["_transform"].condition == pytest.approx(2e6, rel=1e-3)  # warnings are errors in these tests
 
 
 @pytest.mark.parametrize("kind", ["linear", "conv"])

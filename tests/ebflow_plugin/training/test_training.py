@@ -18,7 +18,7 @@ from ebflow_nflows import FullLinear
 from ebflow_plugin.linalg.random import mix
 from ebflow_plugin.objectives import DSM, ML, SSM
 from ebflow_plugin.objectives.evaluation import LikelihoodSum
-from ebflow_plugin.objectives.noise import lend, noise_of
+from ebflow_plugin.objectives.noise import noise_of, use_generators
 from ebflow_plugin.training import fit, loop
 from ebflow_plugin.training import progress as shown
 from ebflow_plugin.training.batches import batches
@@ -210,7 +210,7 @@ def test_other_processes_draw_from_a_copy_of_the_users_generator():
         first, shared, second = (noise[term] for term in objective.terms)
         assert first is second is not shared
         assert (first is own) == (rank == 0)
-        with lend(noise):
+        with use_generators(noise):
             assert [term.generator for term in objective.terms] == [first, shared, second]
         assert [term.generator for term in objective.terms] == [own, None, own]
         draws += [] if first is own else [torch.rand(1, generator=first).item()]
