@@ -145,7 +145,7 @@ class EBFlow(EnergyModel):
 
         Arguments:
             x: Data, with shape ``(B, *)``.
-            context: What the flow is conditioned on, with ``B`` rows.
+            context: The context of the flow, with ``B`` rows.
             generator: Draws the noise of a :class:`~ebflow_plugin.Dequantize`. Nothing else is random.
 
         Returns:

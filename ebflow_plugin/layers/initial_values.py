@@ -12,7 +12,7 @@ INITS = ("identity", "negative_identity", "normal", "orthogonal")
 
 
 def known_init(name: str) -> str:
-    """Returns the name, or refuses one that is not in :data:`INITS`."""
+    """Returns the name, or raises if it is not in :data:`INITS`."""
     if name not in INITS:
         raise InputError(f"unknown init {name!r}. {suggest(name, INITS)}")
     return name

@@ -1,4 +1,4 @@
-"""The methods of :meth:`EBFlow.log_z <ebflow_plugin.EBFlow.log_z>`: exact, or estimated with an error bar."""
+"""The methods of :meth:`EBFlow.log_z <ebflow_plugin.EBFlow.log_z>`: exact, or estimated with a standard error."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from ebflow_plugin.plan.step import LinearStep, Shape
 
 __all__ = ["AFFORDABLE", "estimate_log_z"]
 
-# What "auto" factorises, for each layer: about a minute on one core of a CPU, and 2 GB. Dense layers up to D = 11,500.
+# The limit of "auto" for the factorisation of a layer: about a minute on one CPU core, and 2 GB. Dense layers up to
+# D = 11,500.
 AFFORDABLE = Cost(operations=1e12, memory=2 * 2**30)
 
 
@@ -39,19 +40,19 @@ def estimate_log_z(
 
     Arguments:
         model: The model.
-        exact: Keeps its exact log Z.
+        exact: The cache of its exact log Z.
         event_shape: The shape of one data point.
-        method: How to compute it.
+        method: The method.
         options: Options of the method.
 
     Raises:
-        InputError: If there is no such method, or an option has a value that it cannot have.
+        InputError: If the method is unknown, or an option has an invalid value.
         UnknownNameError: If the method has no such option.
     """
     if method == "auto":
         worst = [exact_cost(step, shapes) for step, shapes in _linear_steps(model.plan, event_shape)]
         method = "lanczos" if any(cost.exceeds(AFFORDABLE) for cost in worst) else "exact"
-        if method == "exact":  # options of the method that was not needed are no mistake
+        if method == "exact":  # the options of Lanczos are allowed, though not used
             _check_options("lanczos", options)
             options = {}
     if not isinstance(method, str) or method not in ("exact", *_METHODS):
@@ -180,14 +181,14 @@ def _linear_steps(plan: Plan, event_shape: Shape) -> list[tuple[LinearStep, tupl
 
 
 def _is_cheap(step: LinearStep, shapes: tuple[Shape, ...]) -> bool:
-    """Whether a log-det is O(D), or that of small blocks: one matrix for each pixel, say."""
+    """Whether a log-det is O(D), or that of small blocks (one matrix for each pixel, say)."""
     size = step.determinant(shapes)
     return size is None or (size < prod(shapes[0]) and not exact_cost(step, shapes).exceeds(AFFORDABLE))
 
 
 @torch.no_grad()
 def _squares(step: LinearStep, shape: Shape) -> float | None:
-    """The sum of the squares of the entries of a step's matrix, in O(parameters), if it can be told."""
+    """The sum of the squares of the entries of a step's matrix, in O(parameters); None if it is not known."""
     if isinstance(step, MatrixStep):
         return float(step.weight().double().square().sum()) * prod(shape[1:])
     if isinstance(step, FullStep) and isinstance(step.module, FullLinear):
@@ -199,7 +200,7 @@ def _squares(step: LinearStep, shape: Shape) -> float | None:
     for axis in (geometry.rows, geometry.columns):
         taps = axis.sources()
         if any(len(seen := [pixel for pixel in row if pixel >= 0]) != len(set(seen)) for row in taps):
-            return None  # taps share a pixel, where the padding reflects or repeats: their entries add up
+            return None  # taps share a pixel, with reflect or replicate padding: their entries add up
         counts.append([sum(row[tap] >= 0 for row in taps) for tap in range(len(taps[0]))])
     weight = step.module.weight.double().square().sum((0, 1))
     times = torch.outer(*(torch.tensor(count, dtype=weight.dtype, device=weight.device) for count in counts))
@@ -213,7 +214,7 @@ def _energy(model: EnergyModel, context: Tensor | None) -> Callable[[Tensor], Te
         raise InputError(f"log_z needs a context of one row, got {got}; log Z is the same for all contexts")
 
     with torch.inference_mode(False):
-        context = None if context is None else context.clone()  # gradients pass by it
+        context = None if context is None else context.clone()  # no inference tensor, since gradients are computed
 
     def energy(x: Tensor) -> Tensor:
         return model.core.energy(x, None if context is None else context.expand(len(x), *context.shape[1:]))

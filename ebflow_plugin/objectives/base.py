@@ -109,7 +109,7 @@ class Objective(nn.Module, ABC):
 
         Arguments:
             x: Data, with shape ``(B, *)``.
-            context: What the flow is conditioned on, with ``B`` rows.
+            context: The context of the flow, with ``B`` rows.
 
         Returns:
             A scalar, or the values of all samples with shape ``(B,)`` for ``reduction="none"``.
