@@ -233,7 +233,7 @@ def check_data(path: Path, found: str) -> None:
 
 
 def _load(run: Run, path: Path, weights: str) -> tuple[str, int]:
-    """Returns a model its weights, and says which they are, and of which step."""
+    """Loads the weights of a run into its model, and returns which they are, and their step."""
     if weights == "best":
         step = int(ebf.load_best(run.model, path)["step"])
         return f"best weights, step {step}" + (": the start, nothing was learnt" if step == 0 else ""), step

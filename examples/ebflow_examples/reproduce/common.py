@@ -188,7 +188,7 @@ def _at_best_rate(cell: Cell, found: Mapping[str, Found]) -> Cell:
 
 
 def _shared(options: Options, cells: list[Cell]) -> list[Cell]:
-    """Returns each cell that trains its part of the budget, or of the seconds that were asked for."""
+    """Assigns each timed cell its part of the budget, or of the seconds that were asked for."""
     count = sum(cell.part for cell in cells if cell.timed)
     share = TRAINING * options.budget * 60 * options.jobs / max(1.0, count)
     share = QUICK_SECONDS if options.quick else share if options.seconds is None else options.seconds
