@@ -66,7 +66,7 @@ class NormflowsBase(Base):
     def log_prob(self, latents: tuple[Tensor, ...], context: Tensor | None) -> Tensor:
         (z,) = latents
         if context is None and self.needs_context:
-            raise InputError(f"{self.where} is conditional: pass the context (class labels, for one) of the samples")
+            raise InputError(f"{self.where} is conditional: pass the context (class labels, say) of the samples")
         return per_sample(self.module.log_prob(z, **self._given(self._names[0], context, z)), z)
 
     @property

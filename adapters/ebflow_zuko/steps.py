@@ -195,7 +195,7 @@ class CouplingStep(AutoregressiveStep):
 
     @property
     def _constant(self) -> int:
-        """How many features are passed on, as the size of the network's output tells without a look at the mask."""
+        """The number of constant features, from the output size of the network, without reading the mask."""
         count: int = self.module.mask.numel() - self.module.hyper.out_features // self.module.total
         return count
 

@@ -163,11 +163,11 @@ def check_shape(name: str, value: object) -> Shape:
     Example:
         >>> check_shape("event_shape", 3)
         Traceback (most recent call last):
-        ebflow_plugin.errors.InputError: event_shape must be a tuple of integers, (3, 32, 32) for one, got 3
+        ebflow_plugin.errors.InputError: event_shape must be a tuple of integers, such as (3, 32, 32), got 3
     """
     sizes = [as_integer(size) for size in value] if isinstance(value, (tuple, list)) else [None]
     if not all(size is not None and size > 0 for size in sizes):
-        raise InputError(f"{name} must be a tuple of integers, (3, 32, 32) for one, got {value!r}")
+        raise InputError(f"{name} must be a tuple of integers, such as (3, 32, 32), got {value!r}")
     return tuple(size for size in sizes if size is not None)
 
 

@@ -342,7 +342,7 @@ def test_missing_entries_can_start_elsewhere():
     model, _, _ = make_gaussian()
     x = torch.tensor([[math.nan, 1.0, 2.0]], dtype=WIDE)
     mask = torch.isnan(x)
-    with pytest.raises(ebf.InputError, match="pass finite ones in init="):
+    with pytest.raises(ebf.InputError, match="pass finite values as init="):
         impute(model, x, mask, steps=1, step_size=0.1)
     filled = impute(model, x, mask, steps=0, step_size=0.1, init=torch.full_like(x, 7.0))
     assert filled.tolist() == [[[7.0, 1.0, 2.0]]]

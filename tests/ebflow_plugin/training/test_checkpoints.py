@@ -281,7 +281,7 @@ def test_a_scheduler_that_cannot_be_saved_is_refused_before_any_work():
             return {"function": damage_foreign}
 
     model = make_model()
-    with pytest.raises(InputError, match="state of the scheduler cannot be kept"):
+    with pytest.raises(InputError, match="state of the scheduler cannot be saved"):
         fit(ebf.objectives.ML(model), make_data(50), steps=2, scheduler=lambda o: Odd(o, lambda step: 1.0))
 
 

@@ -87,7 +87,7 @@ def test_lost_best_weights_do_not_stop_a_run_that_can_go_on(tmp_path, formats, d
     else:
         path.write_bytes({"truncated": content[: len(content) // 2], "empty": b"", "flipped": bytes(content)}[damage])
     with pytest.warns(
-        ebf.ResumeWarning, match="best weights so far are lost.*goes on, and the best are those from step 12"
+        ebf.ResumeWarning, match="best weights so far are lost.*continues, and the best are those from step 12"
     ):
         result, model = run(tmp_path / "parts")
     assert result.steps == 20
