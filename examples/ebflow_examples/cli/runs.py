@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ebflow_examples.cli.options import DataRoot, Device, Folder, Json, Picture, Seed, Weights
 from ebflow_examples.console import say, say_json
+
+if TYPE_CHECKING:  # torch is imported by the commands that need it
+    from ebflow_examples.runs import Run
 
 __all__ = ["density", "evaluate", "impute", "sample"]
 
@@ -62,10 +65,8 @@ def sample(
     ```
     """
     from ebflow_examples.pictures import draw_samples, unseen_features
-    from ebflow_examples.runs import open_run
 
-    opened = open_run(run, weights, device, data_root)
-    path = _png(out, run / "samples.png")
+    opened, path = _opened(run, weights, device, data_root, out, "samples.png")
     numbers = draw_samples(opened, count, path, temperature=temperature, seed=seed)
     say(f"{count} samples ({opened.facts}): {path} and {numbers}")
     left_out = unseen_features(opened)
@@ -95,10 +96,8 @@ def impute(
     ```
     """
     from ebflow_examples.pictures import draw_imputation, impute_rows
-    from ebflow_examples.runs import open_run
 
-    opened = open_run(run, weights, device, data_root)
-    path = _png(out, run / "imputation.png")
+    opened, path = _opened(run, weights, device, data_root, out, "imputation.png")
     found = impute_rows(opened, count, mask, share=share, steps=steps, seed=seed)
     draw_imputation(opened, found, path)
     unit = "units of the data" if opened.data.levels is None else f"grey levels of {opened.data.levels}"
@@ -128,12 +127,19 @@ def density(
     ```
     """
     from ebflow_examples.pictures import draw_density
-    from ebflow_examples.runs import open_run
 
-    opened = open_run(run, weights, device, data_root)
-    path = _png(out, run / "density.png")
+    opened, path = _opened(run, weights, device, data_root, out, "density.png")
     draw_density(opened, path, seed)
     say(f"density ({opened.facts}): {path}")
+
+
+def _opened(
+    run: Path, weights: str, device: str, data_root: str | None, out: Path | None, picture: str
+) -> tuple[Run, Path]:
+    """Reads a run folder, and says where its picture goes: into it, if nobody says otherwise."""
+    from ebflow_examples.runs import open_run
+
+    return open_run(run, weights, device, data_root), _png(out, run / picture)
 
 
 def _png(out: Path | None, default: Path) -> Path:
