@@ -250,6 +250,20 @@ def test_eval_agrees_with_the_summary_and_reads_all_weights(digits):
     assert found["bits_per_dim"] == pytest.approx(found["nll"] / 64 / np.log(2))
     assert "± " in ebflow("eval", digits, "--weights", "last", "--split", "validation").stdout
     assert "average weights, step 4, calibrated" in ebflow("eval", digits, "--weights", "average").stdout
+    assert "entropy" not in found
+
+
+def test_eval_prints_the_gap_to_a_known_entropy(plane):
+    found = json.loads(ebflow("eval", plane, "--json").stdout)
+    known = data.load("swirl")
+    true_nll = -float(known.truth.log_prob(known.test.double()).mean())
+    assert found["entropy"] == pytest.approx(4.1394, abs=1e-4)
+    assert found["gap"] == pytest.approx(found["nll"] - true_nll, abs=1e-5)
+    assert found["gap"] == pytest.approx(found["nll"] - found["entropy"], abs=4 * found["nll_error"])
+    assert 0 < found["gap_error"] < found["gap"]
+    lines = ebflow("eval", plane).stdout.splitlines()
+    assert lines[3] == "entropy   4.1394 nats, the least that any model can have"
+    assert lines[4].startswith(f"gap       {found['gap']:.4f} ± {found['gap_error']:.4f} nats: ")
 
 
 def test_pictures_of_images(digits, tmp_path):

@@ -14,6 +14,7 @@ from torch.distributions import Normal
 
 from ebflow_examples import images, synthetic
 from ebflow_examples.data import NAMES, data_root, load
+from ebflow_examples.runs import Floor
 from ebflow_examples.synthetic import PLANE, Autoregressive
 from ebflow_plugin.errors import InputError, UnknownNameError
 
@@ -149,6 +150,7 @@ def test_autoregressive_follows_eq_a7():
     torch.testing.assert_close(x[:, 0], u[:, 0])
     for i in (2, 3, 4):  # the paper counts from 1
         torch.testing.assert_close(x[:, i - 1], torch.tanh(u[:, i - 1] * 0.5) * (x[:, i - 2] + 2.0 * 2**i))
+    assert Floor.of(chain, x, -chain.log_prob(x)) is None  # no formula has its entropy
 
 
 def test_density_of_the_chain_is_that_of_its_jacobian():

@@ -15,7 +15,7 @@ from ebflow_examples.data import OF_TEXTURES, load
 from ebflow_examples.models import flow_for
 from ebflow_examples.reproduce import race
 from ebflow_examples.reproduce.common import Cell, Found, Options
-from ebflow_examples.runs import build, standard_error
+from ebflow_examples.runs import Floor, build, standard_error
 from ebflow_examples.textures import Textures
 from ebflow_plugin.errors import InputError, TrainingError
 
@@ -73,8 +73,11 @@ def test_samples_have_the_density(truth):
 @pytest.mark.parametrize("side", [7, 8, 16])
 def test_the_entropy_is_the_mean_nll_of_samples(side):
     truth = Textures(side)
-    nll = -truth.log_prob(truth.sample(4000, seeded(2)))
+    rows = truth.sample(4000, seeded(2))
+    nll = -truth.log_prob(rows)
     assert abs(float(nll.mean()) - truth.entropy()) < 4 * standard_error(nll)
+    floor = Floor.of(truth, rows.flatten(1), nll)
+    assert (floor.entropy, floor.gap, floor.gap_error) == pytest.approx((truth.entropy(), 0.0, 0.0), abs=1e-9)
 
 
 def test_the_variances_in_the_entropy_are_those_of_the_inverse(truth):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,6 +27,8 @@ def evaluate(
 ) -> None:
     """Compute the exact NLL and bits/dim of a run, with standard errors over the rows.
 
+    For data whose entropy is known (sine, swirl, checkerboard, textures) also that, and the gap of the NLL to it.
+
     **Examples**
 
     ```bash
@@ -33,16 +36,23 @@ def evaluate(
     ebflow eval runs/swirl --weights last --split validation --json
     ```
     """
-    from ebflow_examples.runs import likelihood, open_run
+    from ebflow_examples.runs import Floor, Likelihood, nll_of_rows, open_run
 
     opened = open_run(run, weights, device, data_root)
-    found = likelihood(opened.model, opened.split(split), opened.config.seed, split)
+    rows = opened.split(split)
+    values = nll_of_rows(opened.model, rows, opened.config.seed, split)
+    found = Likelihood.of(values, rows[0].numel())
+    floor = Floor.of(opened.data.truth, rows, values)
     if as_json:
-        say_json({"run": str(run), "split": split, "weights": opened.facts, **found.to_dict()})
+        known = {} if floor is None else asdict(floor)
+        say_json({"run": str(run), "split": split, "weights": opened.facts, **found.to_dict(), **known})
         return
     say(f"{opened.config.data}, {found.rows:,} {split} rows; {opened.facts}")
     say(f"NLL       {found.nll:.4f} ± {found.nll_error:.4f} nats")
     say(f"bits/dim  {found.bits_per_dim:.4f} ± {found.bits_error:.4f}")
+    if floor is not None:
+        say(f"entropy   {floor.entropy:.4f} nats, the least that any model can have")
+        say(f"gap       {floor.gap:.4f} ± {floor.gap_error:.4f} nats: log p of the truth less the model's, row by row")
 
 
 def sample(
