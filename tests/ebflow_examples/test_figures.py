@@ -8,7 +8,7 @@ import torch
 from ebflow_examples.config import TrainConfig
 from ebflow_examples.defaults import settle
 from ebflow_examples.gaussian import Gaussian
-from ebflow_examples.reproduce import fig4, fig5
+from ebflow_examples.reproduce import common, fig4, fig5
 from ebflow_examples.reproduce.common import Options
 from ebflow_examples.runs import build
 from ebflow_examples.training import optimizer_for
@@ -21,7 +21,7 @@ def quick_cells(what, made):
 
 @pytest.mark.parametrize("cell", quick_cells("fig4", fig4), ids=lambda cell: cell.settings["objective"])
 def test_samples_of_a_run_that_goes_on_are_those_of_the_run(cell, tmp_path):
-    stage = tmp_path / f"{cell.name}-stage0"
+    stage = common.workplace(cell, tmp_path) / "stage0"
     stage.mkdir()
     (stage / "steps.txt").write_text("5\n")
     found = fig4.compute(cell, tmp_path, None)
@@ -34,6 +34,32 @@ def test_samples_of_a_run_that_goes_on_are_those_of_the_run(cell, tmp_path):
     assert again["nll"] == found["nll"]
     assert again["seconds"] == found["seconds"]
     assert all((tmp_path / name).read_bytes() == grid for name, grid in grids.items())
+
+
+def test_a_fresh_run_and_one_that_is_told_otherwise_begin_anew(tmp_path, monkeypatch):
+    """The checkpoints of the run before are not gone on from."""
+    options = Options("fig4", budget=1.0, data="digits", quick=True, out=tmp_path, only=("ml",))
+    monkeypatch.setattr(fig4, "_step_seconds", lambda run: pace)
+    began = []
+    train = fig4._train
+    monkeypatch.setattr(fig4, "_train", lambda run, *given: began.append(given[1].exists()) or train(run, *given))
+
+    def steps(options):
+        (found,) = common.run(options, fig4)
+        return found.result["steps"]
+
+    pace = common.QUICK_SECONDS / 4
+    assert steps(options) == 4
+    assert steps(options) == 4  # it is kept
+    assert began == [False]
+    pace = common.QUICK_SECONDS / 3
+    assert steps(replace(options, fresh=True)) == 3
+    (options.folder / "glow-ml-seed0.json").unlink()  # a run that was stopped goes on
+    assert steps(options) == 3
+    assert began == [False, False, True]
+    monkeypatch.setattr(common, "QUICK_SECONDS", 2 * common.QUICK_SECONDS)
+    assert steps(options) == 6  # it has another time
+    assert began == [False, False, True, False]
 
 
 def test_processor_time_settles_the_number_of_steps(tmp_path):
