@@ -8,31 +8,14 @@ import tomllib
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
+from commands import ebflow, refused
 from ebflow_examples import config, console, data, models, pictures, training
 from ebflow_examples.cli import app
 from ebflow_examples.runs import build, fingerprint
 from ebflow_plugin import objectives
 
 SMALL = ["--steps", "4", "--batch-size", "20", "--limit", "200", "--evaluate-every", "2"]
-
-
-def ebflow(*arguments, code=0):
-    """Runs a command in this process, and checks its exit code."""
-    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    assert done.exit_code == code, done.output
-    return done
-
-
-def refused(*arguments, code=2):
-    """Runs a command that fails, and gives its message: one line on the standard error."""
-    done = ebflow(*arguments, code=code)
-    lines = done.stderr.strip().splitlines()
-    assert lines[-1].startswith("error: "), done.stderr
-    return lines[-1]
 
 
 @pytest.fixture(scope="module")

@@ -17,13 +17,10 @@ from ebflow_examples.data import NAMES, data_root, load
 from ebflow_examples.runs import Floor
 from ebflow_examples.synthetic import PLANE, Autoregressive
 from ebflow_plugin.errors import InputError, UnknownNameError
+from randomness import rng
 
 SHARED = data_root(os.environ.get("EBFLOW_DATA") or Path(__file__).parents[3] / "shared" / "data")
 needs_shared = pytest.mark.skipif(not (SHARED / "MNIST").is_dir(), reason="set EBFLOW_DATA to a folder with MNIST")
-
-
-def seeded(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def tabulated(spacing=0.08):
@@ -45,7 +42,7 @@ def test_densities_integrate_to_one_and_have_their_entropy(name):
     entropy = -float((log_prob.exp() * log_prob).sum()) * spacing**2
     assert truth.entropy() == pytest.approx(entropy, abs=1e-9)
     assert truth.entropy(0.03) == pytest.approx(truth.entropy(), abs=1e-11)
-    surprise = -truth.log_prob(truth.sample(20_000, seeded(1)))
+    surprise = -truth.log_prob(truth.sample(20_000, rng(1)))
     assert float(surprise.mean()) == pytest.approx(entropy, abs=4 * float(surprise.std()) / 20_000**0.5)
     assert truth.entropy() == pytest.approx({"sine": 4.4796, "swirl": 4.1394, "checkerboard": 4.6840}[name], abs=1e-4)
 
@@ -58,7 +55,7 @@ def test_samples_fall_where_the_density_is(name):
     side = len(grid) // cells
     mass = truth.log_prob((grid + spacing / 2).reshape(-1, 2)).exp().reshape(len(grid), -1) * spacing**2
     expected = count * mass.unfold(0, side, side).unfold(1, side, side).sum((-1, -2)).flatten()
-    x = truth.sample(count, seeded(2))
+    x = truth.sample(count, rng(2))
     found, _ = torch.histogramdd(x.flip(1), [cells, cells], range=[-14.0, 14.0, -14.0, 14.0])
     seen = expected > 5
     statistic = float(((found.flatten() - expected).square() / expected)[seen].sum())
@@ -69,7 +66,7 @@ def test_samples_fall_where_the_density_is(name):
 
 @pytest.mark.parametrize("truth", [*(make() for make in PLANE.values()), Autoregressive(5, 0.7, 1.5)])
 def test_score_is_the_gradient_of_the_density(truth):
-    x = truth.sample(20, seeded(1))
+    x = truth.sample(20, rng(1))
     if not isinstance(truth, Autoregressive):
         x = torch.cat([x, torch.tensor([[60.0, -80.0], [0.0, 0.0]], dtype=torch.float64)])
     x.requires_grad_()
@@ -83,7 +80,7 @@ def test_twice_the_nodes_along_a_curve_change_nothing(name, monkeypatch):
     truth = PLANE[name]()
     monkeypatch.setattr(synthetic, "ORDER", 2 * synthetic.ORDER)
     finer = PLANE[name].__wrapped__()
-    x = truth.sample(500, seeded(3))
+    x = truth.sample(500, rng(3))
     torch.testing.assert_close(truth.log_prob(x), finer.log_prob(x), rtol=0, atol=1e-10)
     torch.testing.assert_close(truth.score(x), finer.score(x), rtol=0, atol=1e-9)
 
@@ -99,7 +96,7 @@ def test_a_smoothed_interval_far_from_it():
 
 def test_chunks_do_not_matter(monkeypatch):
     truth = synthetic.checkerboard()
-    x = truth.sample(33, seeded(1))
+    x = truth.sample(33, rng(1))
     whole = truth.log_prob(x), truth.score(x)
     monkeypatch.setattr(synthetic, "CHUNK", 56)  # seven rows at a time
     torch.testing.assert_close(truth.log_prob(x), whole[0], rtol=1e-12, atol=1e-12)
@@ -116,19 +113,19 @@ def test_densities_have_the_type_of_their_input(dtype):
 
 
 def test_sine_swirl_and_checkerboard_lie_where_the_authors_put_them():
-    x, y = synthetic.sine().clean(2000, seeded()).T
+    x, y = synthetic.sine().clean(2000, rng()).T
     assert x.abs().max() <= 8
     rest = y - 4 * torch.sin(3 * x / 4)
     assert float(rest.mean()) == pytest.approx(0, abs=0.1)
     assert float(rest.std()) == pytest.approx(1, abs=0.1)
-    points = synthetic.swirl().clean(2000, seeded()) * 3 / 2.5
+    points = synthetic.swirl().clean(2000, rng()) * 3 / 2.5
     angle = torch.linspace(0, 3 * math.pi, 3000, dtype=torch.float64)
     curve = torch.stack([angle * angle.cos() + 1, 2 - angle * angle.sin()], dim=1)
     above = curve[None] - points[:, None]  # by how much a point of the curve is to the right, and higher
     inside = (above > -0.01) & (above < 0.51)
     assert inside.all(-1).any(1).all()
     assert torch.hypot(*(points - torch.tensor([1.0, 2.0])).T).max() < 3 * math.pi + 0.8
-    x, y = synthetic.checkerboard().clean(2000, seeded()).T / 3
+    x, y = synthetic.checkerboard().clean(2000, rng()).T / 3
     assert ((x.floor() + y.floor()) % 2 == 0).all()
     assert torch.stack([x, y]).abs().max() <= 2
     assert len({(i, j) for i, j in zip(x.floor().tolist(), y.floor().tolist(), strict=True)}) == 8
@@ -145,8 +142,8 @@ def test_clean_rows_are_the_training_rows_without_their_noise(name):
 
 def test_autoregressive_follows_eq_a7():
     chain = Autoregressive(4, shape=0.5, distance=2.0)
-    x = chain.sample(50, seeded())
-    u = torch.randn(50, 4, generator=seeded(), dtype=torch.float64)
+    x = chain.sample(50, rng())
+    u = torch.randn(50, 4, generator=rng(), dtype=torch.float64)
     torch.testing.assert_close(x[:, 0], u[:, 0])
     for i in (2, 3, 4):  # the paper counts from 1
         torch.testing.assert_close(x[:, i - 1], torch.tanh(u[:, i - 1] * 0.5) * (x[:, i - 2] + 2.0 * 2**i))
@@ -162,7 +159,7 @@ def test_density_of_the_chain_is_that_of_its_jacobian():
             columns.append(torch.tanh(u[i - 1] * 0.5) * (columns[-1] + 2.0 * 2**i))
         return torch.stack(columns)
 
-    for u in torch.randn(5, 4, generator=seeded(3), dtype=torch.float64):
+    for u in torch.randn(5, 4, generator=rng(3), dtype=torch.float64):
         jacobian = torch.autograd.functional.jacobian(forward, u)
         expected = Normal(0.0, 1.0).log_prob(u).sum() - torch.linalg.slogdet(jacobian)[1]
         torch.testing.assert_close(chain.log_prob(forward(u)[None])[0], expected)
@@ -204,7 +201,7 @@ def test_the_truth_fits_the_data_it_comes_with():
     """The mean log-density of test data and of fresh draws agree, to their standard error."""
     data = load("swirl", limit=10)
     inside = data.truth.log_prob(data.test[:400])
-    fresh = data.truth.log_prob(data.truth.sample(400, seeded(9)))
+    fresh = data.truth.log_prob(data.truth.sample(400, rng(9)))
     error = math.hypot(inside.std().item(), fresh.std().item()) / 20
     assert abs(inside.mean().item() - fresh.mean().item()) < 4 * error
 

@@ -12,6 +12,7 @@ from ebflow_examples.reproduce import common, fig4, fig5
 from ebflow_examples.reproduce.common import Options
 from ebflow_examples.runs import build
 from ebflow_examples.training import optimizer_for
+from randomness import rng
 
 
 def quick_cells(what, made):
@@ -89,7 +90,7 @@ def test_weight_decay_is_of_full_linear_layers_alone():
 
 
 def test_the_conditional_of_a_gaussian():
-    generator = torch.Generator().manual_seed(0)
+    generator = rng(0)
     mix = torch.randn(5, 5, generator=generator, dtype=torch.float64)
     gaussian = Gaussian(torch.arange(5, dtype=torch.float64), mix @ mix.mT + torch.eye(5, dtype=torch.float64))
     u = torch.randn(3, 5, generator=generator, dtype=torch.float64)

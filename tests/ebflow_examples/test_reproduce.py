@@ -24,6 +24,7 @@ from ebflow_examples.reproduce.timed import Clock, Evaluations, train_for
 from ebflow_examples.runs import build, likelihood
 from ebflow_plugin.errors import InputError, TrainingError, UnknownNameError
 from ebflow_plugin.training.loop import Event
+from randomness import rng
 
 FIVE = {"ml", "sml", "ssm", "dsm", "fdssm"}
 # To save time, some cells of an experiment; the others differ in their data, objective or seed.
@@ -137,9 +138,7 @@ def test_the_gaussian_that_every_model_must_beat_stands_beside_them(out):
     found = {cell["cell"]["name"]: cell for cell in content(out, "table2")["cells"]}  # though only fc was asked for
     data = load("digits").flattened()
     logits = [
-        torch.logit(
-            (1 - 2e-6) * (part + torch.rand(part.shape, generator=torch.Generator().manual_seed(1))) / 17 + 1e-6
-        )
+        torch.logit((1 - 2e-6) * (part + torch.rand(part.shape, generator=rng(1))) / 17 + 1e-6)
         for part in (data.train.double(), data.test[:100].double())
     ]
     centre, spread = logits[0].mean(0), torch.cov(logits[0].T)

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 import torch
 from sklearn.datasets import load_breast_cancer
-from typer.testing import CliRunner
 
+from commands import ebflow, refused_at_length
 from ebflow_examples import console, demo, folders, plots, tables, training
-from ebflow_examples.cli import app
 from ebflow_examples.config import TrainConfig
 from ebflow_examples.data import load
 from ebflow_examples.defaults import usual_loss
@@ -27,21 +26,6 @@ from ebflow_plugin.errors import InputError
 from ebflow_plugin.training.checkpoints import atomic_write
 
 SMALL = ["--steps", "4", "--batch-size", "20", "--limit", "200", "--evaluate-every", "2", "--loss", "ml"]
-
-
-def ebflow(*arguments, code=0):
-    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    assert done.exit_code == code, done.output
-    return done
-
-
-def refused(*arguments, code=2):
-    """The message of a command that fails, on one line; there is no traceback."""
-    text = ebflow(*arguments, code=code).stderr
-    assert "Traceback" not in text
-    return " ".join(text[text.index("error: ") :].split())
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +59,8 @@ def test_a_file_that_changed_is_not_gone_on_with(tmp_path):
     ebflow("train", "--data", file, "--out", out, "--resume", "--steps", 3)
     before = content(out)
     np.save(file, rows[::-1])
-    assert "the data are not those" in refused("train", "--out", out, "--resume", "--steps", 4)
-    assert "the data are not those" in refused("eval", out)
+    assert "the data are not those" in refused_at_length("train", "--out", out, "--resume", "--steps", 4)
+    assert "the data are not those" in refused_at_length("eval", out)
     assert content(out) == before
 
 
@@ -88,7 +72,7 @@ def test_a_refused_run_leaves_the_folder_as_it_was(run, monkeypatch):
 
     monkeypatch.setattr(training.ebf, "fit", refuse)
     for way in ("--resume", "--fresh"):
-        assert "error: no" in refused("train", "--out", run, way, *SMALL)
+        assert "error: no" in refused_at_length("train", "--out", run, way, *SMALL)
         assert content(run) == before
 
 
@@ -110,7 +94,7 @@ def test_of_two_losses_the_later_word_holds_and_drops_the_options_of_the_other()
     ],
 )
 def test_an_option_that_would_do_nothing_is_refused(tmp_path, flags, words):
-    assert words in refused("train", "--out", tmp_path / "run", *flags)
+    assert words in refused_at_length("train", "--out", tmp_path / "run", *flags)
     assert not (tmp_path / "run").exists()
 
 
@@ -124,7 +108,7 @@ def test_a_running_run_is_left_alone_until_its_process_ends(run):
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"held\n"
         for way in ("--resume", "--fresh"):
-            assert "another process is training into" in refused("train", "--out", run, way, *SMALL)
+            assert "another process is training into" in refused_at_length("train", "--out", run, way, *SMALL)
         assert content(run) == before
         ebflow("eval", run)
         process.kill()
@@ -149,7 +133,7 @@ def test_damaged_weights_are_not_evaluated(run, damage):
     other = bytes(255 - byte for byte in good[middle : middle + 20])
     damaged = {"truncated": good[:middle], "empty": b"", "flipped": good[:middle] + other + good[middle + 20 :]}
     path.write_bytes(damaged[damage])
-    assert "best.safetensors" in refused("eval", run)
+    assert "best.safetensors" in refused_at_length("eval", run)
 
 
 def test_a_full_disk_is_told_in_a_line(tmp_path):
@@ -192,7 +176,7 @@ def test_a_folder_that_cannot_be_written_to_is_found_before_the_work(tmp_path, m
     (tmp_path / "file").touch()
     monkeypatch.setattr(demo, "_tour", lambda *arguments: pytest.fail("the work began"))
     for command in (["demo"], ["bench", "fc"], ["reproduce", "table1"]):
-        assert "cannot be written to" in refused(*command, "--quick", "--out", tmp_path / "file" / "inside")
+        assert "cannot be written to" in refused_at_length(*command, "--quick", "--out", tmp_path / "file" / "inside")
 
 
 def test_without_its_extra_the_command_says_what_to_install():
@@ -254,7 +238,7 @@ def test_columns_without_a_scale_are_named(tmp_path, column, words):
     rows = np.random.default_rng(0).standard_normal((50, 3))
     rows[:, 1] = column
     np.save(tmp_path / "rows.npy", rows)
-    assert words in refused("train", "--data", tmp_path / "rows.npy", "--out", tmp_path / "run")
+    assert words in refused_at_length("train", "--data", tmp_path / "rows.npy", "--out", tmp_path / "run")
 
 
 # --- what a run admits
@@ -358,7 +342,7 @@ def test_an_estimator_of_sbi_is_profiled_with_its_context(tmp_path, monkeypatch)
         }
         assert costs["dsm"]["milliseconds"] > 0
         assert costs["ml"]["milliseconds"] > 0
-    assert "--context" in refused("profile", "estimators.py:bare", *short)
+    assert "--context" in refused_at_length("profile", "estimators.py:bare", *short)
     sys.modules.pop("estimators", None)
 
 

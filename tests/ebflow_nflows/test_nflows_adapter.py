@@ -3,6 +3,7 @@
 import importlib
 import pkgutil
 import sys
+from functools import partial
 
 import nflows.transforms
 import pytest
@@ -12,11 +13,15 @@ from nflows.nn import nets
 from torch import nn
 
 import ebflow_plugin as ebf
+import nflows_small
+from case import subclasses
 from cases import NFLOWS_CASES, perturb
 from ebflow_nflows.adapter import RULES
 from ebflow_plugin import testing
+from randomness import randn, rng
 
 D = 6
+flow_of = partial(nflows_small.flow_of, shape=(D,), mode="eval", noise=0.2)
 ABSTRACT = {
     "Transform",
     "Linear",
@@ -24,10 +29,6 @@ ABSTRACT = {
     "PiecewiseCouplingTransform",
     "AutoregressiveTransform",
 }
-
-
-def subclasses(cls):
-    return {cls, *(below for child in cls.__subclasses__() for below in subclasses(child))}
 
 
 def test_every_transform_of_nflows_is_registered_or_abstract():
@@ -47,21 +48,10 @@ def test_every_concrete_transform_has_a_case():
             assert cls.__name__ in words, cls.__name__
 
 
-def flow_of(*layers, dim=D):
-    torch.manual_seed(0)
-    flow = flows.Flow(transforms.CompositeTransform(layers), distributions.StandardNormal([dim])).double().eval()
-    perturb(flow, 0.2)
-    return flow
-
-
-def data(dim=D, batch=5):
-    return torch.randn(batch, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-
-
 def test_lu_is_applied_by_two_products_never_by_their_product():
     """With batch << D, a D × D × D product would show up as the largest."""
     dim, batch = 64, 3
-    model = ebf.wrap(flow_of(transforms.LULinear(dim), dim=dim))
+    model = ebf.wrap(flow_of(transforms.LULinear(dim), shape=(dim,)))
     seen = []
 
     def look(func, leaves):
@@ -69,7 +59,7 @@ def test_lu_is_applied_by_two_products_never_by_their_product():
             seen.append([tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 1])
 
     with testing._Watch(look):
-        model.energy(data(dim, batch))
+        model.energy(randn(batch, dim))
     assert len(seen) == 2
     assert all((batch, dim) in shapes for shapes in seen)
 
@@ -79,7 +69,7 @@ def test_naive_linear_samples_although_nflows_cannot():
     model = ebf.wrap(flow)
     with pytest.raises(RuntimeError):
         flow.sample(3)
-    samples = model.sample(4000, generator=torch.Generator().manual_seed(0))
+    samples = model.sample(4000, generator=rng(0))
     latents, _ = model.plan.encode(samples)
     assert latents[0].mean().abs() < 0.05
     assert (latents[0].std() - 1).abs() < 0.05
@@ -119,8 +109,8 @@ def test_tanh_has_a_log_det_where_nflows_overflows():
 def test_gated_linear_units_have_the_right_log_det_for_any_number_of_features():
     flow = flows.Flow(transforms.GatedLinearUnit(), distributions.StandardNormal([3])).double()
     model = ebf.wrap(flow)
-    x = data(3)
-    for context in (data(3), data(1)):
+    x = randn(5, 3)
+    for context in (randn(5, 3), randn(5, 1)):
         gate = torch.sigmoid(context).expand(-1, 3)
         expected = flow._distribution.log_prob(x * gate) + gate.log().sum(1)
         assert torch.allclose(model.log_prob(x, context), expected)
@@ -150,8 +140,8 @@ class SampledLaplace(Laplace):
 def test_a_base_of_the_users_own():
     flow = flows.Flow(transforms.LULinear(D), SampledLaplace()).double()
     model = ebf.wrap(flow)
-    z, log_det = flow._transform(data())
-    assert torch.allclose(model.log_prob(data()), flow._distribution.log_prob(z) + log_det)
+    z, log_det = flow._transform(randn(5, D))
+    assert torch.allclose(model.log_prob(randn(5, D)), flow._distribution.log_prob(z) + log_det)
     assert model.sample(3).shape == (3, D)
     with pytest.raises(ebf.NoInverseError, match=r"base density cannot\n  _distribution  Laplace"):
         ebf.wrap(flows.Flow(transforms.LULinear(D), Laplace()).double()).sample(3)
@@ -160,7 +150,7 @@ def test_a_base_of_the_users_own():
 def test_torch_distributions_can_be_the_base():
     base = torch.distributions.MultivariateNormal(torch.zeros(D).double(), 2.0 * torch.eye(D).double())
     model = ebf.wrap(flows.Flow(transforms.LULinear(D), base).double())
-    assert model.log_prob(data()).shape == (5,)
+    assert model.log_prob(randn(5, D)).shape == (5,)
     assert model.sample(4).shape == (4, D)
 
 
@@ -174,14 +164,14 @@ def test_gaussian_bases_are_sampled_as_they_are():
         diagonal.mean_.fill_(2.0)
         diagonal.log_std_.fill_(-1.0)
     flow = flows.Flow(transforms.IdentityTransform(), diagonal).double()
-    mean, std = moments(ebf.wrap(flow).sample(20_000, generator=torch.Generator().manual_seed(0)))
+    mean, std = moments(ebf.wrap(flow).sample(20_000, generator=rng(0)))
     assert torch.allclose(mean, torch.full((D,), 2.0).double(), atol=0.02)
     assert torch.allclose(std, torch.full((D,), -1.0).double().exp(), atol=0.02)
 
     conditional = distributions.ConditionalDiagonalNormal([D], context_encoder=nn.Linear(2, 2 * D))
     flow = flows.Flow(transforms.IdentityTransform(), conditional).double()
     context = torch.randn(3, 2, dtype=torch.float64)
-    samples = ebf.wrap(flow).sample(20_000, context, generator=torch.Generator().manual_seed(0))
+    samples = ebf.wrap(flow).sample(20_000, context, generator=rng(0))
     assert samples.shape == (3, 20_000, D)
     means, log_stds = conditional._compute_params(context)
     assert torch.allclose(samples.mean(1), means, atol=0.1)
@@ -195,7 +185,7 @@ def test_mademog_is_sampled_with_its_own_density():
     flow = flows.Flow(transforms.IdentityTransform(), base).double()
     perturb(flow, 0.1)
     model = ebf.wrap(flow)
-    z = model.sample(40_000, generator=torch.Generator().manual_seed(1))
+    z = model.sample(40_000, generator=rng(1))
     inner = torch.distributions.Normal(torch.tensor(0.0).double(), 0.5).log_prob(z).sum(1)
     with torch.no_grad():
         weights = (inner - model.log_prob(z)).exp()
@@ -234,11 +224,11 @@ def test_forks_are_known_by_their_package(name, tmp_path, monkeypatch):
         assert not isinstance(flow, flows.Flow)
         model = ebf.wrap(flow, strict=True)
         assert [row.linearity for row in model.report] == ["linear", "linear", "linear", "nonlinear", "linear"]
-        assert torch.allclose(model.log_prob(data()), flow.log_prob(data()))
+        assert torch.allclose(model.log_prob(randn(5, D)), flow.log_prob(randn(5, D)))
         changes = []
         full = ebf.unconstrain(flow, changes=changes)
         assert len(changes) == 1
-        assert torch.allclose(ebf.wrap(full).log_prob(data()), flow.log_prob(data()))
+        assert torch.allclose(ebf.wrap(full).log_prob(randn(5, D)), flow.log_prob(randn(5, D)))
     finally:
         for module in [module for module in sys.modules if module.split(".")[0] == name]:
             del sys.modules[module]
@@ -249,9 +239,9 @@ def test_glasflow():
     for conditional in (None, 2):
         flow = glasflow.RealNVP(D, n_transforms=2, linear_transform="lu", n_conditional_inputs=conditional)
         flow = flow.double().eval()
-        context = None if conditional is None else data(conditional)
+        context = None if conditional is None else randn(5, conditional)
         model = ebf.wrap(flow, strict=True)
-        assert torch.allclose(model.log_prob(data(), context), flow.log_prob(data(), conditional=context))
+        assert torch.allclose(model.log_prob(randn(5, D), context), flow.log_prob(randn(5, D), conditional=context))
     assert type(flow._transform).__module__.startswith("glasflow.")
 
 

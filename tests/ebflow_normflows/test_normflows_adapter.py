@@ -20,7 +20,8 @@ from ebflow_normflows.linear import halves, joined
 from ebflow_plugin.adapting.discovery import adapters
 from ebflow_plugin.testing import no_factorisation
 from normflows_parts import IMG, D, conv_net, glow_levels, lu_permute, masked, net, residual
-from normflows_small import data, model_of
+from normflows_small import model_of
+from randomness import randn
 
 # Abstract: each raises in forward or inverse until a subclass says what it does.
 KNOWINGLY_OPAQUE = {"Flow", "_Linear", "Autoregressive", "Coupling", "PiecewiseCoupling"}
@@ -73,7 +74,7 @@ def test_the_density_direction_of_an_lu_layer_is_made_of_products():
 @pytest.mark.parametrize("mode", ["channel", "channel_inv", "checkerboard", "checkerboard_inv"])
 @pytest.mark.parametrize("shape", [(3, 6), (3, 2, 4), (3, 3, 2, 4)])
 def test_halves_are_those_of_the_library(mode: str, shape: tuple[int, ...]):
-    x = data(*shape)
+    x = randn(*shape)
     ours, (theirs, _) = halves(x, mode), flows.Split(mode)(x)
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
     assert torch.equal(joined(*ours, mode), x)
@@ -81,7 +82,7 @@ def test_halves_are_those_of_the_library(mode: str, shape: tuple[int, ...]):
 
 def test_an_unknown_split_mode_is_refused():
     with pytest.raises(ebf.InputError, match="no split mode 'diagonal'"):
-        halves(data(2, 4), "diagonal")
+        halves(randn(2, 4), "diagonal")
 
 
 def test_a_changed_coupling_is_kept_exact_between_its_split_and_merge():
@@ -99,7 +100,7 @@ def test_a_changed_coupling_is_kept_exact_between_its_split_and_merge():
     flow = model_of(block, flows.Split("checkerboard"), Doubled(net(3, 6)), flows.Merge("checkerboard"))
     with pytest.warns(UserWarning, match=r"flows.0.flows.1  Doubled .*overrides (forward|inverse) of AffineCoupling"):
         model = ebf.wrap(flow)
-    x = data()
+    x = randn(5, D)
     assert torch.allclose(model.log_prob(x), flow.log_prob(x), rtol=1e-10)
     latents, _ = model.plan.encode(x)
     assert torch.allclose(model.plan.decode(latents), x, rtol=1e-10)
@@ -113,7 +114,7 @@ def test_any_flow_can_be_the_merge_of_a_multiscale_flow():
     perturb(flow, 0.2)
     with pytest.warns(UserWarning, match=r"merges.0  Reverse"):
         model = ebf.wrap(flow)
-    x = data(5, 4)
+    x = randn(5, 4)
     assert torch.allclose(model.log_prob(x), flow.log_prob(x, None), rtol=1e-10)
     assert torch.allclose(model.plan.decode(model.plan.encode(x)[0]), x, rtol=1e-10)
 
@@ -136,7 +137,7 @@ def test_energy_of_a_mixing_layer_is_one_product(cls: type, use_lu: bool, monkey
     image = cls is flows.Invertible1x1Conv
     shape = IMG if image else (D,)
     flow = model_of(cls(shape[0], use_lu=use_lu), base=DiagGaussian(shape))
-    x, model = data(5, *shape), ebf.wrap(flow)
+    x, model = randn(5, *shape), ebf.wrap(flow)
     expected = -flow.log_prob(x) - model.log_z()
     forbid_determinants(monkeypatch)
     with no_factorisation():
@@ -147,7 +148,7 @@ def test_energy_of_a_mixing_layer_is_one_product(cls: type, use_lu: bool, monkey
 
 def test_a_mixing_layer_behind_reverse_needs_its_inverse_and_no_log_det():
     flow = model_of(flows.Reverse(flows.InvertibleAffine(D, use_lu=False)), flows.Reverse(flows.InvertibleAffine(D)))
-    x = data()
+    x = randn(5, D)
     assert torch.allclose(ebf.wrap(flow).log_prob(x), flow.log_prob(x), rtol=1e-10)
 
 
@@ -159,7 +160,7 @@ def test_a_permutation_of_the_wrong_size_is_refused():
 
 
 def test_cached_layers_can_be_copied_and_are_never_stale():
-    flow, x = model_of(lu_permute(cached=True)), data()
+    flow, x = model_of(lu_permute(cached=True)), randn(5, D)
     model = ebf.wrap(flow)
     flow.log_prob(x)  # fills the cache, with a graph
     copy.deepcopy(model)
@@ -177,7 +178,7 @@ def test_cached_layers_can_be_copied_and_are_never_stale():
 def test_act_norm_starts_as_the_librarys_own(turn, shape: tuple[int, ...], data_shape: tuple[int, ...]):
     flow = nf.NormalizingFlow(DiagGaussian(data_shape), [turn(flows.ActNorm(shape))]).double()
     twin = copy.deepcopy(flow)
-    x = 2.0 + 3.0 * data(16, *data_shape)
+    x = 2.0 + 3.0 * randn(16, *data_shape)
     assert torch.allclose(ebf.wrap(flow).log_prob(x), twin.log_prob(x), rtol=1e-10)
 
 
@@ -185,20 +186,20 @@ def test_act_norm_starts_once_and_survives_its_state_dict():
     flow = nf.NormalizingFlow(DiagGaussian(D), [flows.ActNorm(D)]).double()
     model, layer = ebf.wrap(flow), flow.flows[0]
     flag, scale = layer.data_dep_init_done, layer.s
-    model.initialize(2.0 + 3.0 * data(16, D))
+    model.initialize(2.0 + 3.0 * randn(16, D))
     assert layer.data_dep_init_done is flag
     assert layer.s is scale
     assert flag.dtype == torch.float64
     assert flag == 1.0
     started = copy.deepcopy(flow.state_dict())
-    model.initialize(data(16, D, seed=1))
-    model.energy(data(16, D, seed=1))
+    model.initialize(randn(16, D, seed=1))
+    model.energy(randn(16, D, seed=1))
     assert all(torch.equal(value, started[name]) for name, value in flow.state_dict().items())
 
     other = nf.NormalizingFlow(DiagGaussian(D), [flows.ActNorm(D)]).double()
     loaded = ebf.wrap(other)
     other.load_state_dict(started)
-    x = data(seed=2)
+    x = randn(5, D, seed=2)
     assert torch.equal(loaded.log_prob(x), model.log_prob(x))
     assert all(torch.equal(value, started[name]) for name, value in other.state_dict().items())
 
@@ -233,7 +234,7 @@ def test_no_step_writes_into_x():
         models = [ebf.wrap(model_of(InPlace()))]
     models += [ebf.wrap(model_of(shift)), ebf.wrap(model_of(residual(2), **plane))]
     for model in models:
-        x = data(5, *model.plan.base.shapes[0])
+        x = randn(5, *model.plan.base.shapes[0])
         before = x.clone()
         model.energy(x)
         model.log_prob(x)
@@ -308,7 +309,7 @@ def test_an_image_flow_of_all_linear_parts_has_one_constant_log_z():
     flow = model_of(
         flows.Invertible1x1Conv(4), flows.Squeeze(), flows.AffineConstFlow((1, 1, 1)), base=DiagGaussian(IMG)
     )
-    model, x = ebf.wrap(flow), data(5, 1, 4, 8)
+    model, x = ebf.wrap(flow), randn(5, 1, 4, 8)
     assert model.plan.event_shape == (1, 4, 8)
     assert torch.allclose(model.log_prob(x), flow.log_prob(x), rtol=1e-10)
     assert torch.allclose(model.log_z((1, 4, 8)), -model.log_prob(x)[0] - model.energy(x)[0], rtol=1e-8)
@@ -317,5 +318,5 @@ def test_an_image_flow_of_all_linear_parts_has_one_constant_log_z():
 def test_a_coupling_of_images_in_a_checkerboard():
     block = flows.AffineCouplingBlock(conv_net(4, 8), split_mode="checkerboard_inv")
     flow = model_of(block, base=DiagGaussian(IMG))
-    x = data(5, *IMG)
+    x = randn(5, *IMG)
     assert torch.allclose(ebf.wrap(flow).log_prob(x), flow.log_prob(x), rtol=1e-10)

@@ -4,29 +4,30 @@ import normflows as nf
 import pytest
 import torch
 from normflows import flows
-from normflows.distributions import ClassCondDiagGaussian, DiagGaussian, GlowBase
+from normflows.distributions import ClassCondDiagGaussian, DiagGaussian
 from normflows.distributions.base import ConditionalDiagGaussian
 from torch import nn
 
 import ebflow_plugin as ebf
 from case import perturb
+from normflows_models import labelled_glow
 from normflows_parts import CLASSES, CONTEXT, IMG, D, glow_levels, masked, net
-from normflows_small import data, model_of
+from normflows_small import model_of
+from randomness import randn
 
 
 def labels(batch: int = 5) -> torch.Tensor:
     return torch.arange(batch) % CLASSES
 
 
-def labelled_glow(**options: object) -> nn.Module:
-    bases = [GlowBase((8, 1, 1), CLASSES), ClassCondDiagGaussian((2, 2, 2), CLASSES)]
-    flow = nf.MultiscaleFlow(bases, *glow_levels(**options)).double()
+def moved_glow(**options: object) -> nn.Module:
+    flow = labelled_glow(**options).double()
     perturb(flow, 0.1)
     return flow
 
 
 def test_labels_are_whole_numbers_or_one_hot():
-    flow, y, x = labelled_glow(), labels(), data(5, 1, 4, 4)
+    flow, y, x = moved_glow(), labels(), randn(5, 1, 4, 4)
     model = ebf.wrap(flow)
     model.initialize(x, y)
     expected = flow.log_prob(x, y)
@@ -37,7 +38,7 @@ def test_labels_are_whole_numbers_or_one_hot():
 
 
 def test_labelled_samples():
-    flow, x = labelled_glow(), data(5, 1, 4, 4)
+    flow, x = moved_glow(), randn(5, 1, 4, 4)
     model = ebf.wrap(flow)
     model.initialize(x, labels())
     assert model.sample(4, labels(2)).shape == (2, 4, 1, 4, 4)
@@ -61,7 +62,7 @@ def test_one_class_is_drawn_for_all_levels_of_a_sample():
 def test_a_multiscale_flow_without_classes_needs_no_y():
     bases = [DiagGaussian((8, 1, 1)), DiagGaussian((2, 2, 2))]
     flow = nf.MultiscaleFlow(bases, *glow_levels(), class_cond=False).double()
-    x = data(5, 1, 4, 4)
+    x = randn(5, 1, 4, 4)
     model = ebf.wrap(flow)
     model.initialize(x)
     assert torch.allclose(model.log_prob(x), flow.log_prob(x, None), rtol=1e-10)
@@ -74,7 +75,7 @@ def test_own_log_prob_of_a_multiscale_flow_with_an_outer_act_norm():
     levels, merges = glow_levels()
     levels[-1].append(flows.ActNorm((1, 1, 1)))
     flow = nf.MultiscaleFlow(bases, levels, merges, class_cond=False).double()
-    x, model = data(5, 1, 4, 4), ebf.wrap(flow)
+    x, model = randn(5, 1, 4, 4), ebf.wrap(flow)
     model.initialize(x)
     with pytest.raises(RuntimeError, match="output with shape"):
         flow.log_prob(x, None)
@@ -87,7 +88,7 @@ def test_flows_that_take_no_context_can_be_part_of_a_conditional_flow():
     without.append(flows.AffineConstFlow(D))
     base = ConditionalDiagGaussian(D, net(CONTEXT, 2 * D))
     flow = model_of(made, *without, base=base, model=nf.ConditionalNormalizingFlow)
-    x, context = data(), data(5, CONTEXT, seed=1)
+    x, context = randn(5, D), randn(5, CONTEXT, seed=1)
     model = ebf.wrap(flow)
     model.initialize(x, context)
     with pytest.raises(TypeError, match="context"):
@@ -104,7 +105,7 @@ def test_flows_that_take_no_context_can_be_part_of_a_conditional_flow():
 def test_the_flows_of_a_class_conditional_model_see_no_labels():
     made = flows.MaskedAffineAutoregressive(D, 8, context_features=1, activation=torch.tanh)
     flow = model_of(made, base=ClassCondDiagGaussian(D, CLASSES), model=nf.ClassCondFlow)
-    x, y = data(), labels()
+    x, y = randn(5, D), labels()
     assert torch.allclose(ebf.wrap(flow).log_prob(x, y), flow.log_prob(x, y), rtol=1e-10)
 
 
@@ -112,7 +113,7 @@ def test_the_flows_of_a_class_conditional_model_see_no_labels():
 def test_class_conditional_constants_keep_their_log_det_in_the_energy(shape: tuple[int, ...]):
     layer = flows.CCAffineConst(shape if len(shape) == 1 else (4, 1, 1), CLASSES)
     model = ebf.wrap(model_of(layer, base=DiagGaussian(shape)))
-    x, y = data(5, *shape), labels()
+    x, y = randn(5, *shape), labels()
     one_hot = nn.functional.one_hot(y, CLASSES).double()
     z, log_det = layer.inverse(x, one_hot)
     assert torch.allclose(model.log_prob(x, y), model.flow.q0.log_prob(z) + log_det, rtol=1e-10)
@@ -125,4 +126,4 @@ def test_class_conditional_constants_keep_their_log_det_in_the_energy(shape: tup
 
 def test_a_context_that_nothing_would_look_at_is_refused():
     with pytest.raises(ebf.InputError, match="ConditionalNormalizingFlow"):
-        ebf.wrap(model_of(flows.AffineConstFlow(D))).energy(data(), data())
+        ebf.wrap(model_of(flows.AffineConstFlow(D))).energy(randn(5, D), randn(5, D))

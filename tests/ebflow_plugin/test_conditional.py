@@ -9,6 +9,7 @@ from torch import nn
 
 import ebflow_plugin as ebf
 from ebflow_nflows import FullLinear
+from randomness import rng
 
 D, C = 4, 3
 
@@ -70,8 +71,8 @@ def test_an_embedding_that_needs_no_context_is_asked():
     torch.manual_seed(0)
     flow = flows.Flow(autoregressive(), distributions.StandardNormal([D]), embedding_net=Usual())
     model = ebf.wrap(flow)
-    drawn = model.sample(3, generator=torch.Generator().manual_seed(0))
-    expected = model.sample(3, torch.ones(1, C), generator=torch.Generator().manual_seed(0))[0]
+    drawn = model.sample(3, generator=rng(0))
+    expected = model.sample(3, torch.ones(1, C), generator=rng(0))[0]
     assert torch.allclose(drawn, expected)
 
 

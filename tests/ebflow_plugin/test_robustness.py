@@ -1,6 +1,7 @@
 """What users do to a model after they wrapped it, and what they put into it."""
 
 import functools
+from functools import partial
 
 import pytest
 import torch
@@ -10,19 +11,16 @@ from torch import nn
 from torch.nn import functional as F
 
 import ebflow_plugin as ebf
+import nflows_small
+from randomness import randn
 
 D = 4
-
-
-def flow_of(*layers, **options):
-    torch.manual_seed(0)
-    composite = transforms.CompositeTransform(list(layers))
-    return flows.Flow(composite, distributions.StandardNormal([D]), **options).double()
+flow_of = partial(nflows_small.flow_of, shape=(D,))
 
 
 @pytest.fixture
 def x():
-    return torch.randn(6, D, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return randn(6, D)
 
 
 def coupling(net):

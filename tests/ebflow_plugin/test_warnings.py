@@ -13,6 +13,7 @@ import ebflow_plugin as ebf
 from ebflow_nflows import FullLinear
 from ebflow_plugin.log_z.estimate import log_mean_exp
 from ebflow_plugin.objectives import DSM, ML, SSM
+from randomness import rng
 
 ROOT = Path(ebf.__file__).parent
 
@@ -57,7 +58,7 @@ def outside():
 
 
 def ill_conditioned():
-    layer = FullLinear(40, init="normal", generator=torch.Generator().manual_seed(0))
+    layer = FullLinear(40, init="normal", generator=rng(0))
     with torch.no_grad():
         layer.weight.copy_(torch.diag(torch.logspace(0, -8, 40)) @ layer.weight)
     model = ebf.wrap(flows.Flow(layer, distributions.StandardNormal([40])).double())

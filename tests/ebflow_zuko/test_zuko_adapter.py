@@ -16,19 +16,17 @@ from zuko.flows import ElementWiseTransform, GeneralCouplingTransform, MaskedAut
 from zuko.lazy import Flow, LazyDistribution, LazyTransform, UnconditionalTransform
 
 import ebflow_plugin as ebf
+from case import subclasses
 from cases import ZUKO_CASES, perturb
 from ebflow_plugin.objectives import DSM, SSM
 from ebflow_zuko import FullLinear
 from ebflow_zuko.adapter import RULES, TRANSFORMS
+from randomness import randn, rng
 from zuko_parts import coupling, lu, normal, permutation, rotation
 
 D = 4
 ABSTRACT = {"LazyTransform"}
 CONDITIONED = {"AutoregressiveTransform", "CouplingTransform"}  # made by lazy transforms alone
-
-
-def subclasses(cls):
-    return {cls, *(below for child in cls.__subclasses__() for below in subclasses(child))}
 
 
 def test_every_lazy_transform_of_zuko_is_registered_or_abstract():
@@ -61,10 +59,6 @@ def flow_of(*layers, base=None):
     flow = Flow(list(layers), base or normal(D)).double().eval()
     perturb(flow, 0.2)
     return flow
-
-
-def data(dim=D, batch=5, seed=0):
-    return torch.randn(batch, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 # Contexts
@@ -108,7 +102,7 @@ def test_a_context_passes_each_lazy_module_once_a_call():
 
     for name, network in networks.items():
         network.register_forward_pre_hook(count(name))
-    model, x, c = ebf.wrap(flow), data(), data(3)
+    model, x, c = ebf.wrap(flow), randn(5, D), randn(5, 3)
     objectives = [SSM(model), DSM(model, sigma=0.1)]
     for objective in objectives:
         objective(x, c)  # which looks for blind spots once
@@ -125,7 +119,7 @@ def test_a_transform_that_was_built_without_a_context_goes_without():
     flow = flow_of(
         GeneralCouplingTransform(D, 3), ElementWiseTransform(D, univariate=T.BoundedBernsteinTransform, shapes=[(5,)])
     )
-    x, c = data(), data(3)
+    x, c = randn(5, D), randn(5, 3)
     with pytest.raises(AttributeError):
         flow(c).log_prob(x)
     y, first = flow.transform.transforms[0](c).call_and_ladj(x)
@@ -175,13 +169,13 @@ def test_unknown_classes_keep_their_own_log_det_with_one_warning():
         model = ebf.wrap(flow)
     assert len(caught) == 1
     assert [row.linearity for row in model.report] == ["nonlinear"] * 4
-    assert torch.allclose(model.log_prob(data()), flow().log_prob(data()))
+    assert torch.allclose(model.log_prob(randn(5, D)), flow().log_prob(randn(5, D)))
     with pytest.raises(ebf.UnsupportedStepError, match=r"transform.transforms.0  Wave \(zuko.lazy\): unknown class"):
         ebf.wrap(flow, strict=True)
     with pytest.warns(UserWarning, match="3 of 4"):
         told = ebf.wrap(flow, overrides={"transform.transforms.1": "linear"})
     assert told.report.rows[1].linearity == "linear"
-    assert torch.allclose(told.log_prob(data()), flow().log_prob(data()))
+    assert torch.allclose(told.log_prob(randn(5, D)), flow().log_prob(randn(5, D)))
 
 
 def test_a_transform_inside_of_unconditional_can_be_registered():
@@ -199,7 +193,7 @@ def test_a_transform_inside_of_unconditional_can_be_registered():
     ebf.register_linear(Doubled, apply=lambda module, x: 2.0 * x, log_det=lambda module, shape: D * math.log(2.0))
     model = ebf.wrap(flow, strict=True)
     assert (model.report.rows[0].linearity, model.report.rows[0].class_name) == ("linear", "Doubled")
-    assert torch.allclose(model.log_prob(data()), flow().log_prob(data()))
+    assert torch.allclose(model.log_prob(randn(5, D)), flow().log_prob(randn(5, D)))
     coupling = GeneralCouplingTransform(D, univariate=Wave, shapes=[()], activation=nn.Tanh)
     assert ebf.describe(flow_of(coupling)).rows[0].smoothness == "unknown"
     ebf.register_nonlinear(Wave, smoothness="smooth", force=True)
@@ -258,7 +252,7 @@ def test_unconstrain_takes_rotations_lu_and_the_permutation_before():
     assert [type(layer).__name__ for layer in full.transform.transforms] == [
         "FullLinear", "GeneralCouplingTransform", "FullLinear", "FullLinear",
     ]  # fmt: skip
-    assert torch.allclose(full().log_prob(data()), flow().log_prob(data()))
+    assert torch.allclose(full().log_prob(randn(5, D)), flow().log_prob(randn(5, D)))
 
 
 # Derivatives
@@ -270,7 +264,7 @@ def test_second_derivatives_that_zuko_misses(name, training):
     """Its integrals hand on a derivative without a graph: half of the Hessian is gone, without an error."""
     torch.manual_seed(0)
     flow = getattr(zuko.flows, name)(3, transforms=2, hidden_features=(8,), activation=nn.Tanh).double().train(training)
-    model, x, v, h = ebf.wrap(flow), data(3), data(3, seed=1), 1e-6
+    model, x, v, h = ebf.wrap(flow), randn(5, 3), randn(5, 3, seed=1), 1e-6
 
     def product(score):
         point = x.clone().requires_grad_()
@@ -292,7 +286,7 @@ def test_parameters_of_an_integrand_get_their_gradient_in_eval_mode():
     torch.manual_seed(0)
     flow = zuko.flows.UNAF(2, transforms=1, hidden_features=(8,)).double()
     weight = flow.transform.transforms[0].univariate.integrand[0].weight
-    x = data(2)
+    x = randn(5, 2)
     (expected,) = torch.autograd.grad(flow.train()().log_prob(x).sum(), weight)
     (theirs,) = torch.autograd.grad(flow.eval()().log_prob(x).sum(), weight)
     (ours,) = torch.autograd.grad(ebf.wrap(flow).log_prob(x).sum(), weight)
@@ -304,17 +298,17 @@ def test_what_stands_behind_a_fixed_monotonic_function_can_be_trained():
     """zuko frees the graph of the function, so that a backward pass through its value raises."""
     flow = flow_of(UnconditionalTransform(T.MonotonicTransform, torch.sinh), FullLinear(D))
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-        flow().log_prob(data()).sum().backward()
-    ebf.wrap(flow).log_prob(data()).sum().backward()
+        flow().log_prob(randn(5, D)).sum().backward()
+    ebf.wrap(flow).log_prob(randn(5, D)).sum().backward()
     assert flow.transform.transforms[1].weight.grad.abs().sum() > 0
     with torch.no_grad():
-        assert not ebf.wrap(flow).log_prob(data()).requires_grad
+        assert not ebf.wrap(flow).log_prob(randn(5, D)).requires_grad
 
 
 def test_numeric_inverses_are_precise_and_differentiable():
     torch.manual_seed(0)
     flow = zuko.flows.NAF(3, transforms=1, hidden_features=(8,)).double().eval()
-    model, x = ebf.wrap(flow), 0.5 * data(3)
+    model, x = ebf.wrap(flow), 0.5 * randn(5, 3)
     z = flow().transform(x)
     assert (model.plan.decode((z,)) - x).abs().max() < 1e-12
     assert (flow().transform.inv(z) - x).abs().max() > 1e-9
@@ -326,9 +320,9 @@ def test_inference_mode():
     for name in ("NAF", "GF", "BPF"):
         flow = getattr(zuko.flows, name)(3, transforms=1).double()
         model = ebf.wrap(flow)
-        expected = model.log_prob(data(3))
+        expected = model.log_prob(randn(5, 3))
         with torch.inference_mode():
-            assert torch.allclose(model.log_prob(data(3)), expected)
+            assert torch.allclose(model.log_prob(randn(5, 3)), expected)
 
 
 def test_networks_of_the_context_alone_do_no_harm_to_the_score():
@@ -343,8 +337,8 @@ def test_networks_of_the_context_alone_do_no_harm_to_the_score():
 
 def test_conditional_bases_are_sampled_by_their_context():
     flow = flow_of(ElementWiseTransform(D, univariate=T.AdditiveTransform, shapes=[()]), base=CountedBase())
-    model, c = ebf.wrap(flow), data(3, batch=3)
-    samples = model.sample(4000, c, generator=torch.Generator().manual_seed(0))
+    model, c = ebf.wrap(flow), randn(3, 3)
+    samples = model.sample(4000, c, generator=rng(0))
     assert samples.shape == (3, 4000, D)
     shift = flow.transform.transforms[0].phi[0]
     assert torch.allclose(samples.mean(1), flow.base.net(c) - shift, atol=0.1)
@@ -352,12 +346,12 @@ def test_conditional_bases_are_sampled_by_their_context():
 
 def test_calibration_and_temperature_know_the_gaussian():
     flow = flow_of(FullLinear(D, init="orthogonal"))
-    model, x = ebf.wrap(flow), 2.0 * data(batch=400) + 1.0
+    model, x = ebf.wrap(flow), 2.0 * randn(400, D) + 1.0
     before = model.log_prob(x).mean()
     model.calibrate(x)
     assert model.log_prob(x).mean() > before
-    cold = ebf.wrap(flow).sample(2000, temperature=0.1, generator=torch.Generator().manual_seed(0))
-    warm = ebf.wrap(flow).sample(2000, generator=torch.Generator().manual_seed(0))
+    cold = ebf.wrap(flow).sample(2000, temperature=0.1, generator=rng(0))
+    warm = ebf.wrap(flow).sample(2000, generator=rng(0))
     assert torch.allclose(cold.std(0), 0.1 * warm.std(0), rtol=1e-6)
 
 
@@ -389,7 +383,7 @@ def estimator(**options):
 
 def test_sbi_estimators_with_their_embedding():
     whole = estimator()
-    model, x, c = ebf.wrap(whole, strict=True), data(), data(6).reshape(5, 2, 3)
+    model, x, c = ebf.wrap(whole, strict=True), randn(5, D), randn(5, 6).reshape(5, 2, 3)
     assert model.flow is whole
     assert {id(p) for p in model.parameters()} == {id(p) for p in whole.parameters()}
     assert torch.allclose(model.log_prob(x, c), whole.log_prob(x[None], c)[0])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -13,7 +12,7 @@ from nflows.flows.base import Flow
 from nflows.nn.nets import MLP, ConvResidualNet, ResidualNet
 from torch import nn
 
-from case import Case, perturb, seeded, set_running_stats
+from case import Case, cases_by_mode, drawn, perturb, set_running_stats
 
 D, VEC, IMG = 6, (6,), (4, 4, 4)
 relu, tanh = torch.relu, torch.tanh
@@ -26,13 +25,10 @@ LEAKY = {"own_tol": 1e-6, "note": "the log-det of LeakyReLU has float32 precisio
 COUPLED, STOCHASTIC = "the samples of a batch influence each other", "dropout draws anew on every call"
 
 
-def build(make: Make, latent: Sequence[int], mode: str, noise: float, fresh_stats: bool) -> Flow:
+def build(make: Make, noise: float, fresh_stats: bool, *, latent: Sequence[int], mode: str) -> Flow:
     """Build the flow, move it away from its initial values, and set its mode."""
-    with seeded(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # AffineTransform
-        part = make()
-        flow = part if isinstance(part, Flow) else Flow(part, StandardNormal(latent))
-    flow.double()
+    part = drawn(make)
+    flow = (part if isinstance(part, Flow) else Flow(part, StandardNormal(latent))).double()
     perturb(flow, noise)
     if not fresh_stats:
         set_running_stats(flow)
@@ -54,17 +50,9 @@ def rows(
 ) -> list[Case]:
     """Give one case for each mode."""
     shape = shape or (IMG if config.startswith("img") else VEC)
-    return [
-        Case(
-            name=f"{cls}: {config} ({mode})",
-            library="nflows",
-            build=partial(build, make, latent or shape, mode, noise, fresh_stats),
-            event_shape=shape,
-            expect=expect,
-            **facts,
-        )
-        for mode in modes.split()
-    ]
+    made = partial(build, make, noise, fresh_stats)
+    facts = {"library": "nflows", "expect": expect, **facts}
+    return cases_by_mode(Case, made, f"{cls}: {config}", modes, shape, latent, **facts)
 
 
 linear = partial(rows, expect="linear")

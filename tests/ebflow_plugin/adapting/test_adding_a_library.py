@@ -12,6 +12,7 @@ import ebflow_plugin as ebf
 import toy_library
 from ebflow_plugin import testing
 from ebflow_plugin.adapting import discovery
+from randomness import rng
 
 ROOT = Path(__file__).parents[3]
 D = 4
@@ -35,7 +36,7 @@ def make_flow(*middle):
 
 
 def make_data():
-    return torch.randn(5, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return torch.randn(5, D, dtype=torch.float64, generator=rng(1))
 
 
 def test_without_its_adapter_nobody_knows_it():

@@ -2,22 +2,21 @@
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
-from nflows import distributions, flows, transforms
+from nflows import flows, transforms
 from torch import nn
 
 import ebflow_plugin as ebf
+import nflows_small
 from ebflow_nflows import FullLinear
 from ebflow_plugin.adapting.walk import Watch
+from randomness import randn, rng
 
 D = 3
-
-
-def flow_of(*layers):
-    torch.manual_seed(0)
-    return flows.Flow(transforms.CompositeTransform(list(layers)), distributions.StandardNormal([D])).double()
+flow_of = partial(nflows_small.flow_of, shape=(D,))
 
 
 def full(scale):
@@ -30,11 +29,7 @@ def full(scale):
 
 @pytest.fixture
 def x():
-    return torch.randn(200, D, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-
-
-def seeded():
-    return torch.Generator().manual_seed(1)
+    return randn(200, D)
 
 
 def replace_layer(flow):
@@ -142,15 +137,15 @@ def test_sampling_sees_an_edit(edit):
     model = ebf.wrap(flow)
     model.sample(2)
     edit(flow)
-    drawn = model.sample(50, generator=seeded())
-    assert torch.equal(drawn, ebf.wrap(flow).sample(50, generator=seeded()))
+    drawn = model.sample(50, generator=rng(1))
+    assert torch.equal(drawn, ebf.wrap(flow).sample(50, generator=rng(1)))
 
 
 def test_latents_of_samples_are_standard_after_an_edit():
     flow = flow_of(full(1.0))
     model = ebf.wrap(flow)
     replace_layer(flow)
-    latents = flow._transform(model.sample(20_000, generator=seeded()))[0]
+    latents = flow._transform(model.sample(20_000, generator=rng(1)))[0]
     assert torch.allclose(latents.std(0), torch.ones(D, dtype=torch.float64), atol=0.03)
 
 
@@ -199,7 +194,7 @@ def test_a_base_that_is_no_module_can_be_replaced(x):
     model.log_prob(x)
     flow._distribution = torch.distributions.Independent(wide, 1)
     assert torch.allclose(model.log_prob(x), wide.log_prob(flow._transform(x)[0]).sum(1))
-    assert model.sample(5000, generator=seeded()).std() > 1.9
+    assert model.sample(5000, generator=rng(1)).std() > 1.9
 
 
 def test_the_core_that_somebody_holds_follows_too():

@@ -12,6 +12,7 @@ from torch.autograd.functional import jacobian
 
 from ebflow_plugin.errors import InputError, SingularError
 from ebflow_plugin.layers import FullConv2d, FullLinear, SmoothLeakyReLU
+from randomness import randn, rng
 
 # torch itself calls torch.jit.script when it first differentiates forward
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:FutureWarning")
@@ -20,19 +21,11 @@ double = torch.float64
 INITS = ["identity", "negative_identity", "orthogonal", "normal"]
 
 
-def random(*shape, seed=0, dtype=double):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
-
-
 def stirred(layer, seed=0):
     """The layer with no parameter left at a special value."""
     with torch.no_grad():
         for parameter in layer.parameters():
-            parameter += 0.1 * random(*parameter.shape, seed=seed, dtype=parameter.dtype)
+            parameter += 0.1 * randn(*parameter.shape, seed=seed, dtype=parameter.dtype)
     return layer
 
 
@@ -68,7 +61,7 @@ def case(request):
 
 
 def dense_matrix(layer, shape):
-    found = jacobian(lambda x: layer.transform(x[None])[0], random(*shape))
+    found = jacobian(lambda x: layer.transform(x[None])[0], randn(*shape))
     return found.reshape(math.prod(shape), math.prod(shape))
 
 
@@ -88,7 +81,7 @@ def test_log_det_is_that_of_the_jacobian(case):
 def test_invert_undoes_transform(case, batch, tracked):
     layer, shape = case
     layer.requires_grad_(tracked)
-    x = random(batch, *shape)
+    x = randn(batch, *shape)
     y = layer.transform(x)
     assert y.shape == (batch, *layer.output_shape(shape))
     assert layer.input_shape(layer.output_shape(shape)) == shape
@@ -122,7 +115,7 @@ class Calling(torch.nn.Module):
 def test_gradients(case):
     layer, shape = case
     log_det, parameters = with_parameters(layer, lambda layer: layer.log_det(shape))
-    y = random(1, *layer.output_shape(shape)).requires_grad_()
+    y = randn(1, *layer.output_shape(shape)).requires_grad_()
     invert, _ = with_parameters(layer, lambda layer, y: layer.invert(y))
     fast = math.prod(shape) > 50  # projections of the Jacobian in the place of all of it
     assert torch.autograd.gradcheck(log_det, parameters, fast_mode=fast)
@@ -138,7 +131,7 @@ def test_gradients_of_bias_alone(case):
     if layer.bias is None:
         return
     layer.weight.requires_grad_(False)
-    y = layer.transform(random(2, *shape)).detach()
+    y = layer.transform(randn(2, *shape)).detach()
     (gradient,) = torch.autograd.grad(layer.invert(y).sum(), layer.bias)
     weight_solved = layer.invert(y.requires_grad_())
     (expected,) = torch.autograd.grad(weight_solved.sum(), y)
@@ -147,8 +140,8 @@ def test_gradients_of_bias_alone(case):
 
 
 def test_single_precision_round_trip():
-    layer = FullLinear(300, init="normal", generator=generator()).requires_grad_(False)
-    x = random(10, 300, dtype=torch.float32)
+    layer = FullLinear(300, init="normal", generator=rng()).requires_grad_(False)
+    x = randn(10, 300, dtype=torch.float32)
     y = layer.transform(x)
     exact = torch.linalg.solve(layer.weight.double(), y.double().mT).mT.float()
     torch.testing.assert_close(layer.invert(y), exact, rtol=1e-6, atol=1e-6)
@@ -184,7 +177,7 @@ def swap(layer):
 def test_nothing_is_stale(name, change):
     layer, shape = LINEAR[name]()
     with torch.no_grad():
-        x = random(2, *shape)
+        x = randn(2, *shape)
         before = layer.log_det(shape)
         layer.invert(layer.transform(x))
         change(layer)
@@ -201,14 +194,14 @@ def test_image_sizes_alternate():
     layer = stirred(FullConv2d(2, kernel_size=3, dtype=double)).requires_grad_(False)
     for shape in ((2, 4, 4), (2, 5, 3), (2, 4, 4)):
         torch.testing.assert_close(layer.log_det(shape), torch.linalg.slogdet(dense_matrix(layer, shape))[1])
-        x = random(1, *shape)
+        x = randn(1, *shape)
         torch.testing.assert_close(layer.invert(layer.transform(x)), x)
 
 
 def test_copies_and_checkpoints(case):
     layer, shape = case
     layer.requires_grad_(False)
-    x = random(2, *shape)
+    x = randn(2, *shape)
     y = layer.transform(x)
     layer.invert(y), layer.log_det(shape)
     assert set(layer.state_dict()) <= {"weight", "bias"}
@@ -241,7 +234,7 @@ def test_construction_on_a_device_and_in_a_dtype(init):
 def test_after_inference_mode(case):
     layer, shape = case
     layer.requires_grad_(False)
-    y = layer.transform(random(1, *shape))
+    y = layer.transform(randn(1, *shape))
     with torch.inference_mode():
         layer.invert(y), layer.log_det(shape)
     y.requires_grad_()
@@ -254,7 +247,7 @@ def test_after_inference_mode(case):
 def test_autocast_leaves_the_factorisation_alone(case, tracked):
     layer, shape = case
     layer.float().requires_grad_(tracked)
-    y = random(2, *layer.output_shape(shape), dtype=torch.float32)
+    y = randn(2, *layer.output_shape(shape), dtype=torch.float32)
     expected = layer.log_det(shape), copy.deepcopy(layer).invert(y)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = copy.deepcopy(layer).log_det(shape), layer.invert(y)
@@ -263,18 +256,18 @@ def test_autocast_leaves_the_factorisation_alone(case, tracked):
 
 def test_linear_initialisation():
     eye = torch.eye(6, dtype=double)
-    made = {init: FullLinear(6, init=init, dtype=double, generator=generator()) for init in INITS}
+    made = {init: FullLinear(6, init=init, dtype=double, generator=rng()) for init in INITS}
     assert torch.equal(made["identity"].weight, eye)
     assert torch.equal(made["negative_identity"].weight, -eye)
     torch.testing.assert_close(made["orthogonal"].weight @ made["orthogonal"].weight.mT, eye)
     assert not torch.allclose(made["orthogonal"].weight, eye)
     assert all(not layer.bias.any() for layer in made.values())
-    big = FullLinear(400, init="normal", generator=generator())
+    big = FullLinear(400, init="normal", generator=rng())
     assert big.weight.std().item() == pytest.approx(400**-0.5, rel=0.01)
     for init in ("orthogonal", "normal"):
-        again = FullLinear(6, init=init, dtype=double, generator=generator())
+        again = FullLinear(6, init=init, dtype=double, generator=rng())
         assert torch.equal(again.weight, made[init].weight)
-        again.reset_parameters(generator(1))
+        again.reset_parameters(rng(1))
         assert not torch.equal(again.weight, made[init].weight)
 
 
@@ -292,8 +285,8 @@ CONVOLUTIONS = [
 
 @pytest.mark.parametrize("options", CONVOLUTIONS)
 def test_convolution_initialisation(options):
-    x = random(2, 4, 6, 6)
-    make = {init: FullConv2d(4, **options, init=init, dtype=double, generator=generator()) for init in INITS}
+    x = randn(2, 4, 6, 6)
+    make = {init: FullConv2d(4, **options, init=init, dtype=double, generator=rng()) for init in INITS}
     high, wide = make["identity"].setting.stride
     # the elements of a cell, in pixel_unshuffle's order, for a stride that may differ along the axes
     cells = (
@@ -309,7 +302,7 @@ def test_convolution_initialisation(options):
     noisy = make["normal"]
     assert noisy.weight.ne(0).all()
     torch.testing.assert_close(noisy.invert(noisy.transform(x)), x)
-    again = FullConv2d(4, **options, init="normal", dtype=double, generator=generator())
+    again = FullConv2d(4, **options, init="normal", dtype=double, generator=rng())
     assert torch.equal(again.weight, noisy.weight)
 
 
@@ -319,7 +312,7 @@ def test_the_arguments_of_a_convolution_have_the_order_of_torch():
     layer = FullConv2d(3, 12, 6, 2, 2, 1, 3, False, "circular", dtype=double)
     twin = torch.nn.Conv2d(3, 12, 6, 2, 2, 1, 3, False, "circular", dtype=double)
     twin.load_state_dict(layer.state_dict())
-    x = random(2, 3, 8, 6)
+    x = randn(2, 3, 8, 6)
     assert torch.equal(layer.transform(x), twin(x))
     assert FullConv2d(3, 3, 7).setting == FullConv2d(3, kernel_size=7).setting
     assert FullConv2d(3, 3, 7).setting.kernel_size == (7, 7)
@@ -346,8 +339,8 @@ def test_the_former_order_raises_with_the_present_one(make, message):
 def test_convolution_without_cells():
     with pytest.raises(InputError, match=r"init='identity' needs an output channel.*Use init='normal'"):
         FullConv2d(4, kernel_size=3, out_channels=1, padding=2)
-    layer = FullConv2d(4, kernel_size=3, out_channels=1, padding=2, init="normal", dtype=double, generator=generator(1))
-    x = random(2, 4, 2, 2)
+    layer = FullConv2d(4, kernel_size=3, out_channels=1, padding=2, init="normal", dtype=double, generator=rng(1))
+    x = randn(2, 4, 2, 2)
     assert layer.transform(x).shape == (2, 1, 4, 4)
     torch.testing.assert_close(layer.invert(layer.transform(x)), x)
     torch.testing.assert_close(layer.log_det((4, 2, 2)), torch.linalg.slogdet(dense_matrix(layer, (4, 2, 2)))[1])
@@ -358,7 +351,7 @@ def test_transform_is_torchs_convolution(mode):
     layer = stirred(FullConv2d(4, kernel_size=(3, 5), padding=(1, 2), padding_mode=mode, groups=2, dtype=double))
     theirs = torch.nn.Conv2d(4, 4, (3, 5), padding=(1, 2), padding_mode=mode, groups=2, dtype=double)
     theirs.load_state_dict(layer.state_dict())
-    x = random(2, 4, 7, 6)
+    x = randn(2, 4, 7, 6)
     torch.testing.assert_close(layer.transform(x), theirs(x))
 
 

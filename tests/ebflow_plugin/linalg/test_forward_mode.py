@@ -11,6 +11,7 @@ from torch.func import functional_call, grad, jacfwd, jvp, vmap
 import ebflow_nflows
 import ebflow_normflows
 import ebflow_plugin as ebf
+from randomness import rng
 
 WIDE = torch.float64
 
@@ -113,7 +114,7 @@ def test_many_weights_at_once(name):
 
 
 def test_an_inverse_in_forward_mode():
-    layer = ebflow_nflows.FullLinear(4, init="normal", dtype=WIDE, generator=torch.Generator().manual_seed(0))
+    layer = ebflow_nflows.FullLinear(4, init="normal", dtype=WIDE, generator=rng(0))
     weight, tangent = layer.weight.detach(), torch.randn(4, 4, dtype=WIDE)
     y = torch.randn(2, 4, dtype=WIDE)
 

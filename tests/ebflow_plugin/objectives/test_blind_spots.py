@@ -2,6 +2,7 @@
 
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -15,11 +16,16 @@ from nflows.transforms import (
 from torch import nn
 
 import ebflow_plugin as ebf
+import nflows_small
 from ebflow_nflows import FullLinear, SmoothLeakyReLU
 from ebflow_plugin.adapting import walk
 from ebflow_plugin.objectives import DSM, FDSSM, ML, SM, SML, SSM
 from ebflow_plugin.objectives.checks import find_blind_spots
-from warned import flow_of, messages, seeded, spline
+from nflows_small import spline
+from randomness import rng
+from warned import messages
+
+flow_of = partial(nflows_small.flow_of, shape=(2,))
 
 
 def smooth_base(cls):
@@ -67,7 +73,7 @@ class Laplace(nn.Module):
 
 def first_words(make, model, *batch):
     """What an objective says when it is made and with its first batch."""
-    return messages(lambda: make(model)(*batch or (torch.randn(4, 2, generator=seeded()).double(),)))[1]
+    return messages(lambda: make(model)(*batch or (torch.randn(4, 2, generator=rng()).double(),)))[1]
 
 
 def test_a_constant_is_found_with_the_first_batch():
@@ -205,7 +211,7 @@ def test_the_first_loss_is_the_second(make):
 def test_data_in_the_tails_are_no_false_alarm():
     """There a spline is a line that its parameters do not reach; elsewhere they are seen."""
     model = ebf.wrap(flow_of(spline()))
-    far = 50.0 + torch.rand(20, 2, generator=seeded()).double()
+    far = 50.0 + torch.rand(20, 2, generator=rng()).double()
     made = messages(lambda: DSM(model, sigma=0.1))[0]
     assert messages(lambda: made(far))[1] == []
 
@@ -220,7 +226,7 @@ def test_the_input_is_checked_once(monkeypatch):
 
     preprocess = [ebf.Rescale(0.05, 0.95), ebf.Logit()]
     model = ebf.wrap(flow_of(FullLinear(2), SmoothLeakyReLU(0.3), FullLinear(2)), preprocess=preprocess)
-    x = torch.rand(6, 2, generator=seeded()).double()
+    x = torch.rand(6, 2, generator=rng()).double()
     for make in (SM, SSM, DSM, FDSSM, ML, ebf.objectives.RelativeML, lambda m: DSM(m, energy_weight=0.1)):
         objective = make(model)
         objective(x)
@@ -269,7 +275,7 @@ def test_a_search_that_fails_is_told_and_stops_nothing(monkeypatch):
 def test_the_search_touches_nothing():
     model = ebf.wrap(flow_of(LULinear(2), base=Level()).train())
     before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    find_blind_spots(model, torch.randn(4, 2, generator=seeded()).double())
+    find_blind_spots(model, torch.randn(4, 2, generator=rng()).double())
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -289,7 +295,7 @@ def test_the_first_batch_draws_nothing_of_the_users():
 
 def test_noise_that_leaves_the_domain_is_told():
     model = ebf.wrap(flow_of(PiecewiseRationalQuadraticCDF([2], num_bins=4)))
-    for objective in (DSM(model, sigma=5.0, generator=seeded()), FDSSM(model, eps=5.0, generator=seeded())):
+    for objective in (DSM(model, sigma=5.0, generator=rng()), FDSSM(model, eps=5.0, generator=rng())):
         with pytest.raises(Exception) as caught:  # noqa: PT011 - nflows' own error
             messages(lambda objective=objective: objective(torch.rand(9, 2).double()))
         assert any("moved the data by noise" in note and "Logit" in note for note in caught.value.__notes__)

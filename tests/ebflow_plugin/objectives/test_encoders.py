@@ -1,7 +1,5 @@
 """An encoder in front of the context is trained by every objective, as log_prob trains it."""
 
-import warnings
-
 import normflows
 import pytest
 import torch
@@ -13,18 +11,17 @@ from case import perturb
 from ebflow_nflows import FullLinear, SmoothLeakyReLU
 from ebflow_plugin.objectives import DSM, FDSSM, ML, SM, SML, SSM, RelativeML
 from ebflow_plugin.objectives.base import FunctionObjective
+from randomness import rng
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what objectives warn about is the subject of test_checks.py
 
 D, C, ROWS = 3, 2, 5
-
-
-def seeded(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def nflows_autoregressive():
     """Closed forms in front (a full layer, an elementwise step), a network after them."""
     steps = [
-        FullLinear(D, init="orthogonal", generator=seeded()),
+        FullLinear(D, init="orthogonal", generator=rng()),
         SmoothLeakyReLU(0.3),
         transforms.MaskedAffineAutoregressiveTransform(D, 8, context_features=C, num_blocks=1, activation=torch.tanh),
     ]
@@ -34,7 +31,7 @@ def nflows_autoregressive():
 def nflows_base():
     """All steps in closed form: the context is seen by the base alone."""
     base = distributions.ConditionalDiagonalNormal([D], context_encoder=nn.Linear(C, 2 * D))
-    return flows.Flow(FullLinear(D, init="orthogonal", generator=seeded()), base)
+    return flows.Flow(FullLinear(D, init="orthogonal", generator=rng()), base)
 
 
 def normflows_autoregressive():
@@ -53,22 +50,15 @@ MODELS = {
 OBJECTIVES = {
     "ml": ML,
     "sm": SM,
-    "ssm": lambda model: SSM(model, projections=2, generator=seeded(3)),
-    "ssm, projected": lambda model: SSM(model, projected=True, generator=seeded(3)),
-    "dsm": lambda model: DSM(model, sigma=0.5, generator=seeded(3)),
-    "dsm, many": lambda model: DSM(model, sigma_range=(0.1, 1.0), generator=seeded(3)),
-    "fdssm": lambda model: FDSSM(model, eps=0.5, generator=seeded(3)),
-    "regularised": lambda model: SSM(model, energy_weight=0.3, generator=seeded(3)),
-    "sum": lambda model: 0.7 * SSM(model, generator=seeded(3)) + 0.3 * ML(model),
+    "ssm": lambda model: SSM(model, projections=2, generator=rng(3)),
+    "ssm, projected": lambda model: SSM(model, projected=True, generator=rng(3)),
+    "dsm": lambda model: DSM(model, sigma=0.5, generator=rng(3)),
+    "dsm, many": lambda model: DSM(model, sigma_range=(0.1, 1.0), generator=rng(3)),
+    "fdssm": lambda model: FDSSM(model, eps=0.5, generator=rng(3)),
+    "regularised": lambda model: SSM(model, energy_weight=0.3, generator=rng(3)),
+    "sum": lambda model: 0.7 * SSM(model, generator=rng(3)) + 0.3 * ML(model),
     "function": lambda model: FunctionObjective(model, lambda model, x, context: model.energy(x, context).mean()),
 }
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what objectives warn about is the subject of test_checks.py
-        yield
 
 
 def setting(name):
@@ -77,7 +67,7 @@ def setting(name):
     flow = MODELS[name]().double().eval()
     perturb(flow, 0.2)
     encoder = nn.Sequential(nn.Linear(4, C), nn.Tanh()).double()
-    x, seen = (torch.randn(ROWS, size, generator=seeded(1), dtype=torch.float64) for size in (D, 4))
+    x, seen = (torch.randn(ROWS, size, generator=rng(1), dtype=torch.float64) for size in (D, 4))
     return ebf.wrap(flow), x, seen, encoder
 
 
@@ -131,12 +121,12 @@ def test_the_relative_gradient_leaves_that_of_an_encoder_as_it_is():
 def test_samples_of_the_model_count_as_data_for_an_encoder(name):
     """No gradient flows through the samples themselves."""
     model, x, seen, encoder = setting(name)
-    drawn = model.sample(1, encoder(seen).detach(), generator=seeded(3)).squeeze(1)
+    drawn = model.sample(1, encoder(seen).detach(), generator=rng(3)).squeeze(1)
 
     def value():
         return (model.energy(x, encoder(seen)) - model.energy(drawn, encoder(seen))).mean()
 
-    found = gradients(SML(model, generator=seeded(3))(x, encoder(seen)), encoder)
+    found = gradients(SML(model, generator=rng(3))(x, encoder(seen)), encoder)
     torch.testing.assert_close(list(found), by_differences(value, encoder), rtol=1e-5, atol=1e-7)
 
 
@@ -144,7 +134,7 @@ def test_a_context_from_inference_mode_is_taken():
     model, x, seen, encoder = setting("nflows, network")
     with torch.inference_mode():
         context = encoder(seen)
-    loss = SSM(model, generator=seeded(3))
+    loss = SSM(model, generator=rng(3))
     loss(x, context).backward()
-    expected = SSM(model, generator=seeded(3))(x, encoder(seen))
-    torch.testing.assert_close(SSM(model, generator=seeded(3))(x, context), expected)
+    expected = SSM(model, generator=rng(3))(x, encoder(seen))
+    torch.testing.assert_close(SSM(model, generator=rng(3))(x, context), expected)

@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import warnings
 
 import pytest
 import torch
@@ -17,20 +16,12 @@ from ebflow_plugin import testing
 from ebflow_plugin.objectives import DSM, FDSSM, ML, SM, SML, SSM, make_objective
 from ebflow_plugin.objectives.checks import find_blind_spots
 from ebflow_plugin.plan.smoothness import Smoothness
+from randomness import rng
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what objectives warn about is the subject of test_checks.py
 
 NAMES = ["ml", "sml", "sm", "ssm", "fdssm", "dsm"]
 every = pytest.mark.parametrize("name", NAMES)
-
-
-def seeded(seed=0):
-    return torch.Generator().manual_seed(seed)
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what objectives warn about is the subject of test_checks.py
-        yield
 
 
 def named(case_name: str) -> Case:
@@ -47,7 +38,7 @@ def changed(model, *functions):
     for name, parameter in model.named_parameters():
         kept = parameter.detach().clone()
         with torch.no_grad():
-            parameter.add_(1e-4 * torch.randn(kept.shape, generator=seeded(), dtype=kept.dtype))
+            parameter.add_(1e-4 * torch.randn(kept.shape, generator=rng(), dtype=kept.dtype))
         after = [function().detach() for function in functions]
         with torch.no_grad():
             parameter.copy_(kept)
@@ -81,14 +72,14 @@ def test_every_parameter_that_matters_gets_a_finite_gradient(case):
     blind = find_blind_spots(model, u, context)
     assert not in_score & {f"flow.{name}" for name in (*blind.constant, *blind.unused)}, "a false alarm"
     check(case, ML(model), x, context, in_likelihood)
-    check(case, FDSSM(model, eps=0.02, generator=seeded()), x, context, in_score)
+    check(case, FDSSM(model, eps=0.02, generator=rng()), x, context, in_score)
     if any(step.smoothness == Smoothness.FALSE for step in core.plan.steps):
         for cls in (SSM, DSM):
             with pytest.raises(ebf.UnsupportedStepError):
                 cls(model)
         return
-    check(case, SSM(model, generator=seeded()), x, context, in_score)
-    check(case, DSM(model, sigma=1e-3, generator=seeded()), x, context, in_score)  # inside of every domain
+    check(case, SSM(model, generator=rng()), x, context, in_score)
+    check(case, DSM(model, sigma=1e-3, generator=rng()), x, context, in_score)  # inside of every domain
 
 
 @pytest.mark.parametrize(
@@ -99,7 +90,7 @@ def test_every_parameter_that_matters_gets_a_finite_gradient(case):
 def test_sml_gives_finite_gradients(case):
     model, x, context = ebf.wrap(case.build()), case.x(3), case.context(3)
     model.initialize(x, context)
-    value = SML(model, generator=seeded())(x, context)
+    value = SML(model, generator=rng())(x, context)
     assert torch.isfinite(value)
     if value.requires_grad:
         value.backward()
@@ -114,7 +105,7 @@ def test_no_gradient_flows_to_the_data(name):
     source = torch.ones((), dtype=torch.float64, requires_grad=True)
     x = case.x(3).requires_grad_()
     for given in (x, x * source):
-        make_objective(name, model, generator=seeded())(given, case.context(3)).backward()
+        make_objective(name, model, generator=rng())(given, case.context(3)).backward()
     assert x.grad is None
     assert source.grad is None
     assert x.requires_grad
@@ -124,7 +115,7 @@ def test_no_gradient_flows_to_the_data(name):
 def test_the_embedding_net_gets_a_gradient(name):
     case = nsf()
     model = ebf.wrap(case.build())
-    make_objective(name, model, generator=seeded())(case.x(3), case.context(3)).backward()
+    make_objective(name, model, generator=rng())(case.x(3), case.context(3)).backward()
     for parameter_name, parameter in model.flow._embedding_net.named_parameters():
         assert parameter.grad.isfinite().all(), parameter_name
         assert parameter.grad.any(), parameter_name
@@ -135,7 +126,7 @@ def test_the_data_are_not_written_into(name):
     case = nsf()
     x, context = case.x(3), case.context(3)
     before = x.clone(), context.clone()
-    make_objective(name, ebf.wrap(case.build()), generator=seeded())(x, context)
+    make_objective(name, ebf.wrap(case.build()), generator=rng())(x, context)
     assert torch.equal(x, before[0])
     assert torch.equal(context, before[1])
     assert not x.requires_grad
@@ -146,12 +137,12 @@ def test_the_data_are_not_written_into(name):
 def test_the_value_is_the_same_without_gradients(name, mode):
     case = nsf()
     model, x, context = ebf.wrap(case.build()), case.x(3), case.context(3)
-    wanted = make_objective(name, model, generator=seeded())(x, context)
+    wanted = make_objective(name, model, generator=rng())(x, context)
     with mode():
-        value = make_objective(name, model, generator=seeded())(x.clone(), context.clone())
+        value = make_objective(name, model, generator=rng())(x.clone(), context.clone())
     assert not value.requires_grad
     torch.testing.assert_close(value, wanted.detach())
-    torch.testing.assert_close(make_objective(name, model, generator=seeded())(x, context), wanted)
+    torch.testing.assert_close(make_objective(name, model, generator=rng())(x, context), wanted)
 
 
 @every
@@ -178,7 +169,7 @@ def test_the_mode_of_the_model_is_kept(name):
 def test_copies_have_their_own_model(name):
     case = nsf()
     x, context = case.x(3), case.context(3)
-    loss = 2.0 * make_objective(name, ebf.wrap(case.build()), generator=seeded())
+    loss = 2.0 * make_objective(name, ebf.wrap(case.build()), generator=rng())
     for copied in (copy.deepcopy(loss), pickle.loads(pickle.dumps(loss))):
         assert not {id(p) for p in copied.parameters()} & {id(p) for p in loss.parameters()}
         copied.terms[0].generator.manual_seed(0)
@@ -190,7 +181,7 @@ def test_copies_have_their_own_model(name):
 def test_the_same_seed_gives_the_same_value(name):
     case = nsf()
     model, x, context = ebf.wrap(case.build()), case.x(3), case.context(3)
-    loss = make_objective(name, model, generator=seeded(1))
+    loss = make_objective(name, model, generator=rng(1))
     torch.manual_seed(0)
     state = torch.get_rng_state()
     first, second = loss(x, context), loss(x, context)
@@ -206,17 +197,17 @@ def test_the_same_seed_gives_the_same_value(name):
 def test_the_draw_of_sigma_is_seeded(options):
     case = nsf()
     model, x, context = ebf.wrap(case.build()), case.x(3), case.context(3)
-    first = DSM(model, generator=seeded(1), **options)(x, context)
+    first = DSM(model, generator=rng(1), **options)(x, context)
     torch.manual_seed(123)
-    assert torch.equal(DSM(model, generator=seeded(1), **options)(x, context), first)
+    assert torch.equal(DSM(model, generator=rng(1), **options)(x, context), first)
 
 
 @every
 def test_dequantisation_is_seeded(name):
     flow = Flow(LULinear(4), StandardNormal([4])).double()
     model = ebf.wrap(flow, preprocess=[ebf.Dequantize(16, noise="smooth"), ebf.Rescale(0.05, 0.95), ebf.Logit()])
-    x = torch.randint(16, (5, 4), generator=seeded())
-    values = [make_objective(name, model, generator=seeded(seed))(x) for seed in (1, 1, 2)]
+    x = torch.randint(16, (5, 4), generator=rng())
+    values = [make_objective(name, model, generator=rng(seed))(x) for seed in (1, 1, 2)]
     assert torch.equal(values[0], values[1])
     assert not torch.equal(values[0], values[2])
 
@@ -228,8 +219,8 @@ def test_preprocessed_data_are_matched_behind_the_preprocessing(name):
     model, x = ebf.wrap(case.build()), case.x(3)
     assert model.core is not model
     u, log_det = model.preprocess(x)
-    value = make_objective(name, model, generator=seeded())(x)
-    inside = make_objective(name, model.core, generator=seeded())(u)
+    value = make_objective(name, model, generator=rng())(x)
+    inside = make_objective(name, model.core, generator=rng())(u)
     torch.testing.assert_close(value, inside - log_det.mean() if name == "ml" else inside)
 
 
@@ -251,14 +242,14 @@ def act_norm_flow():
 
 @every
 def test_the_clean_batch_initialises_actnorm(name):
-    x = 3.0 + 2.0 * torch.randn(50, 4, generator=seeded(), dtype=torch.float64)
+    x = 3.0 + 2.0 * torch.randn(50, 4, generator=rng(), dtype=torch.float64)
     flow, reference = act_norm_flow(), act_norm_flow()
     ebf.wrap(reference).initialize(x)
     options = {"dsm": {"sigma": 5.0}, "fdssm": {"eps": 5.0}}.get(name, {})
-    make_objective(name, ebf.wrap(flow), generator=seeded(), **options)(x)
+    make_objective(name, ebf.wrap(flow), generator=rng(), **options)(x)
     for (key, value), wanted in zip(flow.state_dict().items(), reference.state_dict().values(), strict=True):
         assert torch.equal(value, wanted), key
-    make_objective(name, ebf.wrap(flow), generator=seeded(), **options)(10 * x)  # once is enough
+    make_objective(name, ebf.wrap(flow), generator=rng(), **options)(10 * x)  # once is enough
     for (key, value), wanted in zip(flow.state_dict().items(), reference.state_dict().values(), strict=True):
         assert torch.equal(value, wanted), key
 
@@ -267,12 +258,12 @@ def test_the_clean_batch_initialises_actnorm(name):
 def test_actnorm_is_not_initialised_in_eval_mode(name):
     flow = act_norm_flow().eval()
     before = {key: value.clone() for key, value in flow.state_dict().items()}
-    make_objective(name, ebf.wrap(flow), generator=seeded())(torch.randn(5, 4, dtype=torch.float64))
+    make_objective(name, ebf.wrap(flow), generator=rng())(torch.randn(5, 4, dtype=torch.float64))
     assert all(torch.equal(value, before[key]) for key, value in flow.state_dict().items())
 
 
 @every
-@pytest.mark.parametrize("generator", [None, seeded()], ids=["global", "of the cpu"])
+@pytest.mark.parametrize("generator", [None, rng()], ids=["global", "of the cpu"])
 @pytest.mark.parametrize(
     "case_name",
     ["ConditionalDiagonalNormal base: vec, context=3, encoder (eval)", "ActNorm: img, initialized (train)"],
@@ -295,7 +286,7 @@ def test_no_operation_mixes_devices_or_waits(name, generator, case_name):
 
 
 @pytest.mark.parametrize("options", [{"sigma": [0.1, 1.0]}, {"sigma_range": (0.1, 1.0)}])
-@pytest.mark.parametrize("generator", [None, seeded()], ids=["global", "of the cpu"])
+@pytest.mark.parametrize("generator", [None, rng()], ids=["global", "of the cpu"])
 def test_no_draw_of_sigma_mixes_devices(options, generator):
     case = named("ActNorm: img, initialized (train)")
     loss = DSM(ebf.wrap(case.build().to("meta")), generator=generator, **options)
@@ -308,7 +299,7 @@ def test_no_draw_of_sigma_mixes_devices(options, generator):
 def test_the_dtype_is_that_of_the_data(name, dtype):
     case = nsf()
     model = ebf.wrap(case.build().to(dtype))
-    value = make_objective(name, model, generator=seeded())(case.x(3).to(dtype), case.context(3).to(dtype))
+    value = make_objective(name, model, generator=rng())(case.x(3).to(dtype), case.context(3).to(dtype))
     assert value.dtype == dtype
 
 
@@ -317,7 +308,7 @@ def test_score_matching_needs_no_determinant(name):
     """Contract 3, for a whole training step."""
     case = named("NaiveLinear stack: vec, orthogonal_initialization=False, LeakyReLU(0.5) (train)")
     model, x = ebf.wrap(case.build()), case.x(3)
-    loss = make_objective(name, model, generator=seeded())
+    loss = make_objective(name, model, generator=rng())
     with testing.no_factorisation():
         loss(x).backward()
     with pytest.raises(AssertionError, match="slogdet"), testing.no_factorisation():
@@ -344,8 +335,8 @@ def test_an_objective_of_another_library_takes_the_model():
     torch.manual_seed(0)
     model = ebf.wrap(Flow(LULinear(2), StandardNormal([2])).double())
     contrastive = ContrastiveDivergence(model, k_steps=30, step_size=0.05)
-    contrastive.generator = seeded()
-    x = 0.5 * torch.randn(2000, 2, generator=seeded(), dtype=torch.float64)
+    contrastive.generator = rng()
+    x = 0.5 * torch.randn(2000, 2, generator=rng(), dtype=torch.float64)
     optimiser = torch.optim.Adam(contrastive.parameters(), lr=0.05)
     before = -model.log_prob(x).mean().item()
     for _ in range(60):
@@ -371,9 +362,9 @@ def test_training_finds_a_gaussian(make):
     """From a wrong start to the moments of the data, which a wrong sign or scale would not find."""
     torch.manual_seed(0)
     mixing = torch.tensor([[1.0, 0.0], [0.8, 0.5]], dtype=torch.float64)
-    x = torch.randn(20_000, 2, generator=seeded(5), dtype=torch.float64) @ mixing.mT + 1.0
+    x = torch.randn(20_000, 2, generator=rng(5), dtype=torch.float64) @ mixing.mT + 1.0
     model = ebf.wrap(Flow(LULinear(2), StandardNormal([2])).double())
-    loss = make(model, generator=seeded())
+    loss = make(model, generator=rng())
     optimiser = torch.optim.LBFGS(loss.parameters(), max_iter=50, line_search_fn="strong_wolfe")
 
     def closure():

@@ -26,12 +26,9 @@ from ebflow_plugin.objectives import (
     make_objective,
     register_objective,
 )
+from randomness import randn, rng
 
 BUILT_IN = {"ml": ML, "sml": SML, "sm": SM, "ssm": SSM, "fdssm": FDSSM, "dsm": DSM}
-
-
-def seeded(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def make_model(size=2):
@@ -46,7 +43,7 @@ def model():
 
 @pytest.fixture
 def x():
-    return torch.randn(6, 2, generator=seeded(), dtype=torch.float64)
+    return randn(6, 2)
 
 
 @pytest.fixture
@@ -60,9 +57,9 @@ def registry():
 
 @pytest.mark.parametrize(("name", "cls"), BUILT_IN.items())
 def test_by_name(model, x, name, cls):
-    made = make_objective(name, model, generator=seeded())
+    made = make_objective(name, model, generator=rng())
     assert type(made) is cls
-    assert torch.equal(made(x), cls(model, generator=seeded())(x))
+    assert torch.equal(made(x), cls(model, generator=rng())(x))
     assert type(make_objective(name.upper(), model)) is cls
 
 
@@ -156,11 +153,11 @@ def test_bad_data(model, x, name):
 
 
 def test_a_weighted_sum(model, x):
-    total = 0.9 * SSM(model, generator=seeded()) + ML(model) * 0.1
+    total = 0.9 * SSM(model, generator=rng()) + ML(model) * 0.1
     assert isinstance(total, WeightedSum)
     assert total.weights == (0.9, 0.1)
     assert total.model is model
-    torch.testing.assert_close(total(x), 0.9 * SSM(model, generator=seeded())(x) + 0.1 * ML(model)(x))
+    torch.testing.assert_close(total(x), 0.9 * SSM(model, generator=rng())(x) + 0.1 * ML(model)(x))
     values = total = 0.5 * ML(model, reduction="none") + SM(model, reduction="none")
     torch.testing.assert_close(values(x), 0.5 * ML(model, reduction="none")(x) + SM(model, reduction="none")(x))
 
@@ -168,7 +165,7 @@ def test_a_weighted_sum(model, x):
 @given(weights=st.lists(st.floats(-3, 3), min_size=1, max_size=4), outer=st.floats(-3, 3))
 @settings(max_examples=25, deadline=None)
 def test_nested_sums_are_one_sum(weights, outer):
-    model, x = make_model(), torch.randn(4, 2, generator=seeded(), dtype=torch.float64)
+    model, x = make_model(), torch.randn(4, 2, generator=rng(), dtype=torch.float64)
     inner = sum(weight * ML(model) for weight in weights)
     total = outer * (inner + SM(model))
     assert [type(term) for term in total.terms] == [ML] * len(weights) + [SM]
@@ -184,17 +181,17 @@ def test_sums_start_at_zero(model, x):
 def test_a_sum_draws_from_its_generator(model, x):
     loss = 0.5 * SSM(model) + 0.5 * DSM(model)
     assert loss.generator is None
-    loss.generator = seeded()
+    loss.generator = rng()
     assert all(term.generator is loss.generator for term in loss.terms)
     first = loss(x)
-    loss.generator = seeded()
+    loss.generator = rng()
     assert torch.equal(loss(x), first)
     assert not torch.equal(loss(x), first)
-    made = WeightedSum([(0.5, SSM(model)), (0.5, DSM(model))], generator=seeded())
+    made = WeightedSum([(0.5, SSM(model)), (0.5, DSM(model))], generator=rng())
     assert torch.equal(made(x), first)
     with pytest.raises(ebf.InputError, match="generator must be a torch.Generator or None, got 0"):
         loss.generator = 0
-    assert (SSM(model, generator=seeded()) + DSM(model, generator=seeded())).generator is None
+    assert (SSM(model, generator=rng()) + DSM(model, generator=rng())).generator is None
 
 
 def test_an_objective_without_a_formula_cannot_be_made(model):

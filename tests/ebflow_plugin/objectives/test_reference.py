@@ -1,6 +1,5 @@
 """Objectives against a slow reference with the full Hessian, their limits, and how a batch is split."""
 
-import warnings
 from functools import partial
 from itertools import pairwise
 
@@ -13,6 +12,9 @@ import ebflow_plugin as ebf
 from cases import SUPPORTED
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives import DSM, FDSSM, ML, SM, SML, SSM, make_objective, score_matching
+from randomness import rng
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # the smoothness of splines is not the subject here
 
 MODELS = {
     "AffineCouplingTransform: vec net=tanh (eval)",
@@ -27,17 +29,6 @@ MODELS = {
 }
 CASES = [case for case in SUPPORTED if case.name in MODELS]
 cases = pytest.mark.parametrize("case", CASES, ids=str)
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the smoothness of splines is not the subject here
-        yield
-
-
-def seeded(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def slow(core: EBFlow, x, context):
@@ -86,12 +77,12 @@ def test_ssm(case, projection, projected):
     model, x, context = ebf.wrap(case.build()), case.x(3), case.context(3)
     u = model.preprocess(x)[0]
     gradient, hessian = slow(model.core, u, context)
-    generator, reference = seeded(), 0.0
+    generator, reference = rng(), 0.0
     for _ in range(2):
         v = score_matching.PROJECTIONS[projection](u, generator).flatten(1)
         norm = (gradient * v).sum(1).square() if projected else gradient.square().sum(1)
         reference = reference + (0.5 * norm - torch.einsum("bi,bij,bj->b", v, hessian, v)) / 2
-    ours = SSM(model, projections=2, projection=projection, projected=projected, generator=seeded())
+    ours = SSM(model, projections=2, projection=projection, projected=projected, generator=rng())
     assert_same(ours(x, context), reference.mean(), model)
 
 
@@ -99,21 +90,21 @@ def test_ssm(case, projection, projected):
 def test_dsm(case):
     model, x, context = ebf.wrap(case.build()), case.x(3), case.context(3)
     u, sigma = model.preprocess(x)[0], 0.05
-    moved = u + sigma * score_matching.gaussian_like(u, seeded())
+    moved = u + sigma * score_matching.gaussian_like(u, rng())
     gradient, _ = slow(model.core, moved, context)
     reference = 0.5 * (gradient + (u - moved).flatten(1) / sigma**2).square().sum(1)
-    assert_same(DSM(model, sigma=sigma, generator=seeded())(x, context), reference.mean(), model)
+    assert_same(DSM(model, sigma=sigma, generator=rng())(x, context), reference.mean(), model)
 
 
 @cases
 def test_fdssm(case):
     model, x, context = ebf.wrap(case.build()), case.x(3), case.context(3)
     u, eps = model.preprocess(x)[0], 0.2
-    step = score_matching.sphere(u, seeded())
+    step = score_matching.sphere(u, rng())
     step = step * (eps / step.flatten(1).norm(dim=1).reshape(-1, *[1] * (u.dim() - 1)))
     energy, ahead, after = (model.core.energy(point, context) for point in (u, u + step, u - step))
     reference = (2 * energy - ahead - after + (ahead - after).square() / 8) * u[0].numel() / eps**2
-    assert_same(FDSSM(model, eps=eps, generator=seeded())(x, context), reference.mean(), model)
+    assert_same(FDSSM(model, eps=eps, generator=rng())(x, context), reference.mean(), model)
 
 
 @cases
@@ -130,11 +121,11 @@ def test_sml(case):
         pytest.skip("cannot be sampled")
     model, x, context = ebf.wrap(case.build()), case.x(3), case.context(3)
     if context is None:
-        drawn = model.core.sample(3, generator=seeded())
+        drawn = model.core.sample(3, generator=rng())
     else:
-        drawn = model.core.sample(1, context, generator=seeded())[:, 0]
+        drawn = model.core.sample(1, context, generator=rng())[:, 0]
     reference = model.core.energy(model.preprocess(x)[0], context) - model.core.energy(drawn, context)
-    assert_same(SML(model, generator=seeded())(x, context), reference.mean(), model)
+    assert_same(SML(model, generator=rng())(x, context), reference.mean(), model)
 
 
 @cases
@@ -144,9 +135,9 @@ def test_fdssm_tends_to_ssm(case):
     if "RationalQuadratic" in case.name:
         pytest.skip("not smooth")
     with torch.no_grad():
-        limit = SSM(model, projection="sphere", projected=True, generator=seeded())(x, context)
+        limit = SSM(model, projection="sphere", projected=True, generator=rng())(x, context)
         errors = [
-            (FDSSM(model, eps=eps, generator=seeded())(x, context) - limit).abs().item() for eps in (0.04, 0.02, 0.01)
+            (FDSSM(model, eps=eps, generator=rng())(x, context) - limit).abs().item() for eps in (0.04, 0.02, 0.01)
         ]
     assert errors[2] < 1e-3 * (1 + abs(limit.item()))
     for larger, smaller in pairwise(errors):
@@ -203,10 +194,10 @@ def test_how_a_batch_is_split_makes_no_difference(case, make):
 @settings(max_examples=50, deadline=None)
 def test_projections(seed, batch, shape, kind):
     like = torch.empty(batch, *shape, dtype=torch.float64)
-    v = score_matching.PROJECTIONS[kind](like, seeded(seed))
+    v = score_matching.PROJECTIONS[kind](like, rng(seed))
     assert v.shape == like.shape
     assert v.dtype == like.dtype
-    assert torch.equal(v, score_matching.PROJECTIONS[kind](like, seeded(seed)))
+    assert torch.equal(v, score_matching.PROJECTIONS[kind](like, rng(seed)))
     size = like[0].numel()
     if kind != "gaussian":
         torch.testing.assert_close(v.flatten(1).square().sum(1), torch.full((batch,), float(size)).double())
@@ -216,7 +207,7 @@ def test_projections(seed, batch, shape, kind):
 
 @pytest.mark.parametrize("kind", ["rademacher", "gaussian", "sphere"])
 def test_projections_have_the_identity_for_their_second_moment(kind):
-    v = score_matching.PROJECTIONS[kind](torch.empty(200_000, 3, dtype=torch.float64), seeded())
+    v = score_matching.PROJECTIONS[kind](torch.empty(200_000, 3, dtype=torch.float64), rng())
     moment = v.mT @ v / len(v)
     torch.testing.assert_close(moment, torch.eye(3).double(), atol=0.02, rtol=0)
 

@@ -3,7 +3,6 @@
 import copy
 import math
 import pickle
-import warnings
 
 import normflows as nf
 import pytest
@@ -19,16 +18,14 @@ import ebflow_plugin as ebf
 from ebflow_nflows import FullConv2d, FullLinear, SmoothLeakyReLU
 from ebflow_plugin import testing
 from ebflow_plugin.objectives import DSM, ML, RelativeML, score_matching
+from randomness import rng
+from warned import no_warnings
 
 DOUBLE = torch.float64
 
 
-def seeded(seed=0):
-    return torch.Generator().manual_seed(seed)
-
-
 def perturbed(flow, scale=0.1, seed=0):
-    generator = seeded(seed)
+    generator = rng(seed)
     with torch.no_grad():
         for parameter in flow.parameters():
             parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
@@ -45,7 +42,7 @@ def normflows_model(*flows, shape):
 
 
 def batch(model, rows=5, seed=0):
-    return torch.randn(rows, *model.plan.event_shape, generator=seeded(seed), dtype=DOUBLE)
+    return torch.randn(rows, *model.plan.event_shape, generator=rng(seed), dtype=DOUBLE)
 
 
 def gradient(loss, x, context=None):
@@ -96,11 +93,6 @@ LAYERS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_complete_set_of_probes_gives_the_exact_gradient(name, monkeypatch):
     model = LAYERS[name]()
@@ -120,7 +112,7 @@ def test_the_mean_over_draws_is_the_exact_gradient(name):
     model, draws = LAYERS[name](), 60
     x = batch(model)
     exact = gradient(ML(model), x)
-    loss = ML(model, log_det="stochastic", probes=2, tolerance=1e-10, generator=seeded(1))
+    loss = ML(model, log_det="stochastic", probes=2, tolerance=1e-10, generator=rng(1))
     found = torch.stack([gradient(loss, x) for _ in range(draws)])
     error = found.std(0) / math.sqrt(draws)
     noisy = error > 1e-9 * exact.norm()
@@ -197,7 +189,7 @@ def test_in_single_precision_and_to_a_loose_tolerance():
     x = batch(model)
     exact = gradient(ML(model), x)
     single = ebf.wrap(copy.deepcopy(model.flow).float())
-    loss = ML(single, log_det="stochastic", probes=256, generator=seeded())
+    loss = ML(single, log_det="stochastic", probes=256, generator=rng())
     found = gradient(loss, x.float()).double()
     assert (found - exact).norm() < 0.1 * exact.norm()
     assert 0 < loss.metrics()["log_det"]["_transform._transforms.0"]["residual"] <= 0.01
@@ -242,8 +234,8 @@ def test_the_generator_decides_and_nothing_else_draws():
     model = nflows_model(FullConv2d(2, kernel_size=3), shape=[2, 5, 4])
     x = batch(model)
     state = torch.get_rng_state()
-    first, again = (gradient(ML(model, log_det="stochastic", probes=2, generator=seeded(3)), x) for _ in range(2))
-    other = gradient(ML(model, log_det="stochastic", probes=2, generator=seeded(4)), x)
+    first, again = (gradient(ML(model, log_det="stochastic", probes=2, generator=rng(3)), x) for _ in range(2))
+    other = gradient(ML(model, log_det="stochastic", probes=2, generator=rng(4)), x)
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
     assert torch.equal(torch.get_rng_state(), state)
@@ -253,14 +245,14 @@ def test_sums_preprocessing_and_energy_weight():
     """MaP: in data space as ML, and with gradients that do not change by it."""
     flow = perturbed(Flow(FullConv2d(1, kernel_size=3), StandardNormal([1, 4, 4])))
     model = ebf.wrap(flow, preprocess=[ebf.Rescale(0.05, 0.95), ebf.Logit()])
-    x = torch.rand(6, 1, 4, 4, generator=seeded(), dtype=DOUBLE)
-    loss = ML(model, log_det="stochastic", probes=400, generator=seeded(1), energy_weight=0.1)
+    x = torch.rand(6, 1, 4, 4, generator=rng(), dtype=DOUBLE)
+    loss = ML(model, log_det="stochastic", probes=400, generator=rng(1), energy_weight=0.1)
     exact = ML(model, energy_weight=0.1)
     found, expected = gradient(loss, x), gradient(exact, x)
     assert (found - expected).norm() < 0.05 * expected.norm()
     log_z = model.core.log_z((1, 4, 4))
     torch.testing.assert_close(loss(x), exact(x) - log_z)
-    both = 0.5 * loss + 0.5 * DSM(model, generator=seeded(2))
+    both = 0.5 * loss + 0.5 * DSM(model, generator=rng(2))
     both(x).backward()
     assert both.metrics()["exact_log_dets"] == 0
 
@@ -293,8 +285,7 @@ def test_no_convergence_takes_the_exact_log_det_counts_and_warns_once():
         found = gradient(loss, x)
     torch.testing.assert_close(found, exact)
     assert loss.metrics()["exact_log_dets"] == 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with no_warnings():
         # the inverse of that step preconditions the next: it converges at once, and with no noise left
         torch.testing.assert_close(gradient(loss, x), exact, rtol=1e-6, atol=1e-6)
     metrics = loss.metrics()["log_det"]["_transform"]
@@ -307,8 +298,7 @@ def test_a_convolution_that_does_not_converge():
     loss = ML(model, log_det="stochastic", probes=2, tolerance=1e-9, iterations=3)
     with pytest.warns(UserWarning, match="not converge in 3 iterations"):
         torch.testing.assert_close(gradient(loss, x), gradient(ML(model), x))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with no_warnings():
         torch.testing.assert_close(gradient(loss, x), gradient(ML(model), x))
     assert loss.metrics()["exact_log_dets"] == 2
 
@@ -330,7 +320,7 @@ def test_probes_are_chosen_from_the_first_batches():
     """As many as make the noise of the probes half of that of the batch, or as the cost of the step allows."""
     model = nflows_model(FullConv2d(2, kernel_size=3), shape=[2, 6, 6])
     path = "_transform._transforms.0"
-    loss = ML(model, log_det="stochastic", generator=seeded())
+    loss = ML(model, log_det="stochastic", generator=rng())
     x = batch(model, rows=400)
     for _ in range(2):
         loss(x)
@@ -339,11 +329,11 @@ def test_probes_are_chosen_from_the_first_batches():
     account = loss._estimator.accounts[path]
     exact = [gradient(ML(model), batch(model, rows=400, seed=seed)) for seed in range(20)]
     by_batch = torch.stack(exact).var(0).sum()
-    drawn = ML(model, log_det="stochastic", probes=account.probes, generator=seeded(1))
+    drawn = ML(model, log_det="stochastic", probes=account.probes, generator=rng(1))
     by_probes = torch.stack([gradient(drawn, x) for _ in range(60)]).var(0).sum()
     assert account.probes > 1
     assert 0.1 * by_batch < by_probes < 1.0 * by_batch
-    few = ML(model, log_det="stochastic", generator=seeded())
+    few = ML(model, log_det="stochastic", generator=rng())
     for _ in range(3):
         few(x[:20])
     chosen = few._estimator.accounts[path]
@@ -356,10 +346,10 @@ def test_probes_are_chosen_from_the_first_batches():
 
 def test_state_goes_on_where_it_was():
     model = nflows_model(FullConv2d(2, kernel_size=3), FullLinear(4), shape=[2, 6, 4])
-    loss = ML(model, log_det="stochastic", generator=seeded())
+    loss = ML(model, log_det="stochastic", generator=rng())
     x = batch(model, rows=30)
     loss(x)
-    other = ML(model, log_det="stochastic", generator=seeded())
+    other = ML(model, log_det="stochastic", generator=rng())
     other.load_state(loss.state())
     other.generator.set_state(loss.generator.get_state())
     for _ in range(4):
@@ -373,8 +363,8 @@ def test_a_context():
 
     coupling = AffineCouplingTransform([0, 1] * 4, lambda i, o: ResidualNet(i, o, 6, context_features=2))
     model = nflows_model(FullLinear(8), coupling, shape=[8])
-    x, context = batch(model), torch.randn(5, 2, generator=seeded(), dtype=DOUBLE)
-    loss = ML(model, log_det="stochastic", probes=500, generator=seeded())
+    x, context = batch(model), torch.randn(5, 2, generator=rng(), dtype=DOUBLE)
+    loss = ML(model, log_det="stochastic", probes=500, generator=rng())
     found, exact = gradient(loss, x, context), gradient(ML(model), x, context)
     assert (found - exact).norm() < 0.2 * exact.norm()
     plain = gradient(ML(model, log_det="stochastic"), x, context)  # which looks at halves of the batch
@@ -444,8 +434,7 @@ def test_on_the_meta_device_nothing_is_asked():
 
 def test_half_precision_weights_are_solved_in_single():
     model = ebf.wrap(perturbed(Flow(FullConv2d(2, kernel_size=3), StandardNormal([2, 5, 4]))).to(torch.bfloat16))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with no_warnings():
         ML(model, log_det="stochastic", probes=2, tolerance=1e-5)(batch(model).to(torch.bfloat16)).backward()
     assert model.flow._transform.weight.grad.dtype == torch.bfloat16
 
@@ -456,7 +445,7 @@ def test_copies_and_pickles():
     loss = ML(model, log_det="stochastic", probes=2)
     loss(x)
     for other in (copy.deepcopy(loss), pickle.loads(pickle.dumps(loss))):
-        loss.generator, other.generator = seeded(1), seeded(1)
+        loss.generator, other.generator = rng(1), rng(1)
         assert other.model is not model
         assert torch.equal(gradient(other, x), gradient(loss, x))
         loss.generator = None

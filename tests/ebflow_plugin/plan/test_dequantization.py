@@ -12,7 +12,7 @@ from torch.distributions import Normal
 
 import ebflow_plugin as ebf
 from ebflow_plugin.objectives import DSM, ML, SSM
-from warned import seeded
+from randomness import rng
 
 D = 3
 LEVELS = 8
@@ -26,7 +26,7 @@ def model_of(noise, levels=LEVELS, shape=(D,)):
 
 
 def integers(rows=6, levels=LEVELS):
-    return torch.randint(levels, (rows, D), generator=seeded(1))
+    return torch.randint(levels, (rows, D), generator=rng(1))
 
 
 def log_density(u):
@@ -39,8 +39,8 @@ def log_density(u):
 
 def test_uniform_noise_is_what_it_was_bit_for_bit():
     model, x = model_of("uniform"), integers()
-    u, log_det = model.preprocess(x, seeded(3))
-    noise = torch.rand(6, D, dtype=torch.float64, generator=seeded(3))
+    u, log_det = model.preprocess(x, rng(3))
+    noise = torch.rand(6, D, dtype=torch.float64, generator=rng(3))
     squeezed = (x + noise) / LEVELS * model.preprocessing[1].scale + model.preprocessing[1].shift
     assert torch.equal(u, torch.log(squeezed) - torch.log1p(-squeezed))
     expected = -(torch.log(squeezed) + torch.log1p(-squeezed)).sum(1)
@@ -50,7 +50,7 @@ def test_uniform_noise_is_what_it_was_bit_for_bit():
 
 def test_smooth_noise_is_counted():
     model, x = model_of("smooth"), integers()
-    u, log_det = model.preprocess(x, seeded(3))
+    u, log_det = model.preprocess(x, rng(3))
     unit = (torch.sigmoid(u) - 0.05) / 0.9
     noise = unit * LEVELS - x
     assert ((noise > 0) & (noise < 1)).all()
@@ -61,13 +61,13 @@ def test_smooth_noise_is_counted():
 @pytest.mark.parametrize("noise", ["uniform", "smooth"])
 def test_one_density_in_every_call(noise):
     model, x = model_of(noise), integers()
-    log_prob = model.log_prob(x, generator=seeded(5))
-    assert torch.allclose(log_prob, -model.energy(x, generator=seeded(5)) - model.log_z((D,)))
-    u, log_det = model.preprocess(x, seeded(5))
+    log_prob = model.log_prob(x, generator=rng(5))
+    assert torch.allclose(log_prob, -model.energy(x, generator=rng(5)) - model.log_z((D,)))
+    u, log_det = model.preprocess(x, rng(5))
     assert torch.allclose(log_prob, model.core.log_prob(u) + log_det)
-    assert torch.equal(log_prob, model.log_prob(x, generator=seeded(5)))
-    assert not torch.equal(log_prob, model.log_prob(x, generator=seeded(6)))
-    assert torch.allclose(ML(model, generator=seeded(5))(x), -log_prob.mean())
+    assert torch.equal(log_prob, model.log_prob(x, generator=rng(5)))
+    assert not torch.equal(log_prob, model.log_prob(x, generator=rng(6)))
+    assert torch.allclose(ML(model, generator=rng(5))(x), -log_prob.mean())
 
 
 def one_dimensional(noise, mean=0.3, std=1.2):
@@ -88,7 +88,7 @@ def test_the_bound_by_quadrature():
     u = torch.sigmoid(grid)
     model = one_dimensional("smooth", mean, std)
     x = torch.arange(4).repeat_interleave(40_000)[:, None]
-    drawn = model.log_prob(x, generator=seeded(0)).reshape(4, -1)
+    drawn = model.log_prob(x, generator=rng(0)).reshape(4, -1)
     for level in range(4):
         squeezed = 1e-6 + (1 - 2e-6) * (level + u) / 4
         logit = torch.logit(squeezed)
@@ -109,7 +109,7 @@ def test_the_density_has_no_jumps_left():
             flows.Flow(transforms.IdentityTransform(), distributions.StandardNormal([1])),
             preprocess=[ebf.Dequantize(4, noise=noise)],
         )
-        u = model.preprocess(x, seeded(0))[0] * 4
+        u = model.preprocess(x, rng(0))[0] * 4
         found = float(((u < 0.01) | (u > 0.99)).float().mean())
         assert abs(found - share) < 0.002
 
@@ -123,7 +123,7 @@ def test_integration_by_parts_holds_on_smooth_data_alone():
     for noise in ("uniform", "smooth"):
         flow = flows.Flow(transforms.IdentityTransform(), distributions.StandardNormal([1])).double()
         model = ebf.wrap(flow, preprocess=[ebf.Dequantize(4, noise=noise)])
-        v = model.preprocess(torch.zeros(rows, 1), seeded(0))[0].requires_grad_()
+        v = model.preprocess(torch.zeros(rows, 1), rng(0))[0].requires_grad_()
         log_q = log_density(v * 4).sum() if noise == "smooth" else 0 * v.sum()
         (slope,) = torch.autograd.grad(log_q, v)
         terms = (model.core.score(v.detach()) * slope - 1.0).detach()
@@ -146,7 +146,7 @@ def test_images_integers_and_single_precision():
 
 
 def test_samples_do_not_depend_on_the_noise():
-    x = [model_of(noise).sample(50, generator=seeded(2)) for noise in ("uniform", "smooth")]
+    x = [model_of(noise).sample(50, generator=rng(2)) for noise in ("uniform", "smooth")]
     assert torch.equal(*x)
 
 
@@ -162,15 +162,15 @@ def test_it_says_what_it_is(noise):
 
 def test_a_change_of_the_noise_is_seen():
     model, x = model_of("uniform"), integers()
-    before = model.log_prob(x, generator=seeded(0))
+    before = model.log_prob(x, generator=rng(0))
     model.preprocessing[0].noise = "smooth"
-    assert not torch.allclose(before, model.log_prob(x, generator=seeded(0)))
+    assert not torch.allclose(before, model.log_prob(x, generator=rng(0)))
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_keep_the_noise(again):
     model, x = model_of("smooth"), integers()
-    assert torch.equal(again(model).log_prob(x, generator=seeded(0)), model.log_prob(x, generator=seeded(0)))
+    assert torch.equal(again(model).log_prob(x, generator=rng(0)), model.log_prob(x, generator=rng(0)))
 
 
 def test_modules_of_old_pickles_are_uniform():
@@ -191,7 +191,7 @@ def test_unknown_noise():
 def test_losses_train_on_it(make):
     model = model_of("smooth")
     objective = make(model)
-    objective.generator = seeded(0)
+    objective.generator = rng(0)
     objective(integers()).backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 

@@ -7,13 +7,14 @@ from nflows import distributions, flows, transforms
 import ebflow_plugin as ebf
 from ebflow_nflows import SmoothLeakyReLU
 from ebflow_plugin.errors import InputError
+from randomness import rng
 
 SCALES = torch.tensor([1e3, 1.0, 1e-3], dtype=torch.float64)
 SHIFT = torch.tensor([-5e3, 0.0, 7e-3], dtype=torch.float64)
 
 
 def rows(count=400):
-    return SHIFT + SCALES * torch.randn(count, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return SHIFT + SCALES * torch.randn(count, 3, generator=rng(0), dtype=torch.float64)
 
 
 def standard_normal():

@@ -13,17 +13,14 @@ from torch import nn
 import ebflow_nflows
 import ebflow_plugin as ebf
 from ebflow_plugin.sampling.langevin import denoise, impute, langevin
+from randomness import rng
 
 WIDE = torch.float64
 
 
-def seed(number=0):
-    return torch.Generator().manual_seed(number)
-
-
 def make_gaussian(dim=3, **options):
     """A linear-Gaussian flow, with its mean and covariance."""
-    generator = seed(dim)
+    generator = rng(dim)
     layer = ebflow_nflows.FullLinear(dim, dtype=WIDE)
     with torch.no_grad():
         layer.weight += 0.4 * torch.randn(dim, dim, generator=generator, dtype=WIDE)
@@ -59,7 +56,7 @@ def assert_moments(samples, mean, covariance, effective):
 def test_adjusted_chains_have_the_moments_of_a_gaussian():
     model, mean, covariance = make_gaussian()
     starts = torch.zeros(400, 3, dtype=WIDE)
-    found = langevin(model, starts, 150, 0.05, burn_in=150, generator=seed(), thin=30)
+    found = langevin(model, starts, 150, 0.05, burn_in=150, generator=rng(), thin=30)
     assert found.trajectory.shape == (5, 400, 3)
     assert torch.equal(found.trajectory[-1], found.samples)
     assert_moments(found.trajectory.flatten(0, 1), mean, covariance, 600)
@@ -69,9 +66,9 @@ def test_adjusted_chains_have_the_moments_of_a_gaussian():
 def test_a_large_step_is_corrected_and_not_without():
     """One dimension, E = ½x²: the unadjusted limit is N(0, 1 / (1 - α/2)), the adjusted one N(0, 1)."""
     model = ebf.wrap(flows.Flow(transforms.IdentityTransform(), distributions.StandardNormal([1])))
-    starts = torch.randn(4000, 1, generator=seed(1), dtype=WIDE)
+    starts = torch.randn(4000, 1, generator=rng(1), dtype=WIDE)
     for adjusted, variance in ((False, 1 / (1 - 0.8 / 2)), (True, 1.0)):
-        found = langevin(model, starts, 40, 0.8, adjusted=adjusted, generator=seed(), adapt=False)
+        found = langevin(model, starts, 40, 0.8, adjusted=adjusted, generator=rng(), adapt=False)
         assert float(found.samples.var()) == pytest.approx(variance, rel=5 * (2 / 4000) ** 0.5)
         assert torch.equal(found.step_sizes, torch.full((4000,), 0.8, dtype=WIDE))
 
@@ -79,8 +76,8 @@ def test_a_large_step_is_corrected_and_not_without():
 def test_a_mixture_with_two_modes():
     mixture = Mixture()
     model = ebf.wrap(flows.Flow(transforms.IdentityTransform(), mixture))
-    starts = torch.randn(1500, 2, generator=seed(1), dtype=WIDE) * 2
-    found = langevin(model, starts, 250, 0.3, burn_in=100, generator=seed())
+    starts = torch.randn(1500, 2, generator=rng(1), dtype=WIDE) * 2
+    found = langevin(model, starts, 250, 0.3, burn_in=100, generator=rng())
     w, c, s = (torch.tensor(t, dtype=WIDE) for t in (mixture.weights, mixture.centres, mixture.spreads))
     mean = float((w * c).sum())
     second = float((w * (c * c)).sum())
@@ -93,9 +90,9 @@ def test_a_mixture_with_two_modes():
 def test_the_equation_of_the_paper():
     """Eq. 11: x - α∇E + sqrt(2α) z, with the noise that the generator gives."""
     model, _, _ = make_gaussian()
-    x = torch.randn(5, 3, generator=seed(1), dtype=WIDE)
-    found = langevin(model, x, 1, 0.1, adjusted=False, generator=seed())
-    noise = torch.randn(5, 3, generator=seed(), dtype=WIDE)
+    x = torch.randn(5, 3, generator=rng(1), dtype=WIDE)
+    found = langevin(model, x, 1, 0.1, adjusted=False, generator=rng())
+    noise = torch.randn(5, 3, generator=rng(), dtype=WIDE)
     assert torch.allclose(found.samples, x + 0.1 * model.score(x) + 0.2**0.5 * noise)
     assert torch.allclose(found.energies, torch.stack([model.energy(x), model.energy(found.samples)]))
     assert torch.equal(found.acceptance, torch.ones(5, dtype=WIDE))
@@ -107,7 +104,7 @@ def test_each_chain_tunes_its_own_step():
     model = ebf.wrap(flows.Flow(transforms.IdentityTransform(), base))
     log_std = torch.tensor([0.0, -2.0]).repeat_interleave(50)
     context = torch.cat([torch.zeros(100, 4), log_std[:, None].expand(100, 4)], 1)
-    found = langevin(model, torch.zeros(100, 4), 100, 0.3, context=context, burn_in=300, generator=seed())
+    found = langevin(model, torch.zeros(100, 4), 100, 0.3, context=context, burn_in=300, generator=rng())
     wide, narrow = found.step_sizes[:50].log().mean(), found.step_sizes[50:].log().mean()
     assert float(wide - narrow) == pytest.approx(4.0, abs=0.3)
     assert abs(float(found.acceptance.mean()) - 0.574) < 0.07
@@ -116,9 +113,9 @@ def test_each_chain_tunes_its_own_step():
 @pytest.mark.parametrize("space", ["data", "matched"])
 def test_chains_in_either_space_have_the_same_limit(space):
     model, mean, covariance = make_gaussian(2, preprocess=[ebf.Rescale(0.05, 0.95), ebf.Logit()])
-    truth = model.sample(100_000, generator=seed(5))
+    truth = model.sample(100_000, generator=rng(5))
     starts = torch.full((800, 2), 0.5, dtype=WIDE)
-    found = langevin(model, starts, 400, 0.005, burn_in=200, space=space, generator=seed())
+    found = langevin(model, starts, 400, 0.005, burn_in=200, space=space, generator=rng())
     assert found.samples.shape == (800, 2)
     assert_moments(found.samples, truth.mean(0), torch.cov(truth.mT), 500)
     inside = model.preprocess(found.samples)[0]
@@ -127,8 +124,8 @@ def test_chains_in_either_space_have_the_same_limit(space):
 
 def test_whole_numbers_run_in_the_matched_variable():
     model, _, _ = make_gaussian(2, preprocess=[ebf.Dequantize(16), ebf.Rescale(0.05, 0.95), ebf.Logit()])
-    starts = torch.randint(16, (30, 2), generator=seed())
-    found = langevin(model, starts, 5, 0.1, generator=seed(), thin=2)
+    starts = torch.randint(16, (30, 2), generator=rng())
+    found = langevin(model, starts, 5, 0.1, generator=rng(), thin=2)
     assert torch.equal(found.samples, found.samples.round())
     assert found.trajectory.shape == (2, 30, 2)
     with pytest.raises(ebf.InputError, match='space="matched"'):
@@ -138,22 +135,22 @@ def test_whole_numbers_run_in_the_matched_variable():
 def test_proposals_outside_of_the_support_are_refused():
     model, _, _ = make_gaussian(2, preprocess=[ebf.Logit()])
     starts = torch.full((50, 2), 0.98, dtype=WIDE)
-    found = langevin(model, starts, 30, 0.05, space="data", generator=seed())
+    found = langevin(model, starts, 30, 0.05, space="data", generator=rng())
     assert bool(((found.samples > 0) & (found.samples < 1)).all())
     assert bool(torch.isfinite(found.energies).all())
     assert float(found.acceptance.mean()) < 1
     with pytest.raises(ebf.EBFlowError, match="ran away at step"):
-        langevin(model, starts, 30, 0.05, space="data", adjusted=False, generator=seed())
+        langevin(model, starts, 30, 0.05, space="data", adjusted=False, generator=rng())
 
 
 def test_seeds_batches_and_bars():
     model, _, _ = make_gaussian()
     starts = torch.zeros(10, 3, dtype=WIDE)
-    first, second, third = (langevin(model, starts, 5, 0.1, generator=seed(k)).samples for k in (0, 0, 1))
+    first, second, third = (langevin(model, starts, 5, 0.1, generator=rng(k)).samples for k in (0, 0, 1))
     assert torch.equal(first, second)
     assert not torch.equal(first, third)
-    assert torch.equal(langevin(model, starts, 5, 0.1, generator=seed(), progress=True).samples, first)
-    parts = langevin(model, starts, 6, 0.1, generator=seed(), batch_size=4, thin=3)
+    assert torch.equal(langevin(model, starts, 5, 0.1, generator=rng(), progress=True).samples, first)
+    parts = langevin(model, starts, 6, 0.1, generator=rng(), batch_size=4, thin=3)
     assert parts.samples.shape == (10, 3)
     assert parts.trajectory.shape == (2, 10, 3)
     assert parts.energies.shape == (7, 10)
@@ -165,7 +162,7 @@ def test_seeds_batches_and_bars():
 def test_no_tensor_is_made_without_a_device():
     flow = flows.Flow(ebflow_nflows.FullLinear(2, dtype=WIDE), Mixture())  # a base of nflows makes tensors of its own
     model = ebf.wrap(flow, preprocess=[ebf.Rescale(0.05, 0.95), ebf.Logit()])
-    x, generator = torch.full((4, 2), 0.5, dtype=WIDE), seed()
+    x, generator = torch.full((4, 2), 0.5, dtype=WIDE), rng()
     mask = x > x.mean(0) - 1
     with torch.device("meta"):  # where a tensor lands that does not say where it belongs
         for space in ("data", "matched"):
@@ -177,7 +174,7 @@ def test_no_tensor_is_made_without_a_device():
 
 
 def test_images_keep_their_shape():
-    layer = ebflow_nflows.FullConv2d(2, kernel_size=3, init="normal", generator=seed())
+    layer = ebflow_nflows.FullConv2d(2, kernel_size=3, init="normal", generator=rng())
     model = ebf.wrap(flows.Flow(layer, distributions.StandardNormal([2, 4, 4])))
     x = torch.zeros(3, 2, 4, 4)
     mask = torch.zeros_like(x, dtype=torch.bool)
@@ -199,12 +196,12 @@ def test_chains_carry_no_graph_and_leave_the_start_alone():
     model, _, _ = make_gaussian()
     model.flow.requires_grad_(True)
     starts = torch.zeros(4, 3, dtype=WIDE, requires_grad=True)
-    found = langevin(model, starts, 3, 0.1, generator=seed())
+    found = langevin(model, starts, 3, 0.1, generator=rng())
     assert not found.samples.requires_grad
     assert not found.energies.requires_grad
     assert torch.equal(starts, torch.zeros(4, 3, dtype=WIDE))
     with torch.inference_mode():
-        assert langevin(model, starts, 3, 0.1, generator=seed()).samples.shape == (4, 3)
+        assert langevin(model, starts, 3, 0.1, generator=rng()).samples.shape == (4, 3)
 
 
 LANGEVIN_ERRORS = [
@@ -262,9 +259,9 @@ def test_imputation_has_the_exact_conditional(preprocess):
         model = ebf.wrap(model.flow, preprocess=preprocess, match_after=0)
         scale, shift = preprocess[0].scale, preprocess[0].shift
         mean, covariance = (mean - shift) / scale, covariance / scale**2
-    x = mean + torch.randn(2, 4, generator=seed(1), dtype=WIDE) @ torch.linalg.cholesky(covariance).mT
+    x = mean + torch.randn(2, 4, generator=rng(1), dtype=WIDE) @ torch.linalg.cholesky(covariance).mT
     mask = torch.tensor([[True, False, True, False], [False, True, True, True]])
-    filled = impute(model, x, mask, steps=300, step_size=0.02, burn_in=200, chains=1500, generator=seed())
+    filled = impute(model, x, mask, steps=300, step_size=0.02, burn_in=200, chains=1500, generator=rng())
     assert filled.shape == (2, 1500, 4)
     for row in range(2):
         observed = ~mask[row]
@@ -276,10 +273,10 @@ def test_imputation_has_the_exact_conditional(preprocess):
 def ill_scaled():
     """A Gaussian whose widest direction is a thousand times its narrowest."""
     layer = ebflow_nflows.FullLinear(4, dtype=WIDE)
-    turn = torch.linalg.qr(torch.randn(4, 4, generator=seed(3), dtype=WIDE)).Q
+    turn = torch.linalg.qr(torch.randn(4, 4, generator=rng(3), dtype=WIDE)).Q
     with torch.no_grad():
         layer.weight.copy_(torch.tensor([100.0, 10.0, 1.0, 0.1], dtype=WIDE)[:, None] * turn)
-        layer.bias.normal_(generator=seed(4))
+        layer.bias.normal_(generator=rng(4))
     layer.requires_grad_(False)
     inverse = torch.linalg.inv(layer.weight)
     model = ebf.wrap(flows.Flow(layer, distributions.StandardNormal([4])))
@@ -288,9 +285,9 @@ def ill_scaled():
 
 def test_a_covariance_makes_ill_scaled_chains_fast_and_keeps_the_limit():
     model, mean, covariance = ill_scaled()
-    x = mean + torch.randn(2, 4, generator=seed(1), dtype=WIDE) @ torch.linalg.cholesky(covariance).mT
+    x = mean + torch.randn(2, 4, generator=rng(1), dtype=WIDE) @ torch.linalg.cholesky(covariance).mT
     mask = torch.tensor([[True, False, True, False], [False, True, True, True]])
-    options = {"steps": 60, "burn_in": 40, "step_size": 0.5, "chains": 1500, "generator": seed()}
+    options = {"steps": 60, "burn_in": 40, "step_size": 0.5, "chains": 1500, "generator": rng()}
     filled = impute(model, x, mask, **options, covariance=covariance, init=torch.zeros_like(x))
     for row in range(2):
         observed = ~mask[row]
@@ -302,9 +299,9 @@ def test_a_covariance_makes_ill_scaled_chains_fast_and_keeps_the_limit():
 def test_chains_without_a_covariance_do_not_get_there():
     model, mean, covariance = ill_scaled()
     start, options = mean.expand(1000, 4), {"steps": 60, "burn_in": 40, "step_size": 0.5}
-    found = langevin(model, start, **options, generator=seed())
+    found = langevin(model, start, **options, generator=rng())
     assert float(found.samples.var(0).sum()) < 0.1 * float(covariance.trace())
-    found = langevin(model, start, **options, covariance=covariance, generator=seed())
+    found = langevin(model, start, **options, covariance=covariance, generator=rng())
     assert_moments(found.samples, mean, covariance, 500)
 
 
@@ -312,17 +309,17 @@ def test_a_wrong_covariance_keeps_the_limit_of_adjusted_chains():
     model, mean, covariance = make_gaussian()
     wrong = torch.tensor([[2.0, 0.5, 0.0], [0.5, 0.4, 0.0], [0.0, 0.0, 1.0]], dtype=WIDE)
     start = mean.expand(2000, 3)
-    found = langevin(model, start, 300, 0.2, burn_in=100, covariance=wrong, generator=seed())
+    found = langevin(model, start, 300, 0.2, burn_in=100, covariance=wrong, generator=rng())
     assert_moments(found.samples, mean, covariance, 1000)
     assert 0.3 < float(found.acceptance.mean()) < 0.9
 
 
 def test_observed_entries_survive_preprocessing_bit_by_bit():
     model, _, _ = make_gaussian(3, preprocess=[ebf.Rescale(0.05, 0.95), ebf.Logit()])
-    x = torch.rand(5, 3, generator=seed(), dtype=WIDE)
+    x = torch.rand(5, 3, generator=rng(), dtype=WIDE)
     mask = torch.tensor([True, False, False]).expand(5, 3)
     for space in ("data", "matched"):
-        filled = impute(model, x, mask, steps=20, step_size=0.01, space=space, chains=2, generator=seed())
+        filled = impute(model, x, mask, steps=20, step_size=0.01, space=space, chains=2, generator=rng())
         assert torch.equal(filled[..., 1:], x[:, None, 1:].expand(5, 2, 2))
         assert not torch.equal(filled[..., 0], x[:, None, 0].expand(5, 2))
         assert bool((filled[:, 0, 0] != filled[:, 1, 0]).any())
@@ -330,9 +327,9 @@ def test_observed_entries_survive_preprocessing_bit_by_bit():
 
 def test_whole_numbers_can_be_imputed():
     model, _, _ = make_gaussian(3, preprocess=[ebf.Dequantize(16), ebf.Rescale(0.05, 0.95), ebf.Logit()])
-    x = torch.randint(16, (6, 3), generator=seed())
+    x = torch.randint(16, (6, 3), generator=rng())
     mask = torch.tensor([True, False, False]).expand(6, 3)
-    filled = impute(model, x, mask, steps=50, step_size=0.2, chains=20, generator=seed())
+    filled = impute(model, x, mask, steps=50, step_size=0.2, chains=20, generator=rng())
     assert torch.equal(filled[..., 1:], x[:, None, 1:].expand(6, 20, 2).to(WIDE))
     assert torch.equal(filled, filled.round().clamp(0, 15))
     assert float(filled[..., 0].std(1).min()) > 0
@@ -386,9 +383,7 @@ def test_imputation_with_a_context():
     model = ebf.wrap(flows.Flow(transforms.IdentityTransform(), base))
     context = torch.tensor([[5.0, 5.0, -2.0, -2.0], [-5.0, -5.0, -2.0, -2.0]])
     x, mask = torch.zeros(2, 2), torch.tensor([[True, False]]).expand(2, 2)
-    filled = impute(
-        model, x, mask, steps=200, step_size=0.01, burn_in=100, chains=50, context=context, generator=seed()
-    )
+    filled = impute(model, x, mask, steps=200, step_size=0.01, burn_in=100, chains=50, context=context, generator=rng())
     assert torch.allclose(filled[..., 0].mean(1), torch.tensor([5.0, -5.0]), atol=0.2)
 
 
@@ -396,7 +391,7 @@ def test_imputation_with_a_context():
 def test_denoising_gives_the_posterior_mean(sigma):
     """Of N(m, C) + σ·noise, whose own density is N(m, C + σ²): its posterior mean is linear."""
     model, mean, covariance = make_gaussian()
-    x = torch.randn(3, 3, generator=seed(), dtype=WIDE)
+    x = torch.randn(3, 3, generator=rng(), dtype=WIDE)
     each = torch.as_tensor(sigma, dtype=WIDE).expand(3)
     clean = denoise(model, x, sigma)
     for row in range(3):
@@ -408,7 +403,7 @@ def test_denoising_gives_the_posterior_mean(sigma):
 
 def test_denoising_in_the_matched_variable():
     model, mean, covariance = make_gaussian(2, preprocess=[ebf.Logit()])
-    x = torch.rand(4, 2, generator=seed(), dtype=WIDE)
+    x = torch.rand(4, 2, generator=rng(), dtype=WIDE)
     u = torch.logit(x)
     expected = torch.sigmoid(u - 0.25 * torch.linalg.solve(covariance, (u - mean).mT).mT)
     assert torch.allclose(denoise(model, x, 0.5), expected)
@@ -435,7 +430,7 @@ def test_a_mask_of_one_row_holds_for_all():
     model, x = small_model(), torch.randn(3, 4)
     mask = torch.tensor([True, False, True, False])
     runs = [
-        ebf.impute(model, x, given, steps=4, step_size=0.1, generator=torch.Generator().manual_seed(0))
+        ebf.impute(model, x, given, steps=4, step_size=0.1, generator=rng(0))
         for given in (mask, mask[None], mask.expand(3, 4))
     ]
     assert torch.equal(runs[0], runs[2])

@@ -14,20 +14,7 @@ from ebflow_plugin.errors import EBFlowError, InputError, TrainingError, WriteEr
 from ebflow_plugin.objectives import DSM
 from ebflow_plugin.training import checkpoints, fit
 from ebflow_plugin.training.checkpoints import CheckpointFolder, atomic_write, load_best
-from training_models import make_data, make_model, same, weights
-
-
-def run(folder, model=None, steps=20, **options):
-    model = make_model() if model is None else model
-    arguments = {
-        "batch_size": 8,
-        "validation": make_data(30, seed=1),
-        "evaluate_every": 4,
-        "checkpoint_every": 4,
-        "checkpoint": folder,
-        "progress": False,
-    }
-    return fit(DSM(model, sigma=0.5), make_data(50), steps=steps, **{**arguments, **options}), model
+from training_models import checkpointed_run, make_data, make_model, same, weights
 
 
 @pytest.fixture
@@ -43,7 +30,7 @@ both = pytest.mark.parametrize("formats", ["best.safetensors", "best.pt"], indir
 
 @both
 def test_no_flipped_byte_of_the_best_weights_goes_unseen(tmp_path, formats):
-    _, model = run(tmp_path)
+    _, model = checkpointed_run(tmp_path)
     path = tmp_path / formats
     whole, draw = path.read_bytes(), random.Random(0)
     load_best(model, tmp_path)
@@ -63,7 +50,7 @@ def test_no_flipped_byte_of_the_best_weights_goes_unseen(tmp_path, formats):
 
 
 def test_every_byte_of_the_best_weights_counts(tmp_path):
-    _, model = run(tmp_path)
+    _, model = checkpointed_run(tmp_path)
     path = tmp_path / "best.safetensors"
     whole = path.read_bytes()
     for place in range(0, len(whole), 7):
@@ -77,8 +64,8 @@ def test_every_byte_of_the_best_weights_counts(tmp_path):
 @both
 @pytest.mark.parametrize("damage", ["truncated", "empty", "flipped", "gone"])
 def test_lost_best_weights_do_not_stop_a_run_that_can_go_on(tmp_path, formats, damage):
-    _, expected = run(tmp_path / "whole")
-    first, _ = run(tmp_path / "parts", steps=12)
+    _, expected = checkpointed_run(tmp_path / "whole")
+    first, _ = checkpointed_run(tmp_path / "parts", steps=12)
     path = tmp_path / "parts" / formats
     content = bytearray(path.read_bytes())
     content[-400 if formats == "best.safetensors" else content.index(b"data/0") + 200] ^= 0xFF
@@ -89,7 +76,7 @@ def test_lost_best_weights_do_not_stop_a_run_that_can_go_on(tmp_path, formats, d
     with pytest.warns(
         ebf.ResumeWarning, match="best weights so far are lost.*goes on, and the best are those from step 12"
     ):
-        result, model = run(tmp_path / "parts")
+        result, model = checkpointed_run(tmp_path / "parts")
     assert result.steps == 20
     assert same(weights(model), weights(expected))
     later = {record["step"]: record["nll"] for record in result.history if record["step"] >= 12}
@@ -101,10 +88,10 @@ def test_lost_best_weights_do_not_stop_a_run_that_can_go_on(tmp_path, formats, d
 
 
 def test_a_finished_run_has_best_weights_again(tmp_path):
-    run(tmp_path)
+    checkpointed_run(tmp_path)
     (tmp_path / "best.safetensors").write_bytes(b"")
     with pytest.warns(ebf.ResumeWarning, match="best weights so far are lost"):
-        result, model = run(tmp_path)
+        result, model = checkpointed_run(tmp_path)
     assert result.best_step == 20
     assert load_best(model, tmp_path)["step"] == 20
 
@@ -113,7 +100,7 @@ def test_a_finished_run_has_best_weights_again(tmp_path):
 def test_the_umask_says_who_may_read_the_files(tmp_path, mask, mode):
     before = os.umask(mask)
     try:
-        run(tmp_path)
+        checkpointed_run(tmp_path)
     finally:
         os.umask(before)
     found = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
@@ -136,17 +123,17 @@ def full_disk():
 
 
 def test_a_full_disk_is_one_short_error_and_harms_nothing(tmp_path, full_disk):
-    run(tmp_path, steps=8)
+    checkpointed_run(tmp_path, steps=8)
     names = sorted(path.name for path in tmp_path.iterdir())
     full_disk(3000)
     with pytest.raises(WriteError, match=r"cannot be written: File too large. Make room") as caught:
-        run(tmp_path)
+        checkpointed_run(tmp_path)
     full_disk(resource.getrlimit(resource.RLIMIT_FSIZE)[1])
     assert len(str(caught.value).splitlines()) == 1
     assert isinstance(caught.value, EBFlowError)
     assert sorted(path.name for path in tmp_path.iterdir()) == names
-    result, model = run(tmp_path)
-    _, expected = run(tmp_path / "whole")
+    result, model = checkpointed_run(tmp_path)
+    _, expected = checkpointed_run(tmp_path / "whole")
     assert result.steps == 20
     assert same(weights(model), weights(expected))
 
@@ -154,7 +141,7 @@ def test_a_full_disk_is_one_short_error_and_harms_nothing(tmp_path, full_disk):
 def test_metrics_on_a_full_disk(tmp_path, full_disk):
     full_disk(700)
     with pytest.raises(WriteError, match=r"metrics.jsonl cannot be written: File too large"):
-        run(None, metrics=tmp_path / "metrics.jsonl")
+        checkpointed_run(None, metrics=tmp_path / "metrics.jsonl")
 
 
 def test_a_failure_is_told_even_where_its_state_cannot_be_saved(tmp_path, full_disk):

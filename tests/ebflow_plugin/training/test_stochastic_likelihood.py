@@ -12,15 +12,12 @@ from ebflow_nflows import FullConv2d, FullLinear, SmoothLeakyReLU
 from ebflow_plugin.objectives import ML
 from ebflow_plugin.training import fit
 from ebflow_plugin.training.progress import describe
-from training_models import same, weights, without_timing
-
-
-class CrashError(Exception):
-    pass
+from randomness import rng
+from training_models import CrashError, crash_at, same, weights, without_timing
 
 
 def images(rows=60):
-    noise = torch.randn(rows, 2, 6, 6, generator=torch.Generator().manual_seed(0))
+    noise = torch.randn(rows, 2, 6, 6, generator=rng(0))
     return noise + 0.5 * noise.roll(1, 3)
 
 
@@ -57,14 +54,6 @@ def run(make, x, folder, callbacks=(), **options):
             progress=False,
         )
     return result, model
-
-
-def crash_at(step):
-    def crash(event):
-        if event.step == step:
-            raise CrashError
-
-    return crash
 
 
 @pytest.mark.parametrize(
@@ -106,8 +95,8 @@ def test_what_did_not_converge_is_counted_in_words():
 
 
 def test_training_comes_to_where_exact_likelihood_does():
-    x = torch.randn(400, 6, generator=torch.Generator().manual_seed(1)) @ torch.linspace(0.3, 2.0, 36).reshape(6, 6)
-    x = x + torch.randn(400, 6, generator=torch.Generator().manual_seed(2))
+    x = torch.randn(400, 6, generator=rng(1)) @ torch.linspace(0.3, 2.0, 36).reshape(6, 6)
+    x = x + torch.randn(400, 6, generator=rng(2))
     found = {}
     for way in ("exact", "stochastic"):
         model = ebf.wrap(flows.Flow(FullLinear(6), distributions.StandardNormal([6])))

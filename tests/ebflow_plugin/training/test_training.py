@@ -8,8 +8,7 @@ import weakref
 
 import pytest
 import torch
-from nflows import distributions, flows, transforms
-from nflows.nn import nets
+from nflows import distributions, flows
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -24,32 +23,18 @@ from ebflow_plugin.training import progress as shown
 from ebflow_plugin.training.batches import batches
 from ebflow_plugin.training.checkpoints import load_best
 from ebflow_plugin.training.options import Pace
-from training_models import make_data, make_model, same, weights, without_timing
+from nflows_small import coupling_model
+from randomness import rng
+from training_models import adam, make_data, make_model, same, weights, without_timing
 
 QUIET = {"progress": False}
 
 
-def adam(rate):
-    return lambda parameters: torch.optim.Adam(parameters, lr=rate)
-
-
 def evaluate(model, source, seed):
-    total = LikelihoodSum(model, torch.Generator().manual_seed(mix(seed, "validation", 0)))
+    total = LikelihoodSum(model, rng(mix(seed, "validation", 0)))
     for x, context in source.once():
         total.add(x, context)
     return total.mean()
-
-
-def coupling_model(context=None, hidden=8):
-    torch.manual_seed(0)
-
-    def net(inputs, outputs):
-        return nets.ResidualNet(
-            inputs, outputs, hidden_features=hidden, context_features=context, num_blocks=1, activation=torch.tanh
-        )
-
-    coupling = transforms.AffineCouplingTransform(torch.tensor([1, 0, 1, 0]), net)
-    return ebf.wrap(flows.Flow(coupling, distributions.StandardNormal([4])))
 
 
 def test_maximum_likelihood_of_a_linear_flow_reaches_the_closed_form():
@@ -127,11 +112,11 @@ def test_both_likelihoods_come_from_one_pass(kind):
     model = ebf.wrap(
         coupling_model().flow.double(), preprocess=[ebf.Dequantize(8), ebf.Rescale(0.05, 0.95), ebf.Logit()]
     )
-    x = torch.randint(8, (200, 4), generator=torch.Generator().manual_seed(0))
+    x = torch.randint(8, (200, 4), generator=rng(0))
     source = batches(x, 64, shuffle=False)
     before = evaluate(model, source, seed=3).nll
     model.calibrate(x, kind)
-    generator = torch.Generator().manual_seed(mix(3, "validation", 0))
+    generator = rng(mix(3, "validation", 0))
     log_probs = torch.cat([model.log_prob(part, generator=generator) for part in x.split(64)]).detach()
     after, bits = -log_probs.mean().item(), -log_probs.mean().item() / 4 / math.log(2.0)
     assert after < before - 0.1
@@ -185,7 +170,7 @@ def test_the_same_seed_gives_the_same_run_and_leaves_the_global_generator_alone(
         objective = DSM(model)
         result = fit(objective, x, steps=5, batch_size=32, seed=seed, validation=x, **QUIET)
         assert objective.generator is None
-        assert torch.rand(1) == torch.rand(1, generator=torch.Generator().manual_seed(5))
+        assert torch.rand(1) == torch.rand(1, generator=rng(5))
         found.append((without_timing(result.history), weights(model)))
     assert found[0][0] == found[1][0]
     assert same(found[0][1], found[1][1])
@@ -193,15 +178,15 @@ def test_the_same_seed_gives_the_same_run_and_leaves_the_global_generator_alone(
 
 
 def test_an_objective_keeps_its_own_generator():
-    generator = torch.Generator().manual_seed(3)
+    generator = rng(3)
     objective = DSM(make_model(), generator=generator)
     fit(objective, make_data(), steps=2, **QUIET)
     assert objective.generator is generator
-    assert not torch.equal(generator.get_state(), torch.Generator().manual_seed(3).get_state())
+    assert not torch.equal(generator.get_state(), rng(3).get_state())
 
 
 def test_other_processes_draw_from_a_copy_of_the_users_generator():
-    own = torch.Generator().manual_seed(3)
+    own = rng(3)
     objective = 0.5 * DSM(make_model(), generator=own)
     objective = objective + 0.5 * SSM(objective.model) + 0.2 * DSM(objective.model, generator=own)
     before, draws = own.get_state(), []
@@ -280,7 +265,7 @@ def test_integers_are_dequantized_with_the_same_noise_at_each_evaluation():
         flows.Flow(FullLinear(4), distributions.StandardNormal([4])),
         preprocess=[ebf.Dequantize(8, noise="smooth"), ebf.Rescale(0.05, 0.95), ebf.Logit()],
     )
-    x = torch.randint(8, (60, 4), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    x = torch.randint(8, (60, 4), generator=rng(0), dtype=torch.uint8)
     source = batches(x, 20, shuffle=False)
     assert evaluate(model, source, 0) == evaluate(model, source, 0)
     result = fit(SSM(model), x, steps=5, batch_size=20, validation=x, **QUIET)
@@ -358,7 +343,7 @@ def test_schedules_move_the_learning_rate():
 
 def test_a_context_is_given_to_the_model():
     model = coupling_model(context=2)
-    x, context = make_data(100), torch.randn(100, 2, generator=torch.Generator().manual_seed(0))
+    x, context = make_data(100), torch.randn(100, 2, generator=rng(0))
     result = fit(ML(model), (x, context), steps=30, validation=(x, context), optimizer=adam(0.02), **QUIET)
     assert result.best_nll < result.history[0]["nll"]
     assert any(parameter.abs().sum() > 0 for name, parameter in model.named_parameters() if "context" in name)
