@@ -52,7 +52,7 @@ from ebflow_plugin.plan.couplings import (
     shifted,
     sigmoid_scale,
 )
-from ebflow_plugin.plan.derivatives import gaussian_expansion, summed, transformed
+from ebflow_plugin.plan.derivatives import gaussian_expansion, transformed
 from ebflow_plugin.plan.elementwise import (
     ActivationStep,
     Curve,
@@ -102,7 +102,7 @@ from ebflow_plugin.plan.step import (
     Shapes,
     Step,
 )
-from ebflow_plugin.plan.values import Value, per_sample
+from ebflow_plugin.plan.values import Value, per_sample, summed
 
 __all__ = [
     "COPY",

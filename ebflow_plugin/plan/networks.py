@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from ebflow_plugin.plan.chains import ACTIVATION, LINEAR, Chain, Derivatives, Layer, backwards, bends, forwards
 from ebflow_plugin.plan.registry import changes_the_map
-from ebflow_plugin.plan.step import Expandable, Expansion
+from ebflow_plugin.plan.step import Expansion
 from ebflow_plugin.plan.values import summed
 
 __all__ = [
@@ -40,7 +40,6 @@ __all__ = [
     "followed",
     "gated",
     "linear",
-    "passed",
     "without_context",
 ]
 
@@ -120,20 +119,6 @@ class Network:
             return back, curvatures[0].unbind() if curvatures else None
 
         return Passage(value, moved, pull, any(bends(layer) for layer in layers))
-
-
-def passed(each: Expandable | Network, x: Any, tangents: Sequence[Any], context: Tensor | None) -> Passage:
-    """Takes values and tangents through a step, an operation or a network."""
-    if isinstance(each, Network):
-        return each.passed(x, tangents, context)
-    made = each.expand(x, context)
-    curvature = made.curvature
-
-    def pull(adjoint: Any) -> tuple[Any, Sequence[Tensor] | None]:
-        more = None if curvature is None else [curvature(adjoint, one) for one in tangents]
-        return made.pull(adjoint), more
-
-    return Passage(made.value, [made.push(one) for one in tangents], pull, curvature is not None, made.log_det)
 
 
 # --- operations ----------------------------------------------------------------------------------------------------
