@@ -71,21 +71,34 @@ class Case:
         return self.name
 
 
-def cases_by_mode(
-    case: type[Case],
+def case_rows(
+    case: Callable[..., Case],
     build: Callable[..., nn.Module],
-    name: str,
-    modes: str,
-    shape: tuple[int, ...],
-    latent: tuple[int, ...] | None,
+    shapes: tuple[tuple[int, ...], tuple[int, ...]],
+    usual: dict[str, object],
+    cls: str,
+    config: str,
+    make: Callable[[], nn.Module],
+    expect: str,
+    modes: str = "eval",
+    *,
+    shape: tuple[int, ...] | None = None,
+    latent: tuple[int, ...] | None = None,
     **facts: object,
 ) -> list[Case]:
-    """Give one case for each mode. `build` is told the mode, and the shape of the latents: that of x by default."""
+    """Give one case for each mode. A library has the first four: its case, how a flow is built, shapes and options.
+
+    The shape is that of images if the config begins with "img", else that of vectors; so is that of the latents.
+    `build` takes what makes the flow, the shape of the latents, the mode, and the options that `usual` has values for.
+    """
+    shape = shape or shapes[config.startswith("img")]
+    options = {name: facts.pop(name, value) for name, value in usual.items()}
     return [
         case(
-            name=f"{name} ({mode})",
-            build=partial(build, latent=latent or shape, mode=mode),
+            name=f"{cls}: {config} ({mode})",
+            build=partial(build, make, latent or shape, mode, **options),
             event_shape=shape,
+            expect=expect,
             **facts,
         )
         for mode in modes.split()

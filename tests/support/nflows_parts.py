@@ -12,7 +12,7 @@ from nflows.flows.base import Flow
 from nflows.nn.nets import MLP, ConvResidualNet, ResidualNet
 from torch import nn
 
-from case import Case, cases_by_mode, drawn, perturb, set_running_stats
+from case import Case, case_rows, drawn, perturb, set_running_stats
 
 D, VEC, IMG = 6, (6,), (4, 4, 4)
 relu, tanh = torch.relu, torch.tanh
@@ -25,7 +25,7 @@ LEAKY = {"own_tol": 1e-6, "note": "the log-det of LeakyReLU has float32 precisio
 COUPLED, STOCHASTIC = "the samples of a batch influence each other", "dropout draws anew on every call"
 
 
-def build(make: Make, noise: float, fresh_stats: bool, *, latent: Sequence[int], mode: str) -> Flow:
+def build(make: Make, latent: Sequence[int], mode: str, noise: float, fresh_stats: bool) -> Flow:
     """Build the flow, move it away from its initial values, and set its mode."""
     part = drawn(make)
     flow = (part if isinstance(part, Flow) else Flow(part, StandardNormal(latent))).double()
@@ -35,26 +35,7 @@ def build(make: Make, noise: float, fresh_stats: bool, *, latent: Sequence[int],
     return flow.train(mode == "train")
 
 
-def rows(
-    cls: str,
-    config: str,
-    make: Make,
-    expect: str,
-    modes: str = "eval",
-    *,
-    shape: tuple[int, ...] | None = None,
-    latent: tuple[int, ...] | None = None,
-    noise: float = 0.3,
-    fresh_stats: bool = False,
-    **facts: object,
-) -> list[Case]:
-    """Give one case for each mode."""
-    shape = shape or (IMG if config.startswith("img") else VEC)
-    made = partial(build, make, noise, fresh_stats)
-    facts = {"library": "nflows", "expect": expect, **facts}
-    return cases_by_mode(Case, made, f"{cls}: {config}", modes, shape, latent, **facts)
-
-
+rows = partial(case_rows, partial(Case, library="nflows"), build, (VEC, IMG), {"noise": 0.3, "fresh_stats": False})
 linear = partial(rows, expect="linear")
 nonlinear = partial(rows, expect="nonlinear")
 refused = partial(rows, expect="refused")

@@ -14,7 +14,7 @@ from zuko.flows import ElementWiseTransform, GeneralCouplingTransform, MaskedAut
 from zuko.lazy import Flow, LazyComposedTransform, LazyDistribution, LazyInverse, UnconditionalDistribution
 from zuko.lazy import UnconditionalTransform as Fixed
 
-from case import Case, cases_by_mode, drawn, perturb
+from case import Case, case_rows, drawn, perturb
 
 D, VEC, IMG = 4, (4,), (2, 4, 4)
 Make = Callable[[], nn.Module]  # a LazyTransform, or a whole Flow
@@ -42,7 +42,7 @@ def normal(*shape: int) -> LazyDistribution:
     return UnconditionalDistribution(DiagNormal, torch.zeros(shape), torch.ones(shape), ndims=len(shape), buffer=True)
 
 
-def build(make: Make, noise: float, *, latent: tuple[int, ...], mode: str) -> nn.Module:
+def build(make: Make, latent: tuple[int, ...], mode: str, noise: float) -> nn.Module:
     """Build the flow, move it away from its initial values, and set its mode."""
     part = drawn(make)
     flow = (part if isinstance(part, LazyDistribution) else Flow(part, normal(*latent))).double()
@@ -50,24 +50,7 @@ def build(make: Make, noise: float, *, latent: tuple[int, ...], mode: str) -> nn
     return flow.train(mode == "train")
 
 
-def rows(
-    cls: str,
-    config: str,
-    make: Make,
-    expect: str,
-    modes: str = "eval",
-    *,
-    shape: tuple[int, ...] | None = None,
-    latent: tuple[int, ...] | None = None,
-    noise: float = 0.2,
-    **facts: object,
-) -> list[Case]:
-    """Give one case for each mode."""
-    shape = shape or (IMG if config.startswith("img") else VEC)
-    made = partial(build, make, noise)
-    return cases_by_mode(ZukoCase, made, f"{cls}: {config}", modes, shape, latent, expect=expect, **facts)
-
-
+rows = partial(case_rows, ZukoCase, build, (VEC, IMG), {"noise": 0.2})
 linear = partial(rows, expect="linear")
 nonlinear = partial(rows, expect="nonlinear")
 refused = partial(rows, expect="refused")

@@ -224,7 +224,7 @@ from ebflow_plugin.layers import FullConv2d
 def used():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 2**20
 
-layer = FullConv2d(3, kernel_size=3, init="normal", generator=rng(0)).requires_grad_(False)
+layer = FullConv2d(3, kernel_size=3, init="normal", generator=torch.Generator().manual_seed(0)).requires_grad_(False)
 layer.invert(layer.transform(torch.randn(1, 3, 16, 16)))  # loads the libraries
 x = torch.randn(1, 3, 64, 64)
 before = used()
