@@ -6,7 +6,9 @@ A message says what is wrong, where (the dotted path in the user's model), and w
 from __future__ import annotations
 
 import difflib
+import dis
 from collections.abc import Callable, Iterable, Mapping
+from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
@@ -149,12 +151,24 @@ def _may_come_from_a_missing_context(error: Exception) -> bool:
 
 
 def refuse_precision(error: NotImplementedError, where: str) -> None:
-    """Raises if torch lacks an operation in a dtype, which is no missing inverse: the same error means both."""
-    if "not implemented for" in str(error):
-        raise InputError(
-            f"torch cannot do this in the flow's precision: {error}\n  {where}\nMove the model to float32 or float64 "
-            "with .to(dtype)."
-        ) from error
+    """Raises if torch lacks an operation in a dtype, which is no missing inverse: the same class of error means both.
+
+    Where it was raised tells them apart. A library without an inverse says so by a ``raise``; torch's operations are
+    compiled, so that the innermost frame of Python stands at a call.
+    """
+    innermost = error.__traceback__
+    while innermost is not None and innermost.tb_next is not None:
+        innermost = innermost.tb_next
+    if innermost is None or _is_at_raise(innermost):
+        return
+    raise InputError(
+        f"torch cannot do this in the flow's precision: {error}\n  {where}\nMove the model to float32 or float64 with "
+        ".to(dtype)."
+    ) from error
+
+
+def _is_at_raise(traceback: TracebackType) -> bool:
+    return dis.opname[traceback.tb_frame.f_code.co_code[traceback.tb_lasti]] == "RAISE_VARARGS"
 
 
 def renamed(module: str, names: Mapping[str, str]) -> Callable[[str], NoReturn]:

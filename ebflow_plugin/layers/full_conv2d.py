@@ -9,7 +9,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from ebflow_plugin.errors import InputError
-from ebflow_plugin.layers.initial_values import fill_orthogonal, known_init
+from ebflow_plugin.layers.initial_values import empty_parameters, fill_orthogonal, known_init
 from ebflow_plugin.linalg.circular import conv_operator
 from ebflow_plugin.linalg.convolution import conv_matrix
 from ebflow_plugin.linalg.dense import KeptLU
@@ -92,8 +92,7 @@ class FullConv2d(nn.Module):
         )
         self.init = known_init(init)
         shape = (self.setting.out_channels, in_channels // groups, *self.setting.kernel_size)
-        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(shape[0], device=device, dtype=dtype)) if bias else None
+        self.weight, self.bias = empty_parameters(shape, bias, device, dtype)
         self._lu = KeptLU(conv_matrix)
         self.reset_parameters(generator)
 

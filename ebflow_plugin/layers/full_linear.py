@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from ebflow_plugin.errors import InputError
-from ebflow_plugin.layers.initial_values import fill_orthogonal, known_init
+from ebflow_plugin.layers.initial_values import empty_parameters, fill_orthogonal, known_init
 from ebflow_plugin.linalg.dense import KeptLU
 from ebflow_plugin.linalg.geometry import positive_integer
 from ebflow_plugin.linalg.operators import Operator, dense_operator, single_at_least
@@ -59,8 +59,7 @@ class FullLinear(nn.Module):
         super().__init__()
         features = self.features = positive_integer("features", features)
         self.init = known_init(init)
-        self.weight = nn.Parameter(torch.empty(features, features, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(features, device=device, dtype=dtype)) if bias else None
+        self.weight, self.bias = empty_parameters((features, features), bias, device, dtype)
         self._lu = KeptLU()
         self.reset_parameters(generator)
 

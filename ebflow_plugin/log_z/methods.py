@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -113,17 +114,8 @@ def _importance(
     drawn_from = q is None or isinstance(q, Gaussian) or all(hasattr(q, name) for name in ("sample", "log_prob"))
     if not drawn_from:
         raise InputError(f"proposal must be a tensor of data, or have sample and log_prob, got {type(q).__name__}")
-    found = importance(
-        _energy(model, context),
-        _matched_shape(model, event_shape),
-        model.like(),
-        samples=samples,
-        proposal=q,
-        batch_size=batch_size,
-        generator=generator,
-        progress=progress,
-    )
-    return _in_data_space(model, event_shape, found)
+    run = partial(importance, samples=samples, proposal=q)
+    return _sampled(run, model, event_shape, context, batch_size, generator, progress)
 
 
 def _ais(
@@ -143,20 +135,8 @@ def _ais(
     start = _fitted(model, proposal, generator) if isinstance(proposal, Tensor) else proposal
     if start is not None and not isinstance(start, Gaussian):
         raise InputError(f"annealing starts from data or a Gaussian, got {type(start).__name__}")
-    found = annealed(
-        _energy(model, context),
-        _matched_shape(model, event_shape),
-        model.like(),
-        steps=steps,
-        chains=chains,
-        leapfrogs=leapfrogs,
-        start=start,
-        step_size=step_size,
-        batch_size=batch_size,
-        generator=generator,
-        progress=progress,
-    )
-    return _in_data_space(model, event_shape, found)
+    run = partial(annealed, steps=steps, chains=chains, leapfrogs=leapfrogs, start=start, step_size=step_size)
+    return _sampled(run, model, event_shape, context, batch_size, generator, progress)
 
 
 _METHODS: dict[str, Callable[..., Estimate]] = {
@@ -232,8 +212,24 @@ def _matched_shape(model: EnergyModel, event_shape: Shape) -> Shape:
     return event_shape
 
 
-def _in_data_space(model: EnergyModel, event_shape: Shape, found: Estimate) -> Estimate:
-    """Adds the linear steps in front of the matched variable, which are fixed and known."""
+def _sampled(
+    run: Callable[..., Estimate],
+    model: EnergyModel,
+    event_shape: Shape,
+    context: Tensor | None,
+    batch_size: int | None,
+    generator: Generator | None,
+    progress: bool,
+) -> Estimate:
+    """Runs a method on the energy of the matched variable, and adds the fixed steps in front of it, which are known."""
+    found = run(
+        _energy(model, context),
+        _matched_shape(model, event_shape),
+        model.like(),
+        batch_size=batch_size,
+        generator=generator,
+        progress=progress,
+    )
     fixed = sum(_number(value) for _, value in model.prefix.log_dets(event_shape, model.like()))
     return found.about(model.like().new_tensor(float(found) - fixed))
 

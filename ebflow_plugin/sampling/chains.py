@@ -70,7 +70,6 @@ def run_chains(
     x0: Tensor,
     mask: Tensor | None,
     moves: Moves,
-    *,
     context: Tensor | None,
     space: str,
     batch_size: int | None,

@@ -75,19 +75,9 @@ def langevin(
         >>> langevin(model, torch.zeros(3, 2), steps=5, step_size=0.1).samples.shape
         torch.Size([3, 2])
     """
-    refuse_other_models("langevin", model)
-    _check_space(model, space)
-    return run_chains(
-        model,
-        x0,
-        None,
-        Moves(steps, step_size, burn_in, adjusted, adapt, thin, covariance),
-        context=context,
-        space=space,
-        batch_size=batch_size,
-        generator=generator,
-        progress=progress,
-    )
+    _check("langevin", model, space)
+    moves = Moves(steps, step_size, burn_in, adjusted, adapt, thin, covariance)
+    return run_chains(model, x0, None, moves, context, space, batch_size, generator, progress)
 
 
 def impute(
@@ -149,8 +139,7 @@ def impute(
         >>> filled.shape, bool((filled[..., 0] == 0).all())
         (torch.Size([3, 4, 2]), True)
     """
-    refuse_other_models("impute", model)
-    _check_space(model, space)
+    _check("impute", model, space)
     chains = at_least(1, "chains", chains)
     check_tensor("x", x)
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
@@ -175,17 +164,8 @@ def impute(
     repeated = [None if t is None else t.repeat_interleave(chains, dim=0) for t in (start, mask, context)]
     rows, missing, contexts = repeated
     assert rows is not None
-    found = run_chains(
-        model,
-        rows,
-        missing,
-        Moves(steps, step_size, burn_in, adjusted, adapt, None, covariance),
-        context=contexts,
-        space=space,
-        batch_size=batch_size,
-        generator=generator,
-        progress=progress,
-    )
+    moves = Moves(steps, step_size, burn_in, adjusted, adapt, None, covariance)
+    found = run_chains(model, rows, missing, moves, contexts, space, batch_size, generator, progress)
     return found.samples.unflatten(0, (len(x), chains))
 
 
@@ -223,8 +203,7 @@ def denoise(
         >>> denoise(model, torch.ones(1, 2), sigma=0.5)
         tensor([[0.7500, 0.7500]])
     """
-    refuse_other_models("denoise", model)
-    _check_space(model, space)
+    _check("denoise", model, space)
     check_tensor("x", x)
     if isinstance(sigma, Tensor):
         if sigma.shape not in ((), x.shape[:1]):
@@ -243,7 +222,8 @@ def denoise(
         return model.prefix.decode((clean,), model.plan.embed(context))
 
 
-def _check_space(model: EnergyModel, space: str) -> None:
+def _check(name: str, model: EnergyModel, space: str) -> None:
+    refuse_other_models(name, model)
     if space not in ("data", "matched"):
         raise InputError(f"unknown space {space!r}. {suggest(str(space), ('data', 'matched'))}")
     if space == "data" and any(isinstance(step, DequantizeStep) for step in model.plan.steps):

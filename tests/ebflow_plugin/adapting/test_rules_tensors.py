@@ -11,6 +11,8 @@ from torch.nn import functional as F
 import ebflow_plugin as ebf
 from ebflow_nflows import FullLinear
 from ebflow_plugin.adapting.rules import REGISTERED
+from nflows_small import flow_of
+from randomness import randn
 
 D = 3
 
@@ -83,9 +85,8 @@ def taught():
         REGISTERED.remove(cls)
 
 
-def flow_of(*layers):
-    torch.manual_seed(0)
-    flow = flows.Flow(transforms.CompositeTransform(list(layers)), distributions.StandardNormal([D])).double()
+def random_flow(*layers):
+    flow = flow_of(*layers, shape=(D,))
     for parameter in flow.parameters():
         nn.init.normal_(parameter)
     return flow
@@ -93,17 +94,18 @@ def flow_of(*layers):
 
 @pytest.fixture
 def x():
-    return torch.randn(5, D, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return randn(5, D)
 
 
 def borrowed():
     layer = FullLinear(D)
-    return flow_of(layer, transforms.Tanh(), Borrowed(layer))
+    return random_flow(layer, transforms.Tanh(), Borrowed(layer))
 
 
 @pytest.mark.parametrize("inverted", [False, True])
 @pytest.mark.parametrize(
-    "make", [borrowed, lambda: flow_of(Scaled()), lambda: flow_of(Whitening()), lambda: flow_of(Attribute())]
+    "make",
+    [borrowed, lambda: random_flow(Scaled()), lambda: random_flow(Whitening()), lambda: random_flow(Attribute())],
 )
 def test_log_prob_is_the_flows_own(make, inverted, x):
     flow = make()
@@ -133,7 +135,7 @@ def test_a_borrowed_weight_is_never_stale_and_gets_its_gradient(x):
 def test_a_borrowed_weight_alone_gets_its_gradient(x):
     """No linear step has a parameter here."""
     layer = nn.Linear(D, D).double()
-    flow = flow_of(Borrowed(layer))
+    flow = random_flow(Borrowed(layer))
     flow.outside = layer
     model = ebf.wrap(flow)
     (ours,) = torch.autograd.grad(model.log_prob(x).sum(), layer.weight)
@@ -142,7 +144,7 @@ def test_a_borrowed_weight_alone_gets_its_gradient(x):
 
 
 def test_a_plain_number_is_never_stale(x):
-    flow = flow_of(Scaled(), transforms.LULinear(D))
+    flow = random_flow(Scaled(), transforms.LULinear(D))
     model = ebf.wrap(flow)
     with torch.no_grad():
         model.log_prob(x)
@@ -151,7 +153,7 @@ def test_a_plain_number_is_never_stale(x):
 
 
 def test_a_weight_that_became_a_plain_tensor_is_never_stale(x):
-    flow = flow_of(FullLinear(D))
+    flow = random_flow(FullLinear(D))
     model, layer = ebf.wrap(flow), flow._transform._transforms[0]
     with torch.no_grad():
         model.log_prob(x)
@@ -168,7 +170,7 @@ def test_a_weight_that_became_a_plain_tensor_is_never_stale(x):
 
 def test_the_numbers_of_the_preprocessing_are_never_stale():
     rescale = ebf.Rescale(0.0, 2.0)
-    model = ebf.wrap(flow_of(transforms.LULinear(D)), preprocess=rescale)
+    model = ebf.wrap(random_flow(transforms.LULinear(D)), preprocess=rescale)
     with torch.no_grad():
         before = model.log_z()
         rescale.scale = 6.0

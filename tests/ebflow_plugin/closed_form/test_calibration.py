@@ -18,6 +18,7 @@ from cases import SUPPORTED, Case, perturb
 from ebflow_nflows import FullLinear
 from ebflow_plugin.closed_form.moments import Moments
 from gaussian_models import D, data, linear_flow, nll, nonlinear_flow
+from randomness import rng
 
 
 def gaussian_nll(x):
@@ -38,7 +39,7 @@ def gaussian_nll(x):
 )
 @settings(max_examples=60, deadline=None)
 def test_moments_do_not_depend_on_the_batches(sizes, chunk, diagonal, seed, offset):
-    rows = torch.randn(sum(sizes), 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) + offset
+    rows = torch.randn(sum(sizes), 3, dtype=torch.float64, generator=rng(seed)) + offset
     moments, memory = Moments(diagonal), torch.empty(7, 3, dtype=torch.float64)
     with mock.patch.object(ebflow_plugin.closed_form.moments, "CHUNK", chunk):
         for part in rows.split(sizes):
@@ -56,7 +57,7 @@ def test_a_diagonal_calibration_has_no_matrix():
     """A flow of 300,000 dimensions: its covariance would take 720 GB."""
     flow = flows.Flow(transforms.IdentityTransform(), distributions.StandardNormal([300_000]))
     model = ebf.wrap(flow)
-    x = 3.0 * torch.randn(40, 300_000, generator=torch.Generator().manual_seed(0))
+    x = 3.0 * torch.randn(40, 300_000, generator=rng(0))
     report = model.calibrate(x, kind="diagonal")
     assert report.after < report.before
 
@@ -117,7 +118,7 @@ def test_samples_follow_the_calibrated_density():
     x = data()
     model = ebf.wrap(linear_flow())
     model.calibrate(x, shrinkage=0.0)
-    samples = model.sample(40_000, generator=torch.Generator().manual_seed(0))
+    samples = model.sample(40_000, generator=rng(0))
     assert torch.allclose(samples.mean(0), x.mean(0), atol=0.1)
     assert torch.allclose(torch.cov(samples.T), torch.cov(x.T), atol=0.3)
 

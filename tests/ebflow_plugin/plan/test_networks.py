@@ -20,6 +20,7 @@ from ebflow_plugin.objectives import DSM, SSM
 from ebflow_plugin.plan import networks
 from ebflow_plugin.plan.derivatives import closed_steps, derivatives
 from ebflow_plugin.plan.networks import Network, follow, followed
+from randomness import rng
 
 D = 5
 FUNCTIONS = [F.silu, torch.tanh, torch.sigmoid, F.gelu, F.elu, F.softplus, F.relu, F.leaky_relu]
@@ -67,7 +68,7 @@ def assert_close(found, expected, rtol):
 
 def assert_same(model, context=None, count=1, gradient=True, again=False):
     """Values and gradients in all parameters, against autograd; and a gradient of the gradient."""
-    x, *directions = torch.randn(1 + count, 6, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    x, *directions = torch.randn(1 + count, 6, D, dtype=torch.float64, generator=rng(1))
     options = {"context": context, "directions": directions, "gradient": gradient, "energy": True}
     ours, autograd = (derivatives(model.core.plan, x, closed=closed, **options) for closed in (True, False))
     assert_close(tensors(ours), tensors(autograd), 1e-10)
@@ -123,7 +124,7 @@ def test_losses_and_their_gradients_equal_those_of_autograd(objective, monkeypat
     x = torch.randn(7, D, dtype=torch.float64)
 
     def found():
-        loss = objective(model, generator=torch.Generator().manual_seed(3))(x)
+        loss = objective(model, generator=rng(3))(x)
         return [loss, *torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True)]
 
     ours = found()
