@@ -19,11 +19,13 @@ from ebflow_plugin.adapting.shared import (
     VOLUME_PRESERVING,
     BoundedStep,
     ConditionedStep,
+    FollowedStep,
     IndexedPermutationStep,
     PackedLUStep,
     SigmoidStep,
     SplineStep,
     drop_caches,
+    follow_members,
     follow_residual_block,
     follow_residual_net,
     lazy_layers,
@@ -39,9 +41,11 @@ from ebflow_plugin.adapting.teaching import (
     registered_smoothness,
 )
 from ebflow_plugin.linalg.memo import Memo
+from ebflow_plugin.plan.activations import scaling
 from ebflow_plugin.plan.couplings import (
     FIRST_SECOND,
     INTERLEAVED,
+    INTERLEAVED_LAST,
     PAIR,
     Halves,
     LogScale,
@@ -49,8 +53,10 @@ from ebflow_plugin.plan.couplings import (
     coupling,
     exponential_scale,
     indexed,
+    negative_scale,
     shifted,
     sigmoid_scale,
+    soft_clipped_scale,
 )
 from ebflow_plugin.plan.derivatives import gaussian_expansion, summed, transformed
 from ebflow_plugin.plan.elementwise import (
@@ -71,12 +77,14 @@ from ebflow_plugin.plan.linear import (
     RefusedStep,
     SqueezeStep,
 )
+from ebflow_plugin.plan.masked_couplings import masked_coupling
 from ebflow_plugin.plan.matrices import FullStep, MatrixStep, MixingStep, TriangularStep
 from ebflow_plugin.plan.networks import (
     COPY,
     SUM,
     Opaque,
     Operation,
+    activated,
     acts_as_its_class,
     follow,
     follow_class,
@@ -109,6 +117,7 @@ __all__ = [
     "DEPENDS_ON_CONTEXT",
     "FIRST_SECOND",
     "INTERLEAVED",
+    "INTERLEAVED_LAST",
     "PAIR",
     "REGISTERED",
     "SUM",
@@ -126,6 +135,7 @@ __all__ = [
     "ElementwiseStep",
     "Expandable",
     "Expansion",
+    "FollowedStep",
     "FullStep",
     "Halves",
     "IdentityStep",
@@ -160,6 +170,7 @@ __all__ = [
     "Step",
     "TriangularStep",
     "Value",
+    "activated",
     "acts_as_its_class",
     "affine",
     "changes_the_map",
@@ -171,6 +182,7 @@ __all__ = [
     "exponential_scale",
     "follow",
     "follow_class",
+    "follow_members",
     "follow_residual_block",
     "follow_residual_net",
     "followed",
@@ -182,14 +194,18 @@ __all__ = [
     "lazy_layers",
     "linear",
     "logit_curve",
+    "masked_coupling",
+    "negative_scale",
     "per_sample",
     "registered_smoothness",
     "resolve",
+    "scaling",
     "see_into",
     "shifted",
     "sigmoid_curve",
     "sigmoid_scale",
     "smoothness_of",
+    "soft_clipped_scale",
     "summed",
     "takes_context",
     "transformed",
