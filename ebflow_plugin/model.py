@@ -39,6 +39,7 @@ class EBFlow(EnergyModel):
         flow: The user's own flow, the same object.
         preprocessing: The modules that :func:`wrap` put in front of it.
         calibration: The affine map after it, which :meth:`calibrate` fits.
+        options: The arguments of :func:`wrap`.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class EBFlow(EnergyModel):
         self.calibration = Calibration() if calibration is None else calibration
         self.training = found.flow.training
         self._inside = found.inside
-        self._options = options
+        self.options = options
         self._seen: tuple[Shape, torch.device, torch.dtype] | None = None
         # In lists, past nn.Module: a core and its model have the same parameters, which are not listed twice.
         self._whole = [] if whole is None else [whole]
@@ -71,7 +72,7 @@ class EBFlow(EnergyModel):
         if self._whole:
             self._whole[0].rebuild()
         else:
-            self._last = walk(find_flow(self.flow), self._options, self.calibration, self._calibrating)
+            self._last = walk(find_flow(self.flow), self.options, self.calibration, self._calibrating)
 
     def _walked(self) -> Walked:
         """The flow as it is now: every method goes through here, once."""
@@ -99,7 +100,7 @@ class EBFlow(EnergyModel):
         if walked.start == 0:
             return self
         if not self._cores:
-            after = Options(None, self._options.preprocess[walked.start :], check_finite=self._options.check_finite)
+            after = Options(None, self.options.preprocess[walked.start :], check_finite=self.options.check_finite)
             found = Found(self.flow, walked.adapter, self._inside)
             self._cores.append(EBFlow(found, after, self.calibration, whole=self))
         return self._cores[0]

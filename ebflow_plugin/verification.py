@@ -128,7 +128,7 @@ def _bare(model: EBFlow, x: Tensor) -> tuple[EBFlow, Tensor]:
     with torch.no_grad():
         for step in added:
             x, _ = step.encode(x, None)
-    return wrap(model.flow, match_after=None, overrides=model._options.overrides), x
+    return wrap(model.flow, match_after=None, overrides=model.options.overrides), x
 
 
 def _checks(model: EBFlow, x: Tensor, context: Tensor | None) -> Iterator[Check]:

@@ -137,6 +137,7 @@ class HouseholderStep(OrthogonalStep, FactorsStep):
 class QRLinearStep(FactorsStep):
     """QRLinear: y = Q R x + b."""
 
+    closed_form = "forward"
     reason = "matrix held as QR factors"
 
     def apply(self, x: Tensor) -> Tensor:
@@ -147,10 +148,6 @@ class QRLinearStep(FactorsStep):
         t = self.module
         rows = reflect(self.checked(y) - t.bias, t.orthogonal.q_vectors.flip(0))
         return torch.linalg.solve_triangular(t._create_upper().mT, rows, upper=False, left=False)
-
-    @property
-    def closed(self) -> bool:
-        return not self.inverted
 
     def expand(self, x: Tensor, context: Tensor | None) -> Expansion:
         upper, vectors = self.module._create_upper(), self.module.orthogonal.q_vectors
@@ -168,6 +165,7 @@ class QRLinearStep(FactorsStep):
 class SVDLinearStep(FactorsStep):
     """SVDLinear: y = U S V x + b."""
 
+    closed_form = "forward"
     reason = "matrix held as SVD factors"
 
     def apply(self, x: Tensor) -> Tensor:
@@ -180,10 +178,6 @@ class SVDLinearStep(FactorsStep):
         t = self.module
         x = reflect(self.checked(y) - t.bias, t.orthogonal_1.q_vectors.flip(0)) / t.diagonal
         return reflect(x, t.orthogonal_2.q_vectors.flip(0))
-
-    @property
-    def closed(self) -> bool:
-        return not self.inverted
 
     def expand(self, x: Tensor, context: Tensor | None) -> Expansion:
         diagonal, left, right = (

@@ -58,7 +58,7 @@ from ebflow_plugin.plan.couplings import (
     sigmoid_scale,
     soft_clipped_scale,
 )
-from ebflow_plugin.plan.derivatives import gaussian_expansion, summed, transformed
+from ebflow_plugin.plan.derivatives import gaussian_expansion, transformed
 from ebflow_plugin.plan.elementwise import (
     ActivationStep,
     Curve,
@@ -110,7 +110,7 @@ from ebflow_plugin.plan.step import (
     Shapes,
     Step,
 )
-from ebflow_plugin.plan.values import Value, per_sample
+from ebflow_plugin.plan.values import Value, per_sample, summed
 
 __all__ = [
     "COPY",

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Generator, Tensor
+from torch.distributions import Distribution, Independent, MultivariateNormal, Normal
 
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.linalg.random import gaussian_like
@@ -84,12 +85,14 @@ class Gaussian:
 
     def log_prob(self, value: Tensor) -> Tensor:
         """The log-density of each row."""
-        rows = (value - self.mean).flatten(1)
+        mean = self.mean.flatten()
+        density: Distribution
         if self.scale.dim() == 1:
-            noise = rows / self.scale
+            density = Independent(Normal(mean, self.scale, validate_args=False), 1, validate_args=False)
         else:
-            noise = torch.linalg.solve_triangular(self.scale.mT, rows, upper=True, left=False)
-        return standard_log_prob(noise) - self.log_volume
+            density = MultivariateNormal(mean, scale_tril=self.scale, validate_args=False)
+        found: Tensor = density.log_prob(value.flatten(1))
+        return found
 
 
 def standard_log_prob(noise: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,14 +27,12 @@ from ebflow_plugin.errors import (
 from ebflow_plugin.linalg.dense import without_autocast
 from ebflow_plugin.linalg.streams import seeded_by
 from ebflow_plugin.model import EBFlow
+from ebflow_plugin.objectives.base import Objective
 from ebflow_plugin.plan.energy_model import perturbed
 from ebflow_plugin.plan.preprocessing import DequantizeStep
 from ebflow_plugin.plan.registry import altered_part
 from ebflow_plugin.plan.smoothness import Smoothness
 from ebflow_plugin.plan.step import Part
-
-if TYPE_CHECKING:
-    from ebflow_plugin.objectives.base import Objective
 
 __all__ = [
     "EVERY_JUMP",

@@ -26,16 +26,16 @@ numbers and takes 2 to 6 times as long as the double backward (measured for affi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ebflow_plugin.errors import blame
-from ebflow_plugin.plan.networks import Passage, passed
+from ebflow_plugin.plan.networks import Network, Passage
 from ebflow_plugin.plan.plan import Plan
-from ebflow_plugin.plan.step import BaseExpansion
-from ebflow_plugin.plan.values import pop, push, summed
+from ebflow_plugin.plan.step import BaseExpansion, Expandable
+from ebflow_plugin.plan.values import pop
 
 __all__ = [
     "Derivatives",
@@ -43,7 +43,6 @@ __all__ = [
     "derivatives",
     "dot",
     "gaussian_expansion",
-    "summed",
     "transformed",
 ]
 
@@ -107,17 +106,16 @@ def derivatives(
         count += 1
         for each in operations:
             reaching = [list(tangent) for tangent in tangents] if bent is None else []
-            value, moved = pop(stack, each.takes), [pop(tangent, each.takes) for tangent in tangents]
+            value, *moved = [one.pop() if each.takes == 1 else pop(one, each.takes) for one in (stack, *tangents)]
             try:
-                made = passed(each, value, moved, context)
+                made = _passed(each, value, moved, context)
             except Exception as error:
                 blame(error, step, value, context)
             if made.bends and bent is None:
                 bent = len(head), reaching
             head.append((each.gives, made))
-            push(stack, made.value)
-            for tangent, after in zip(tangents, made.tangents, strict=True):
-                push(tangent, after)
+            for one, after in zip((stack, *tangents), (made.value, *made.tangents), strict=True):
+                one.extend((after,) if isinstance(after, Tensor) else after)
     if closed and count == len(plan.steps) and plan.base.closed:
         try:
             end: BaseExpansion = plan.base.expand(tuple(stack), context)
@@ -129,10 +127,10 @@ def derivatives(
     adjoints = list(end.slopes)
     last, reached = (0, [[direction] for direction in directions]) if gradient else bent or (len(head), tangents)
     for gives, made in reversed(head[last:]):
-        adjoint, more = made.pull(pop(adjoints, gives))
+        adjoint, more = made.pull(adjoints.pop() if gives == 1 else pop(adjoints, gives))
         if more is not None:
             curvatures = [total + one for total, one in zip(curvatures, more, strict=True)]
-        push(adjoints, adjoint)
+        adjoints.extend((adjoint,) if isinstance(adjoint, Tensor) else adjoint)
     total = end.energy() if energy else None
     if total is not None:
         for _, made in head:
@@ -143,6 +141,20 @@ def derivatives(
         slopes=[_dots(adjoints, tangent) for tangent in reached],
         curvatures=curvatures,
     )
+
+
+def _passed(each: Expandable | Network, x: Any, tangents: Sequence[Any], context: Tensor | None) -> Passage:
+    """Takes values and tangents through a step, an operation or a network."""
+    if isinstance(each, Network):
+        return each.passed(x, tangents, context)
+    made = each.expand(x, context)
+    curvature = made.curvature
+
+    def pull(adjoint: Any) -> tuple[Any, Sequence[Tensor] | None]:
+        more = None if curvature is None else [curvature(adjoint, one) for one in tangents]
+        return made.pull(adjoint), more
+
+    return Passage(made.value, [made.push(one) for one in tangents], pull, curvature is not None, made.log_det)
 
 
 def closed_steps(plan: Plan) -> int:
@@ -177,7 +189,7 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
         >>> dot(torch.ones(2, 3, 4), torch.ones(2, 3, 4))
         tensor([12., 12.])
     """
-    return summed(a * b)
+    return (a * b).flatten(1).sum(1)
 
 
 def transformed() -> bool:

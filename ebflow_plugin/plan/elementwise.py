@@ -79,6 +79,7 @@ class ElementwiseStep(NonlinearStep):
     Subclasses give f and its derivatives: :meth:`forward_curve` and :meth:`inverse_curve`.
     """
 
+    closed_form = "both"
     reason = "elementwise"
 
     @abstractmethod
@@ -88,10 +89,6 @@ class ElementwiseStep(NonlinearStep):
     @abstractmethod
     def inverse_curve(self, y: Tensor, context: Tensor | None) -> Curve:
         """Its inverse at y."""
-
-    @property
-    def closed(self) -> bool:
-        return True
 
     def encode(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
         curve = (self.inverse_curve if self.inverted else self.forward_curve)(x, context)

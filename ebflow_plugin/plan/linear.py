@@ -62,9 +62,7 @@ class IsometryStep(LinearStep):
 class OrthogonalStep(IsometryStep):
     """A linear isometry that keeps the origin (a reordering, a split, reflections): its transpose is its inverse."""
 
-    @property
-    def closed(self) -> bool:
-        return True
+    closed_form = "both"
 
     def expand(self, x: Any, context: Tensor | None) -> Expansion:
         return Expansion(
@@ -89,6 +87,7 @@ class IdentityStep(OrthogonalStep):
 class ElementwiseAffineStep(LinearStep):
     """y = scale · x + shift, elementwise. O(D)."""
 
+    closed_form = "both"
     reason = "elementwise affine"
 
     @abstractmethod
@@ -118,10 +117,6 @@ class ElementwiseAffineStep(LinearStep):
     def log_abs_det(self, shape: Shape) -> Tensor:
         log_scale = self.log_scale(len(shape) + 1)
         return log_scale.sum() * (prod(shape) // log_scale.numel())
-
-    @property
-    def closed(self) -> bool:
-        return True
 
     def expand(self, x: Tensor, context: Tensor | None) -> Expansion:
         value = self.encode(x, context)[0]  # which may initialise the scale

@@ -90,6 +90,7 @@ class MixingStep(LinearStep):
 class MatrixStep(MixingStep):
     """y = W x + b with a dense W that has no structure: O(D²) to apply, O(D³) for the log-det and the inverse."""
 
+    closed_form = "forward"
     reason = "full matrix"
     transposed: bool = False  # whether the library keeps the transpose of W
 
@@ -132,10 +133,6 @@ class MatrixStep(MixingStep):
         kept = single_at_least(self.weight())
         return dense_operator(kept.mT if self.transposed else kept, times=self.copies(shape))
 
-    @property
-    def closed(self) -> bool:
-        return not self.inverted
-
     def expand(self, x: Tensor, context: Tensor | None) -> Expansion:
         weight = self.weight().mT if self.transposed else self.weight()
         return Expansion(
@@ -148,6 +145,7 @@ class MatrixStep(MixingStep):
 class TriangularStep(MixingStep):
     """y = P L U x[order] + b: O(D²) to apply and to invert, O(D) for the log-det."""
 
+    closed_form = "forward"
     reason = "matrix held as LU factors"
 
     @abstractmethod
@@ -176,10 +174,6 @@ class TriangularStep(MixingStep):
 
     def apply(self, x: Tensor) -> Tensor:
         return self._affine(x)[0]
-
-    @property
-    def closed(self) -> bool:
-        return not self.inverted
 
     def expand(self, x: Tensor, context: Tensor | None) -> Expansion:
         return Expansion(*self._affine(x))
@@ -229,6 +223,7 @@ class TriangularStep(MixingStep):
 class FullStep(LinearStep):
     """A FullLinear or FullConv2d of ours, in its density direction."""
 
+    closed_form = "forward"
     reason = "full, unconstrained"
 
     def blocks(self, shapes: Shapes | None) -> Blocks | None:
@@ -282,10 +277,6 @@ class FullStep(LinearStep):
         if isinstance(self.module, FullLinear):
             return self.forward_shapes(shapes)
         return (self.module.input_shape(shapes[0]),)
-
-    @property
-    def closed(self) -> bool:
-        return not self.inverted
 
     def expand(self, x: Tensor, context: Tensor | None) -> Expansion:
         value = self.module.transform(x)

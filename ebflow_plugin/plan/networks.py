@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from ebflow_plugin.plan.activations import FUNCTIONS, MODULES
 from ebflow_plugin.plan.chains import ACTIVATION, LINEAR, Chain, Derivatives, Layer, backwards, bends, forwards
 from ebflow_plugin.plan.registry import changes_the_map
-from ebflow_plugin.plan.step import Expandable, Expansion
+from ebflow_plugin.plan.step import Expansion
 from ebflow_plugin.plan.values import summed
 
 __all__ = [
@@ -41,7 +41,6 @@ __all__ = [
     "followed",
     "gated",
     "linear",
-    "passed",
     "without_context",
 ]
 
@@ -130,20 +129,6 @@ class Network:
             return back, curvatures[0].unbind() if curvatures else None
 
         return Passage(value, moved, pull, any(bends(layer) for layer in layers))
-
-
-def passed(each: Expandable | Network, x: Any, tangents: Sequence[Any], context: Tensor | None) -> Passage:
-    """Takes values and tangents through a step, an operation or a network."""
-    if isinstance(each, Network):
-        return each.passed(x, tangents, context)
-    made = each.expand(x, context)
-    curvature = made.curvature
-
-    def pull(adjoint: Any) -> tuple[Any, Sequence[Tensor] | None]:
-        more = None if curvature is None else [curvature(adjoint, one) for one in tangents]
-        return made.pull(adjoint), more
-
-    return Passage(made.value, [made.push(one) for one in tangents], pull, curvature is not None, made.log_det)
 
 
 # --- operations ----------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from ebflow_plugin.errors import (
 from ebflow_plugin.linalg.dense import is_readable
 from ebflow_plugin.plan.smoothness import stochastic_parts
 from ebflow_plugin.plan.step import Base, LinearStep, Part, Shape, Shapes, Step
-from ebflow_plugin.plan.values import Value, per_sample, pop, push
+from ebflow_plugin.plan.values import Value, per_sample, pop
 
 __all__ = ["Plan"]
 
@@ -151,7 +151,7 @@ class Plan:
                 ) from error
             except Exception as error:
                 blame(error, step, value, context)
-            push(stack, value)
+            stack.extend((value,) if isinstance(value, Tensor) else value)
         return stack[0]
 
     def waits_for_data(self) -> bool:

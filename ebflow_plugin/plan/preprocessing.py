@@ -259,6 +259,7 @@ def _smooth_noise(x: Tensor, generator: torch.Generator | None) -> tuple[Tensor,
 class RescaleStep(LinearStep):
     """A :class:`Rescale` in front of a flow."""
 
+    closed_form = "both"
     reason = "elementwise affine"
 
     def apply(self, x: Tensor) -> Tensor:
@@ -270,10 +271,6 @@ class RescaleStep(LinearStep):
     def log_abs_det(self, shape: Shape) -> float:
         return prod(shape) * log(self.module.scale)
 
-    @property
-    def closed(self) -> bool:
-        return True
-
     def expand(self, x: Tensor, context: Tensor | None) -> Expansion:
         scale = 1.0 / self.module.scale if self.inverted else self.module.scale
         return Expansion(self.encode(x, context)[0], lambda tangent: tangent * scale, lambda adjoint: adjoint * scale)
@@ -282,6 +279,7 @@ class RescaleStep(LinearStep):
 class StandardizeStep(LinearStep):
     """A :class:`Standardize` in front of a flow."""
 
+    closed_form = "both"
     reason = "elementwise affine"
 
     @property
@@ -298,10 +296,6 @@ class StandardizeStep(LinearStep):
         if tuple(shape) != tuple(self.module.std.shape):
             raise InputError(f"{self.where} is for data of shape {tuple(self.module.std.shape)}, got {tuple(shape)}")
         return -self.module.std.log().sum()
-
-    @property
-    def closed(self) -> bool:
-        return True
 
     def expand(self, x: Tensor, context: Tensor | None) -> Expansion:
         std = self.module.std.to(x)

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -176,6 +176,7 @@ class Step(Part, ABC):
     """
 
     linearity: ClassVar[Linearity]
+    closed_form: ClassVar[Literal["none", "forward", "both"]] = "none"  # the module's directions that expand() knows
     takes: int = 1
     gives: int = 1
     reason: str = ""
@@ -187,6 +188,10 @@ class Step(Part, ABC):
         self.inverted = inverted
         if inverted:
             self.takes, self.gives = self.gives, self.takes
+
+    @property
+    def closed(self) -> bool:
+        return self.closed_form == "both" or (self.closed_form == "forward" and not self.inverted)
 
     def operations(self, curved: bool = True) -> Sequence[Any] | None:
         """What derivatives pass one after the other: the step itself, or what it is made of; None for autograd.

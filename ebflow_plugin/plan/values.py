@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ebflow_plugin.errors import UnsupportedStepError
 
-__all__ = ["Value", "per_sample", "pop", "push", "summed"]
+__all__ = ["Value", "per_sample", "pop", "summed"]
 
 Value = Tensor | tuple[Tensor, ...]
 
@@ -41,11 +41,6 @@ def pop(stack: list[Tensor], count: int) -> Value:
     taken = tuple(stack[-count:])
     del stack[-count:]
     return taken
-
-
-def push(stack: list[Tensor], value: Value) -> None:
-    """Puts one tensor, or all of several, on top of a stack."""
-    stack.extend((value,) if isinstance(value, Tensor) else value)
 
 
 def summed(values: Tensor) -> Tensor:

@@ -38,8 +38,13 @@ def check(config: TrainConfig) -> None:
             raise InputError(f"{name} is an option of {loss}, and does nothing with {having}; leave it out")
 
 
-def settle(run: Run) -> Run:
-    """Chooses what the configuration left open, and starts the model: in closed form where wanted and possible."""
+def settle(run: Run, started: tuple[bool, bool] | None = None) -> Run:
+    """Chooses what the configuration left open, and starts the model: in closed form where wanted and possible.
+
+    Arguments:
+        run: The model and its data.
+        started: Whether the model was started already by whitening, and by Gaussianising: no start follows.
+    """
     check(run.config)
     config, levels = run.config, run.data.levels is not None
     images = levels or run.config.data.startswith("textures")
@@ -48,10 +53,10 @@ def settle(run: Run) -> Run:
         chosen["data_root"] = str(Path(config.data_root).expanduser().absolute())
     if config.data not in NAMES:
         chosen["data"] = str(Path(config.data).expanduser().absolute())
-    if config.whiten is not False or config.gaussianize:
-        chosen["whiten"], chosen["gaussianize"] = _started(run)
+    if started is not None or config.whiten is not False or config.gaussianize:
+        chosen["whiten"], chosen["gaussianize"] = _started(run) if started is None else started
     closed_form = chosen.get("whiten", config.whiten)
-    if not closed_form:
+    if not closed_form and started is None:
         with drawing_from(config.seed, "start"):  # ActNorms, so that the NLL of the start is known
             run.model.initialize(run.split("train")[:1000])
     if config.loss is None:

@@ -18,10 +18,11 @@ from ebflow_examples.console import note
 from ebflow_examples.training import versions
 from ebflow_plugin.errors import InputError, SingularError, TrainingError
 
-__all__ = ["MARGIN", "Cell", "Experiment", "Found", "Options", "kept_cells", "run"]
+__all__ = ["MARGIN", "START", "Cell", "Experiment", "Found", "Options", "kept_cells", "run"]
 
 TRAINING = 0.75  # of the budget; the rest is for data, evaluations, calibrations and pictures
 QUICK_SECONDS = 0.2
+START = "start"  # what the names of files with started weights begin with
 MARGIN = 1e-6  # how far pixels are kept from 0 and 1, as in the authors' code
 
 
@@ -142,6 +143,8 @@ def run(options: Options, made: Experiment) -> list[Found]:
     wanted = {name for cell in asked for name in (cell.name, *cell.best_of)}
     cells = _shared(options, [cell for cell in made_cells if cell.name in wanted])
     options.folder.mkdir(parents=True, exist_ok=True)
+    for path in options.folder.glob(f"{START}-*") if options.fresh else ():
+        path.unlink()
     found = _round(options, made, [cell for cell in cells if not cell.best_of])
     waiting = [cell for cell in cells if cell.best_of]
     ready = [_at_best_rate(cell, found) for cell in waiting if _tried(cell, found)]

@@ -27,7 +27,7 @@ from ebflow_plugin.training.checkpoints import CheckpointFolder
 
 MINUTES = 9.0
 COUNT, COLUMNS = 64, 8
-TEMPERATURES = {"warm": 1.0, "cool": 0.8}
+TEMPERATURES = {"warm": 1.0, "cool": 0.7}
 CALIBRATION, TEST = 10_000, 2000  # rows
 SAVES = 20  # checkpoints of a run: a stop loses a twentieth of it
 # Each objective's stages: what of the recipe is its own, and its share of the time.
@@ -153,9 +153,8 @@ def report(options: Options, found: Sequence[Found], path: Path) -> Report:
         name = group[0].cell.name
         panels["test data"] = f"{name}-data.npy"
         for kind, temperature in TEMPERATURES.items():
-            if objective != "ml" or kind == "warm":
-                panels[f"Glow by {WORDS[objective]}, temperature {temperature:g}"] = f"{name}-{kind}.npy"
-    with plots.figure(path, 3.6 * max(1, len(panels)), 3.9) as figure:
+            panels[f"by {WORDS[objective]}, temperature {temperature:g}"] = f"{name}-{kind}.npy"
+    with plots.figure(path, 3.2 * max(1, len(panels)), 3.5) as figure:
         for place, (title, file) in enumerate(panels.items(), start=1):
             images = torch.from_numpy(np.load(options.folder / file))
             plots.images(figure.add_subplot(1, len(panels), place), images, COLUMNS, title)

@@ -29,6 +29,8 @@ LOSSES = ("ml", "sml", "ssm", "dsm", "fdssm")
 TRUE = "true"
 RATES = (3e-4, 1e-3, 3e-3, 1e-2)  # that every objective is tried with, on each set, with the first seed
 SEARCH = 0.15  # of the time of a run, for each rate
+# Score matching begins with worse NLLs than those of the start, and needs many more steps than likelihood.
+LONGER = {"ssm": 3.0, "dsm": 3.0, "fdssm": 3.0}
 EVALUATIONS = 4
 POINTS = 10_000  # test points
 BATCH = 250
@@ -53,7 +55,7 @@ def cells(options: Options) -> list[Cell]:
     runs = [
         Cell(
             "table1", f"{data}-{loss}-seed{seed}", _settings(data, loss, seed, size),
-            best_of=tuple(_search_name(data, loss, rate) for rate in rates),
+            part=LONGER.get(loss, 1.0), best_of=tuple(_search_name(data, loss, rate) for rate in rates),
         )
         for seed in range(options.seeds)
         for data in PLANE
@@ -178,17 +180,18 @@ def _rates(found: Sequence[Found], losses: Sequence[str]) -> list[list[str]]:
 def _notes(groups: dict[tuple[Any, ...], list[Found]], losses: Sequence[str]) -> list[str]:
     of_loss = {loss: [each for key, group in groups.items() if key[1] == loss for each in group] for loss in losses}
     steps = {loss: column(each, "steps").value for loss, each in of_loss.items()}
-    seconds = column([each for many in of_loss.values() for each in many], "seconds").value
+    seconds = {loss: column(each, "seconds").value for loss, each in of_loss.items()}
     entropies = {data: group[0].result["entropy"] for (data, _), group in groups.items()}
     return [
-        f"Equal time: {seconds:.0f} CPU seconds on one thread for each run. Steps of {BATCH} rows, on average: "
-        f"{', '.join(f'{loss.upper()} {count:,.0f}' for loss, count in steps.items())}. The paper's numbers are after "
-        "50,000 to 100,000 steps of 2,048 to 10,000 rows.",
+        f"Steps of {BATCH} rows, and CPU seconds on one thread: "
+        f"{', '.join(f'{loss.upper()} {count:,.0f} in {seconds[loss]:.0f} s' for loss, count in steps.items())}. Score "
+        "matching has more time: its NLL rises at first, and it is its result that the table is to show, not the "
+        "clock's. The paper's numbers are after 50,000 to 100,000 steps of 2,048 to 10,000 rows.",
         "The sets have the scale and the noise, 0.375, of the authors' code, and so the recipe: Adam, clipping at 10, "
         "an average of the weights, ε = 0.1 of FDSSM. DSM takes the points before their noise and adds it itself, as "
         "theirs does, so that it learns the density that is tested, and sees new noise in each step; all others are "
         f"given {SIZES[0]:,} points with noise. Each objective has on each set the learning rate of the second "
-        f"table with the lowest NLL, from runs of {SEARCH:.0%} of the time.",
+        f"table with the lowest NLL, from runs of {SEARCH:.0%} of the time of likelihood.",
         "What is measured is the last average of the weights, without a choice by NLL: score matching can lower the "
         "Fisher divergence while the NLL rises.",
         "KL and Fisher divergences are those from the exact density. What the paper calls KL divergence is an NLL but "

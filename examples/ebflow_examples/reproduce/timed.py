@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import copy
+import json
+import os
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from math import isnan
+from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor, optim
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -21,6 +26,7 @@ from ebflow_examples.streams import drawing_from, stream
 from ebflow_examples.training import SCHEDULES, optimizer_for
 from ebflow_plugin.errors import TrainingError
 from ebflow_plugin.objectives.evaluation import Likelihood, LikelihoodSum, calibrated
+from ebflow_plugin.training.checkpoints import write_weights
 from ebflow_plugin.training.fitting import FitResult
 from ebflow_plugin.training.loop import Event
 
@@ -181,10 +187,12 @@ def train_for(
     evaluations: int = 10,
     validation: int | None = 2000,
     calibration: int | None = None,
+    start_file: Path | None = None,
 ) -> Trained:
     """Trains a model for so many seconds of CPU time, by the recipe of its configuration.
 
     The learning rate follows the clock. The start in closed form and one calibration are counted, evaluations are not.
+    If the start takes longer than that, a quarter of the time is left for training.
 
     Arguments:
         run: The model with its data. The configuration's ``steps`` and ``epochs`` have no meaning here.
@@ -192,11 +200,11 @@ def train_for(
         evaluations: How many, after that of the start.
         validation: How many validation rows they use; None for no NLL.
         calibration: How many training rows they calibrate on; all by default.
+        start_file: Where the started weights and their seconds are kept for other objectives of the same model, data
+            and seed, which count the same seconds.
     """
-    began = time.process_time()
-    run = settle(run)
+    run, start = _started(run, start_file)
     config, model = run.config, run.model
-    start = time.process_time() - began
     if validation is not None:
         start += calibration_seconds(run, calibration)
     clock = Clock(max(LEAST_SHARE * seconds, seconds - start))
@@ -232,6 +240,24 @@ def train_for(
     curve = [(start + used, nll) for used, _, nll, _ in looks.found]
     raw = [(start + used, nll) for used, _, _, nll in looks.found]
     return Trained(run, result, curve, raw, start, start + clock.used)
+
+
+def _started(run: Run, file: Path | None) -> tuple[Run, float]:
+    """The run with its model started, and the CPU seconds of that; from a file, if the start is there."""
+    if file is not None and file.is_file():
+        with safe_open(file, "pt") as content:
+            facts = json.loads(content.metadata()["start"])
+        write_weights(run.model, load_file(file), str(file))
+        return settle(run, (facts["whiten"], facts["gaussianize"])), facts["seconds"]
+    began = time.process_time()
+    run = settle(run)
+    seconds = time.process_time() - began
+    if file is not None:
+        facts = {"whiten": run.config.whiten, "gaussianize": run.config.gaussianize, "seconds": seconds}
+        partial = file.with_suffix(f".{os.getpid()}")  # a run that is stopped while it writes leaves no half of it
+        save_file(run.model.state_dict(), partial, {"start": json.dumps(facts)})
+        partial.replace(file)
+    return run, seconds
 
 
 def calibration_seconds(run: Run, rows: int | None = None) -> float:
