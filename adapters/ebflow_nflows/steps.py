@@ -22,6 +22,7 @@ from ebflow_plugin.adapting import (
     ConditionedStep,
     Curve,
     ElementwiseStep,
+    FollowedStep,
     Halves,
     NonlinearStep,
     OpaqueStep,
@@ -29,7 +30,6 @@ from ebflow_plugin.adapting import (
     SigmoidStep,
     Smoothness,
     SplineStep,
-    acts_as_its_class,
     affine,
     clamped_logit_curve,
     coupling,
@@ -74,18 +74,13 @@ class NetworkStep(ConditionedStep, NflowsStep):
         return super().smoothness
 
 
-class AffineCouplingStep(NetworkStep):
-    """AffineCouplingTransform, in closed form if its network is."""
+class AffineCouplingStep(FollowedStep, NetworkStep):
+    """AffineCouplingTransform."""
 
-    @property
-    def closed(self) -> bool:
-        return self.operations() is not None
-
-    def operations(self, curved: bool = True) -> Sequence[Any] | None:
+    def follow(self) -> Sequence[Any] | None:
         module = self.module
-        # Forks scale in other ways; the class of the step itself was looked at by the walk.
-        own = type(module).__module__.startswith("nflows.") and acts_as_its_class(module)
-        if not curved or not own or module.unconditional_transform is not None:
+        own = type(module).__module__.startswith("nflows.")  # forks scale in other ways
+        if not own or module.unconditional_transform is not None:
             return None
         halves = indexed(module.identity_features, module.transform_features)
         return coupling(halves, module.transform_net, self._merge(halves))

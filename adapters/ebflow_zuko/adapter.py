@@ -6,7 +6,7 @@ UnconditionalTransform by the class of the transform that it builds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -21,13 +21,18 @@ from ebflow_plugin.adapting import (
     Child,
     Container,
     FullStep,
+    Opaque,
+    Operation,
     Plan,
     Rule,
     Step,
     comes_from,
+    follow_class,
+    follow_members,
     is_a,
     see_into,
 )
+from ebflow_plugin.adapting import linear as matrix_layer
 from ebflow_plugin.errors import InputError
 from ebflow_zuko import linear, steps
 from ebflow_zuko.base import base_of
@@ -35,6 +40,17 @@ from ebflow_zuko.linear import made_name, maker_of
 from ebflow_zuko.transforms import PACKAGES, known_name
 
 see_into(("zuko", "sbi"))  # all of their networks hold their activations as modules
+
+
+def weighted(layer: Any) -> Iterator[Operation]:
+    """The operation of a Linear of zuko, unless it is a stack of layers."""
+    if layer.weight.dim() != 2:
+        raise Opaque
+    yield matrix_layer(layer.weight, layer.bias)
+
+
+follow_class("zuko", "MLP", follow_members)
+follow_class("zuko", "Linear", weighted)
 
 
 def members(name: str) -> Container:

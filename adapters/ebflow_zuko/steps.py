@@ -6,6 +6,10 @@ other features. A network of the context alone does not affect the smoothness.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cache
+from inspect import signature
+from math import log
 from typing import Any
 
 import torch
@@ -13,18 +17,25 @@ from torch import Tensor
 
 from ebflow_plugin.adapting import (
     DEPENDS_ON_CONTEXT,
+    INTERLEAVED_LAST,
     VOLUME_PRESERVING,
     BoundedStep,
     Curve,
     ElementwiseStep,
+    FollowedStep,
     NonlinearStep,
     OpaqueStep,
     RefusedStep,
     SigmoidStep,
     Smoothness,
+    affine,
     clamped_logit_curve,
+    coupling,
+    indexed,
     registered_smoothness,
+    shifted,
     smoothness_of,
+    soft_clipped_scale,
     worst_of,
 )
 from ebflow_zuko.linear import Made, made_name, taken_context
@@ -166,8 +177,23 @@ class AutoregressiveStep(LazyStep):
         return bool(self.module.hyper.in_features > self.module.order.numel())
 
 
-class CouplingStep(AutoregressiveStep):
+class CouplingStep(FollowedStep, AutoregressiveStep):
     """GeneralCouplingTransform. zuko finds the halves of its mask on each call, which synchronises with the device."""
+
+    def follow(self) -> Sequence[Any] | None:
+        module = self.module
+        shapes, slope = [tuple(shape) for shape in module.shapes], least_slope(module.univariate)
+        additive = isinstance(module.univariate, type) and known_name(module.univariate) == "AdditiveTransform"
+        if not (shapes == [(), ()] and slope is not None) and not (shapes == [()] and additive):
+            return None
+        order, count = self._order(), self._constant
+        halves = indexed(order[:count], order[count:], dim=-1)
+        if slope is None:
+            merge = shifted(halves, -1.0 if self.inverted else 1.0)
+        else:
+            bound = -log(slope)
+            merge = affine(halves, INTERLEAVED_LAST, lambda u: soft_clipped_scale(u, bound), divide=self.inverted)
+        return coupling(halves, module.hyper, merge, appended=True)
 
     def call_forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
         order, constant, changed = self._halves(x)
@@ -189,9 +215,12 @@ class CouplingStep(AutoregressiveStep):
 
     def _halves(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The order that puts the constant features first, these, and the others."""
-        order = torch.argsort(self.module.mask.to(torch.uint8), descending=True, stable=True)
+        order = self._order()
         sorted_x = x.index_select(-1, order)
         return order, sorted_x[..., : self._constant], sorted_x[..., self._constant :]
+
+    def _order(self) -> Tensor:
+        return torch.argsort(self.module.mask.to(torch.uint8), descending=True, stable=True)
 
     @property
     def _constant(self) -> int:
@@ -205,6 +234,24 @@ class CouplingStep(AutoregressiveStep):
 
     def _joined(self, order: Tensor, constant: Tensor, changed: Tensor) -> Tensor:
         return torch.cat([constant, changed], dim=-1).index_select(-1, torch.argsort(order))
+
+
+def least_slope(maker: Any) -> float | None:
+    """The slope that bounds the log-scales of a MonotonicAffineTransform; None for what makes others."""
+    cls = unwrapped(maker)
+    if known_name(maker) != "MonotonicAffineTransform" or not isinstance(cls, type):
+        return None
+    slope = _default_slope(cls)
+    if maker is not cls:
+        if maker.func is not cls or maker.args or set(maker.keywords) - {"slope"}:
+            return None
+        slope = maker.keywords.get("slope", slope)
+    return slope if isinstance(slope, float) and 0.0 < slope < 1.0 else None
+
+
+@cache
+def _default_slope(cls: type) -> Any:
+    return signature(cls).parameters["slope"].default
 
 
 class SoftclipStep(Made, BoundedStep):

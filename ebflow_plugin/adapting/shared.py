@@ -5,7 +5,8 @@ An adapter derives from these, and adds its class that calls the library's modul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -13,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from ebflow_plugin.adapting.adapter import comes_from
+from ebflow_plugin.plan.derivatives import transformed
 from ebflow_plugin.plan.elementwise import Curve, ElementwiseStep, sigmoid_curve
 from ebflow_plugin.plan.linear import PermutationStep
 from ebflow_plugin.plan.matrices import TriangularStep
-from ebflow_plugin.plan.networks import COPY, SUM, Opaque, Operation, follow, gated
+from ebflow_plugin.plan.networks import COPY, SUM, Opaque, Operation, acts_as_its_class, follow, gated
 from ebflow_plugin.plan.smoothness import Smoothness, smoothness_of
 from ebflow_plugin.plan.step import NonlinearStep
 
@@ -25,11 +27,13 @@ __all__ = [
     "VOLUME_PRESERVING",
     "BoundedStep",
     "ConditionedStep",
+    "FollowedStep",
     "IndexedPermutationStep",
     "PackedLUStep",
     "SigmoidStep",
     "SplineStep",
     "drop_caches",
+    "follow_members",
     "follow_residual_block",
     "follow_residual_net",
     "lazy_layers",
@@ -48,6 +52,24 @@ class ConditionedStep(NonlinearStep):
     @property
     def smoothness(self) -> Smoothness:
         return smoothness_of(self.module)
+
+
+class FollowedStep(NonlinearStep):
+    """A coupling that is in closed form if its networks are, as :meth:`follow` says."""
+
+    @property
+    def closed(self) -> bool:
+        return self.operations() is not None
+
+    def operations(self, curved: bool = True) -> Sequence[Any] | None:
+        if not curved or transformed():
+            return None
+        # The walk looked at the module; somebody may have hooked or patched it since.
+        return self.follow() if acts_as_its_class(self.module) else None
+
+    @abstractmethod
+    def follow(self) -> Sequence[Any] | None:
+        """What the coupling is made of; None if a part of it is not known."""
 
 
 class SplineStep(NonlinearStep):
@@ -159,8 +181,16 @@ def _packed_indices(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return torch.cat([rows * size + columns, diagonal]), torch.cat([up_rows * size + up_columns, diagonal])
 
 
+def follow_members(net: Any) -> Iterator[Operation]:
+    """The operations of a network that is derived from ``nn.Sequential``, and acts as one."""
+    for member in net._modules.values():  # and not children(), which leaves out a module's second place
+        yield from follow(member)
+
+
 def follow_residual_net(net: Any) -> Iterator[Operation]:
     """The operations of a ResidualNet of nflows, and of its copy in normflows; a context is appended to its input."""
+    if getattr(net, "preprocessing", None) is not None:  # of normflows
+        raise Opaque
     yield from follow(net.initial_layer, conditioned=True)
     for block in net.blocks:
         yield from follow(block)

@@ -91,7 +91,8 @@ def _run_forwards(chain: Chain, count: int, *tensors: Tensor) -> tuple[Tensors, 
         if layer.kind == LINEAR:
             x, weight, offset = stack.pop(), next(weights), next(offsets)
             y = x @ weight.T
-            stack.append(torch.cat((y[:rows] + offset, y[rows:])) if chain.tangents else y + offset)
+            y[:rows] += offset
+            stack.append(y)
             memory.append((x, weight, offset.dim()))
         elif layer.kind == ACTIVATION:
             assert layer.derivatives is not None
@@ -99,7 +100,7 @@ def _run_forwards(chain: Chain, count: int, *tensors: Tensor) -> tuple[Tensors, 
             value, slope, *more = islice(layer.derivatives(x[:rows]), order)
             slopes.append(slope)
             if chain.tangents:
-                tangents = x[rows:].view(-1, *slope.shape)
+                tangents = x[rows:].view(chain.tangents, *slope.shape)
                 stack.append(torch.cat((value[None], slope * tangents)).flatten(0, 1))
                 if more:
                     bent.append(more[0] * tangents * tangents)
@@ -198,8 +199,8 @@ def _activation_gradient(
         if more and to_slope is not None:
             own.addcmul_(to_slope, more[0])
         return result
-    tangents, to_tangents = x[rows:].view(-1, *slope.shape), g[rows:].view(-1, *slope.shape)
-    moved = torch.mul(to_tangents, slope, out=result[rows:].view(-1, *slope.shape))
+    tangents, to_tangents = x[rows:].view(chain.tangents, *slope.shape), g[rows:].view(chain.tangents, *slope.shape)
+    moved = torch.mul(to_tangents, slope, out=result[rows:].view(chain.tangents, *slope.shape))
     if not more:
         return result
     to_bend = to_bends.pop()

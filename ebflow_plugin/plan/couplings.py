@@ -18,22 +18,28 @@ from torch.nn import functional as F
 
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.plan.derivatives import transformed
-from ebflow_plugin.plan.networks import Network, Operation, follow, followed, without_context
+from ebflow_plugin.plan.networks import Network, Operation, follow, followed, linear, without_context
 from ebflow_plugin.plan.step import Expandable, Expansion
 from ebflow_plugin.plan.values import summed
 
 __all__ = [
     "FIRST_SECOND",
     "INTERLEAVED",
+    "INTERLEAVED_LAST",
     "PAIR",
     "Halves",
     "LogScale",
     "affine",
+    "as_one",
     "coupling",
     "exponential_scale",
     "indexed",
+    "inside_of",
+    "negative_scale",
+    "reduced",
     "shifted",
     "sigmoid_scale",
+    "soft_clipped_scale",
 ]
 
 
@@ -74,6 +80,33 @@ def sigmoid_scale(u: Tensor, floor: float = 0.0) -> LogScale:
     return LogScale(scale.log(), slope, slope * (1.0 - 2.0 * share - slope))
 
 
+def negative_scale(log_scale: Callable[[Tensor], LogScale]) -> Callable[[Tensor], LogScale]:
+    """The log-scale -L, of a coupling that divides by a scale.
+
+    Example:
+        >>> negative_scale(exponential_scale)(torch.tensor([2.0]))
+        LogScale(value=tensor([-2.]), slope=-1.0, bend=-0.0)
+    """
+
+    def negative(u: Tensor) -> LogScale:
+        value, slope, bend = log_scale(u)
+        return LogScale(-value, -slope, -bend)
+
+    return negative
+
+
+def soft_clipped_scale(u: Tensor, bound: float) -> LogScale:
+    """L = u / (1 + |u| / bound), the scale of zuko.
+
+    Example:
+        >>> soft_clipped_scale(torch.tensor([2.0]), 2.0)
+        LogScale(value=tensor([1.]), slope=tensor([0.2500]), bend=tensor([-0.1250]))
+    """
+    share = 1.0 / (1.0 + u.abs() / bound)
+    slope = share * share
+    return LogScale(u * share, slope, (-2.0 / bound) * u.sign() * slope * share)
+
+
 class Halves(NamedTuple):
     """A split of features into two parts, and its inverse.
 
@@ -88,13 +121,24 @@ class Halves(NamedTuple):
     tensors: int = 1
 
 
+def _pairs(h: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    if h.shape[dim] % 2:  # a library may take one entry more than it has scales
+        even, odd = (torch.arange(start, h.shape[dim], 2, device=h.device) for start in (0, 1))
+        return h.index_select(dim, even), h.index_select(dim, odd)
+    first, second = h.unflatten(dim, (h.shape[dim] // 2, 2)).unbind(
+        dim + 1 if dim >= 0 else dim
+    )  # one gradient, not two to add
+    return first, second
+
+
 FIRST_SECOND = Halves(lambda h: h.tensor_split(2, dim=1), lambda t, u: torch.cat((t, u), dim=1))
-INTERLEAVED = Halves(lambda h: (h[:, 0::2], h[:, 1::2]), lambda t, u: torch.stack((t, u), dim=2).flatten(1, 2))
+INTERLEAVED = Halves(lambda h: _pairs(h, 1), lambda t, u: torch.stack((t, u), dim=2).flatten(1, 2))
+INTERLEAVED_LAST = Halves(lambda h: _pairs(h, -1), lambda t, u: torch.stack((t, u), dim=-1).flatten(-2))
 PAIR = Halves(lambda pair: pair, lambda a, b: (a, b), 2)
 
 
-def indexed(constant: Tensor, changed: Tensor) -> Halves:
-    """The features with these indices in the second dimension.
+def indexed(constant: Tensor, changed: Tensor, dim: int = 1) -> Halves:
+    """The features with these indices in a dimension, the second one by default.
 
     Example:
         >>> halves = indexed(torch.tensor([1]), torch.tensor([0, 2]))
@@ -106,16 +150,16 @@ def indexed(constant: Tensor, changed: Tensor) -> Halves:
     places, sizes = torch.argsort(order), [len(constant), len(changed)]
 
     def apart(x: Tensor) -> tuple[Tensor, Tensor]:
-        if x.shape[1] != len(order):
+        if x.shape[dim] != len(order):
             raise InputError(f"a coupling of {len(order)} features got x of shape {tuple(x.shape)}")
-        a, b = x.index_select(1, order).split(sizes, dim=1)
+        a, b = x.index_select(dim, order).split(sizes, dim=dim)
         return a, b
 
-    return Halves(apart, lambda a, b: torch.cat((a, b), dim=1).index_select(1, places))
+    return Halves(apart, lambda a, b: torch.cat((a, b), dim=dim).index_select(dim, places))
 
 
 def coupling(
-    halves: Halves, network: nn.Module, merge: Operation, *, conditional: bool = True
+    halves: Halves, network: nn.Module, merge: Operation, *, conditional: bool = True, appended: bool = False
 ) -> Sequence[Expandable | Network] | None:
     """A coupling as operations; None if its network is not of known layers, or in ``torch.func`` and ``torch.compile``.
 
@@ -124,16 +168,33 @@ def coupling(
         network: What makes shifts and scales of the features that decide.
         merge: :func:`affine` or :func:`shifted`.
         conditional: Whether the library hands the context to the network.
+        appended: Whether it puts the context after the features that decide, so that the network does not know it.
     """
-    inside = None if transformed() else followed(follow(network))
+    inside = inside_of(network, conditional and not appended)
     if inside is None:
         return None
-    if not conditional:
-        inside = [without_context(each) for each in inside]
+    if appended:
+        first, *rest = inside
+        if first.weight is None:
+            return None  # which would have to know the context from the features
+        inside = [linear(first.weight, first.bias, conditioned=True), *rest]
+    return split(halves), *as_one(inside, network), merge
+
+
+def inside_of(network: Any, conditional: bool) -> list[Operation] | None:
+    """The operations of a network, or None."""
+    inside = None if transformed() else followed(follow(network))
+    return inside if conditional or inside is None else [without_context(each) for each in inside]
+
+
+def as_one(inside: list[Operation], network: Any) -> Sequence[Expandable | Network]:
+    """The operations of a network as one, if they are a chain."""
     # Functions with a gradient by hand know nothing of autocast.
-    device = next((parameter.device.type for parameter in network.parameters()), "cpu")
-    one = all(each.layer is not None for each in inside) and not torch.is_autocast_enabled(device)
-    return split(halves), *((Network(inside),) if one else inside), merge
+    parameters = network.parameters() if isinstance(network, nn.Module) else iter(())
+    device = next((parameter.device.type for parameter in parameters), "cpu")
+    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    one = all(each.layer is not None for each in inside) and not autocast
+    return (Network(inside),) if one else inside
 
 
 def split(halves: Halves) -> Operation:
@@ -157,11 +218,14 @@ def shifted(halves: Halves, sign: float) -> Operation:
         a, b, h = x
         return halves.together(a, b + h if sign > 0 else b - h)
 
-    def pull(adjoint: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        a, b = halves.apart(adjoint)
-        return a, b, b if sign > 0 else -b
+    def expand(x: tuple[Tensor, Tensor, Tensor], context: Tensor | None) -> Expansion:
+        def pull(adjoint: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            a, b = halves.apart(adjoint)
+            return a, reduced(b, x[1]), reduced(b if sign > 0 else -b, x[2])
 
-    return Operation(lambda x, context: Expansion(forward(x), forward, pull), takes=3, gives=halves.tensors)
+        return Expansion(forward(x), forward, pull)
+
+    return Operation(expand, takes=3, gives=halves.tensors)
 
 
 def affine(halves: Halves, layout: Halves, log_scale: Callable[[Tensor], LogScale], divide: bool) -> Operation:
@@ -192,17 +256,24 @@ def affine(halves: Halves, layout: Halves, log_scale: Callable[[Tensor], LogScal
         def pull(adjoint: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             to_a, to_y = halves.apart(adjoint)
             to_c = to_y * scale
-            to_u = (to_y * stretched - 1.0) * slope
-            return to_a, to_c, layout.together(-to_c if divide else to_y, to_u)
+            to_u = (reduced(to_y * stretched, u) - 1.0) * slope
+            to_shift = reduced(-to_c if divide else to_y, shift)
+            return to_a, reduced(to_c, b), layout.together(to_shift, to_u)
 
         def curvature(adjoint: Tensor, tangent: tuple[Tensor, Tensor, Tensor]) -> Tensor:
             _, to_y = halves.apart(adjoint)
             dc, dlog, _, du = moved(tangent)
             total = to_y * dlog * torch.addcmul(2.0 * dc * scale, stretched, dlog)
             if isinstance(bend, Tensor):
-                total = total + (to_y * stretched - 1.0) * bend * du.square()
+                more = (reduced(to_y * stretched, u) - 1.0) * bend * du.square()
+                return summed(total + more) if more.shape == total.shape else summed(total) + summed(more)
             return summed(total)
 
         return Expansion(value, push, pull, curvature, lambda: summed(log))
 
     return Operation(expand, takes=3, gives=halves.tensors)
+
+
+def reduced(adjoint: Tensor, to: Tensor) -> Tensor:
+    """The adjoint of a tensor that was broadcast: a network may make one shift for many features."""
+    return adjoint if adjoint.shape == to.shape else adjoint.sum_to_size(to.shape)

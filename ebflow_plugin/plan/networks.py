@@ -14,13 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from math import pi, sqrt
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ebflow_plugin.plan.activations import FUNCTIONS, MODULES
 from ebflow_plugin.plan.chains import ACTIVATION, LINEAR, Chain, Derivatives, Layer, backwards, bends, forwards
 from ebflow_plugin.plan.registry import changes_the_map
 from ebflow_plugin.plan.step import Expansion
@@ -35,6 +35,7 @@ __all__ = [
     "Passage",
     "activated",
     "acts_as_its_class",
+    "convolution",
     "follow",
     "follow_class",
     "followed",
@@ -99,23 +100,32 @@ class Network:
         self.operations = operations
 
     def passed(self, x: Tensor, tangents: Sequence[Tensor], context: Tensor | None) -> Passage:
-        """Pushes values and tangents through the chain."""
+        """Pushes values and tangents through the chain, which acts on the last dimension of its input."""
+        width, leading = x.shape[-1], x.shape[:-1]
         weights, offsets = [], []
         for each in self.operations:
             if each.weight is not None:
                 weight, offset = each.weight, each.bias
                 if each.conditioned and context is not None:
-                    weight, own = weight[:, : x.shape[1]], weight[:, x.shape[1] :]
-                    offset = F.linear(context, own, offset)
+                    weight, own = weight[:, :width], weight[:, width:]
+                    offset = F.linear(_like(context, x), own, offset)
+                    if offset.shape[:-1] != leading or len(leading) > 1:
+                        offset = offset.expand(*leading, -1).flatten(0, -2)
                 weights.append(weight)
                 offsets.append(weight.new_zeros(1) if offset is None else offset)
         layers = tuple(each.layer for each in self.operations if each.layer is not None)
-        chain = Chain(layers, len(x), len(tangents))
-        made, *kept = forwards(chain, torch.cat((x, *tangents)) if tangents else x, weights, offsets)
-        value, *moved = made.split(len(x)) if tangents else (made,)
+        rows = [one.flatten(0, -2) for one in (x, *tangents)]  # the same tensors, but for images
+        chain = Chain(layers, len(rows[0]), len(tangents))
+        made, *kept = forwards(chain, torch.cat(rows) if tangents else rows[0], weights, offsets)
+        value, *moved = made.unflatten(0, (1 + len(tangents), chain.rows)).unbind() if tangents else (made,)
+        if len(leading) > 1:
+            value, *moved = (one.unflatten(0, leading) for one in (value, *moved))
 
         def pull(adjoint: Tensor) -> tuple[Tensor, Sequence[Tensor] | None]:
-            back, *curvatures = backwards(chain, adjoint, weights, kept)
+            back, *curvatures = backwards(chain, adjoint.flatten(0, -2), weights, kept)
+            if len(leading) > 1:
+                back = back.unflatten(0, leading)
+                curvatures = [one.unflatten(1, leading).flatten(2).sum(2) for one in curvatures]
             return back, curvatures[0].unbind() if curvatures else None
 
         return Passage(value, moved, pull, any(bends(layer) for layer in layers))
@@ -130,11 +140,36 @@ def linear(weight: Tensor, bias: Tensor | None, conditioned: bool = False) -> Op
     def expand(x: Tensor, context: Tensor | None) -> Expansion:
         own, value = weight, x
         if conditioned and context is not None:
-            own, value = weight[:, : x.shape[1]], torch.cat((x, context), dim=1)
+            own = weight[:, : x.shape[-1]]
+            value = torch.cat((x, _like(context, x).expand(*x.shape[:-1], -1)), dim=-1)
         made = F.linear(value, weight, bias)
         return Expansion(made, lambda tangent: F.linear(tangent, own), lambda adjoint: adjoint @ own)
 
     return Operation(expand, layer=Layer(LINEAR), weight=weight, bias=bias, conditioned=conditioned)
+
+
+def convolution(layer: nn.Conv2d) -> Operation:
+    """A convolution with stride 1 and zeros around its input.
+
+    Raises:
+        Opaque: If it is another one.
+    """
+    weight, bias, padding, dilation, groups = layer.weight, layer.bias, layer.padding, layer.dilation, layer.groups
+    if layer.padding_mode != "zeros" or isinstance(padding, str) or tuple(layer.stride) != (1, 1):
+        raise Opaque
+
+    def forward(x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.conv2d(x, weight, bias, 1, padding, dilation, groups)
+
+    def pull(adjoint: Tensor) -> Tensor:
+        return F.conv_transpose2d(adjoint, weight, None, 1, padding, 0, groups, dilation)
+
+    return Operation(lambda x, context: Expansion(forward(x, bias), forward, pull))
+
+
+def _like(context: Tensor, x: Tensor) -> Tensor:
+    """A context of integers in the dtype of x, as libraries have it that put both into one tensor."""
+    return context if context.is_floating_point() else context.to(x.dtype)
 
 
 def gated(gate: Callable[[Tensor | None], Tensor | None]) -> Operation:
@@ -174,6 +209,8 @@ def activated(derivatives: Derivatives) -> Operation:
 
 def without_context(operation: Operation) -> Operation:
     """The same operation for a library that does not pass the context to its networks."""
+    if operation.layer is not None and not operation.conditioned:
+        return operation  # which does not look at one
     return replace(operation, expand=lambda x, context: operation.expand(x, None), conditioned=False)
 
 
@@ -185,105 +222,6 @@ SUM = Operation(
     takes=2,
     layer=Layer("sum"),
 )
-
-
-# --- activations ---------------------------------------------------------------------------------------------------
-
-
-def _silu(x: Tensor) -> Iterator[Tensor]:
-    s = torch.sigmoid(x)
-    y = x * s
-    yield y
-    rest = 1.0 - s
-    yield torch.addcmul(s, y, rest)
-    bell, odd = s * rest, rest - s
-    inner = x * odd + 2.0
-    yield bell * inner
-    yield bell * ((inner + 1.0) * odd - 2.0 * x * bell)
-
-
-def _tanh(x: Tensor) -> Iterator[Tensor]:
-    y = torch.tanh(x)
-    yield y
-    slope = 1.0 - y * y
-    yield slope
-    yield -2.0 * y * slope
-    yield slope * (4.0 - 6.0 * slope)
-
-
-def _sigmoid(x: Tensor) -> Iterator[Tensor]:
-    s = torch.sigmoid(x)
-    yield s
-    bell = s * (1.0 - s)
-    yield bell
-    yield bell * (1.0 - 2.0 * s)
-    yield bell * (1.0 - 6.0 * bell)
-
-
-def _gelu(x: Tensor) -> Iterator[Tensor]:
-    yield F.gelu(x)
-    mass, density = torch.special.ndtr(x), torch.exp(-0.5 * x * x) / sqrt(2.0 * pi)
-    yield mass + x * density
-    yield density * (2.0 - x * x)
-    yield density * x * (x * x - 4.0)
-
-
-def _softplus(module: nn.Softplus) -> Derivatives:
-    beta, threshold = float(module.beta), float(module.threshold)
-
-    def derivatives(x: Tensor) -> Iterator[Tensor]:
-        yield F.softplus(x, beta, threshold)
-        straight = x * beta > threshold  # torch has a line there
-        s = torch.sigmoid(beta * x).masked_fill(straight, 1.0)
-        yield s
-        bell = beta * s * (1.0 - s)
-        yield bell
-        yield beta * bell * (1.0 - 2.0 * s)
-
-    return derivatives
-
-
-def _elu(alpha: float) -> Derivatives:
-    def derivatives(x: Tensor) -> Iterator[Tensor]:
-        yield F.elu(x, alpha)
-        grown = alpha * torch.exp(x.clamp(max=0.0))
-        yield torch.where(x > 0, torch.ones_like(x), grown)
-        bend = grown.masked_fill(x > 0, 0.0)
-        yield bend
-        yield bend
-
-    return derivatives
-
-
-def _leaky(slope: float) -> Derivatives:
-    def derivatives(x: Tensor) -> Iterator[Tensor]:
-        yield F.leaky_relu(x, slope)
-        yield torch.where(x > 0, torch.ones_like(x), slope)
-
-    derivatives.straight = True  # type: ignore[attr-defined]
-    return derivatives
-
-
-_FUNCTIONS: dict[Any, Derivatives] = {
-    **dict.fromkeys((F.silu,), _silu),
-    **dict.fromkeys((torch.tanh, F.tanh), _tanh),
-    **dict.fromkeys((torch.sigmoid, F.sigmoid), _sigmoid),
-    **dict.fromkeys((F.relu, torch.relu), _leaky(0.0)),
-    F.gelu: _gelu,
-    F.elu: _elu(1.0),
-    F.softplus: _softplus(nn.Softplus()),
-    F.leaky_relu: _leaky(0.01),
-}
-_MODULES: dict[type, Callable[[Any], Derivatives | None]] = {
-    nn.SiLU: lambda module: _silu,
-    nn.Tanh: lambda module: _tanh,
-    nn.Sigmoid: lambda module: _sigmoid,
-    nn.GELU: lambda module: _gelu if module.approximate == "none" else None,
-    nn.ELU: lambda module: _elu(module.alpha),
-    nn.Softplus: _softplus,
-    nn.ReLU: lambda module: _leaky(0.0),
-    nn.LeakyReLU: lambda module: _leaky(module.negative_slope),
-}
 
 
 # --- following -----------------------------------------------------------------------------------------------------
@@ -316,7 +254,7 @@ def follow(part: Any, conditioned: bool = False) -> Iterator[Operation]:
         Opaque: If the part is unknown, when the iteration reaches it.
     """
     if not isinstance(part, nn.Module):
-        derivatives = _FUNCTIONS.get(part)
+        derivatives = FUNCTIONS.get(part)
         if derivatives is None:
             raise Opaque
         yield activated(derivatives)
@@ -324,13 +262,15 @@ def follow(part: Any, conditioned: bool = False) -> Iterator[Operation]:
     if not acts_as_its_class(part):
         raise Opaque
     cls = type(part)
-    if cls in _MODULES:
-        derivatives = _MODULES[cls](part)
+    if cls in MODULES:
+        derivatives = MODULES[cls](part)
         if derivatives is None or getattr(part, "inplace", False):  # which would change what others see
             raise Opaque
         yield activated(derivatives)
     elif isinstance(part, nn.Linear) and cls is nn.Linear:
         yield linear(part.weight, part.bias, conditioned)
+    elif isinstance(part, nn.Conv2d) and cls is nn.Conv2d and not conditioned:
+        yield convolution(part)
     elif cls is nn.Sequential:
         for member in part._modules.values():
             yield from follow(member)

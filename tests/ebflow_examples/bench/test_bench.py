@@ -9,7 +9,7 @@ from torch import Generator
 
 import ebflow_plugin as ebf
 from ebflow_examples import bench
-from ebflow_examples.bench import contenders, fc, growth, limit, plain, report, rivals, timing, wrapper
+from ebflow_examples.bench import contenders, couplings, fc, growth, limit, plain, report, rivals, timing, wrapper
 from ebflow_examples.bench.memory import peak_bytes
 from ebflow_examples.bench.results import Settings, Table, Target, compare, goal
 from ebflow_examples.bench.timing import Samples, Spread, estimate, exponent, interleaved, ratio
@@ -264,6 +264,13 @@ def test_unconstrain_is_timed_against_maximum_likelihood_on_the_same_lu_flow(sma
     assert names == [
         f"{name}, {how}" for name in ("ML", "SSM", "DSM", "FDSSM") for how in ("LULinear", "after unconstrain")
     ]
+
+
+@pytest.mark.parametrize("name", couplings.MODELS)
+def test_both_ways_through_couplings_have_the_same_loss(name):
+    model, x = ebf.wrap(couplings.MODELS[name]().double()), torch.randn(3, couplings.FEATURES, dtype=torch.float64)
+    assert "double backward" not in {row.second_derivatives for row in model.report}
+    torch.testing.assert_close(*(couplings.step(model, x, closed)() for closed in (True, False)))
 
 
 def test_both_exponents_are_shown_with_the_sizes_they_are_over(small):

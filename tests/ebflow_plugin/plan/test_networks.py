@@ -15,10 +15,11 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 import ebflow_plugin as ebf
+from autograd_oracle import assert_as_autograd, assert_close
 from ebflow_nflows import FullLinear
 from ebflow_plugin.objectives import DSM, SSM
 from ebflow_plugin.plan import networks
-from ebflow_plugin.plan.derivatives import closed_steps, derivatives
+from ebflow_plugin.plan.derivatives import closed_steps
 from ebflow_plugin.plan.networks import Network, follow, followed
 from randomness import rng
 
@@ -50,36 +51,8 @@ def flow_of(activation=F.silu, kind=transforms.AffineCouplingTransform, context=
     return flow
 
 
-def tensors(found):
-    return [one for one in (found.energy, found.gradient, *found.slopes, *found.curvatures) if one is not None]
-
-
-def weighted(many):
-    """A sum with weights of its own for each entry."""
-    return sum((one * torch.arange(1, one.numel() + 1).to(one).cos().view(one.shape)).sum() for one in many)
-
-
-def assert_close(found, expected, rtol):
-    for one, two in zip(found, expected, strict=True):
-        torch.testing.assert_close(
-            one, two, rtol=rtol, atol=rtol * (1.0 + float(two.detach().abs().max()) if two.numel() else 1)
-        )
-
-
 def assert_same(model, context=None, count=1, gradient=True, again=False):
-    """Values and gradients in all parameters, against autograd; and a gradient of the gradient."""
-    x, *directions = torch.randn(1 + count, 6, D, dtype=torch.float64, generator=rng(1))
-    options = {"context": context, "directions": directions, "gradient": gradient, "energy": True}
-    ours, autograd = (derivatives(model.core.plan, x, closed=closed, **options) for closed in (True, False))
-    assert_close(tensors(ours), tensors(autograd), 1e-10)
-    named = list(model.parameters())
-    pair = [
-        torch.autograd.grad(weighted(tensors(one)), named, create_graph=again, materialize_grads=True)
-        for one in (ours, autograd)
-    ]
-    assert_close(*pair, 1e-10)
-    if again:
-        assert_close(*(torch.autograd.grad(weighted(one), named, materialize_grads=True) for one in pair), 1e-8)
+    assert_as_autograd(model, (D,), context, count, gradient, again)
 
 
 @pytest.mark.parametrize("activation", FUNCTIONS, ids=lambda one: one.__name__)
@@ -241,3 +214,38 @@ def test_unknown_parts_are_opaque():
     assert followed(follow(nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3)))) is None
     assert followed(follow(lambda x: x)) is None
     assert len(followed(follow(nn.Sequential(nn.Linear(2, 3), nn.Identity(), nn.Tanh())))) == 2
+
+
+def test_a_chain_acts_on_the_last_dimension():
+    """nflows hands images to any network; a ResidualNet takes their columns."""
+
+    def coupling():
+        return transforms.AdditiveCouplingTransform(
+            torch.tensor([1, 0]), lambda i, o: nets.ResidualNet(4, 4, 5, activation=torch.tanh)
+        )
+
+    parts = [coupling(), transforms.ReversePermutation(2), transforms.InverseTransform(coupling())]
+    base = distributions.StandardNormal([2, 3, 4])
+    model = ebf.wrap(flows.Flow(transforms.CompositeTransform(parts), base).double())
+    assert closed_steps(model.plan) == 3
+    for count in (0, 1, 2):
+        assert_as_autograd(model, (2, 3, 4), count=count)
+
+
+@pytest.mark.parametrize("slope", [-0.3, 0.0, 0.2, 1.0, 2.0])
+def test_slopes_of_a_leaky_relu_as_torch_has_them(slope):
+    """At 0 too, where networks that start from zeros are."""
+    x = torch.tensor([-1.5, -0.0, 0.0, 2.0], dtype=torch.float64, requires_grad=True)
+    (operation,) = follow(nn.LeakyReLU(slope))
+    value, found = operation.layer.derivatives(x)
+    (expected,) = torch.autograd.grad(F.leaky_relu(x, slope).sum(), x)
+    assert torch.equal(found, expected)
+    assert torch.equal(value, F.leaky_relu(x, slope))
+
+
+@pytest.mark.parametrize(
+    "options", [{"stride": 2}, {"padding": "same"}, {"padding_mode": "circular", "padding": 1}], ids=str
+)
+def test_convolutions_of_other_kinds_are_opaque(options):
+    assert followed(follow(nn.Conv2d(2, 3, 3, **options))) is None
+    assert len(followed(follow(nn.Conv2d(2, 3, 3, padding=1)))) == 1
