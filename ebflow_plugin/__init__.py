@@ -2,31 +2,31 @@
 
     import ebflow_plugin as ebf
 
-    model = ebf.wrap(flow)      # a model of nflows, normflows or zuko; it stays as it is
+    model = ebf.wrap(flow)      # a flow of nflows, normflows or zuko, which is not changed
     model.energy(x)             # without the determinants of linear layers
     model.score(x)
     model.log_prob(x)           # exact, equal to the flow's own
 
-The rooms, in the order in which they import each other:
+The packages, each of which imports only those below it:
 
-- ``wrapper``, ``verification``, ``testing``, ``lightning``: the front door. ``wrap`` lets an adapter walk a flow.
+- ``wrapper``, ``verification``, ``testing``, ``lightning``: the entry points. ``wrap`` lets an adapter walk a flow.
 - ``training``: ``fit``, checkpoints and resume, guards, processes.
 - ``objectives``: score matching and likelihood, as losses of a model; the exact NLL of data.
 - ``model``, ``report``, ``ema``: ``EBFlow``, a plan with its preprocessing; the table of its steps; averaged weights.
-- ``closed_form``: fits without a gradient: the starts, and the calibration of the base.
+- ``closed_form``: fits without gradients: data-dependent starts, and the calibration of the base.
 - ``sampling``: samples by the inverse, Langevin chains, divergences.
-- ``log_z``: the constant that an energy leaves out, exact or estimated.
-- ``adapting``: how a model becomes a plan; all that somebody imports who adds a library.
+- ``log_z``: the normalising constant, exact or estimated.
+- ``adapting``: how a model becomes a plan; all that an adapter imports.
 - ``plan``: the heart. The steps of a flow from data to noise, split into linear and nonlinear ones, and the base.
-- ``layers``, ``linalg``, ``errors``: arithmetic of our layers, matrices and convolutions, what can go wrong.
+- ``layers``, ``linalg``, ``errors``: the arithmetic of our layers; matrices and convolutions; errors and warnings.
 """
 
 from typing import TYPE_CHECKING
 
 from ebflow_plugin import objectives
 from ebflow_plugin.adapting.adapter import Adapter
+from ebflow_plugin.adapting.rules import register_container, register_linear, register_nonlinear
 from ebflow_plugin.adapting.surgery import Replaced, smooth, unconstrain
-from ebflow_plugin.adapting.teaching import register_container, register_linear, register_nonlinear
 from ebflow_plugin.closed_form.calibration import CalibrationReport
 from ebflow_plugin.closed_form.gaussianization import LayerStart, StartReport
 from ebflow_plugin.ema import EMA
@@ -129,5 +129,5 @@ __all__ = [
     "wrap",
 ]
 
-if not TYPE_CHECKING:  # a type checker knows the names without it, and would believe in every other
+if not TYPE_CHECKING:  # with a module __getattr__, a type checker would accept any name
     __getattr__ = renamed(__name__, {"objective": "make_objective"})

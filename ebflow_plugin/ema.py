@@ -18,19 +18,19 @@ __all__ = ["EMA"]
 
 
 class EMA:
-    r"""Keeps an exponential moving average of a model's parameters, and a copy of its buffers.
+    r"""An exponential moving average of a model's parameters, with a copy of its buffers.
 
     .. math:: \bar\theta \leftarrow d_n \bar\theta + (1 - d_n)\, \theta, \qquad
               d_n = \min\left(d, \frac{1 + n}{10 + n}\right)
 
-    with n the number of updates so far; without warm-up :math:`d_n = d`. Make it after ``model.initialize(x)``: values
-    from before the data-dependent start would stay in the average for a while.
+    with n the number of updates so far; without warm-up :math:`d_n = d`. Create it after ``model.initialize(x)``:
+    values from before the data-dependent start would stay in the average for a while.
 
-    An update is a few fused operations on all parameters at once, and never waits for the device. Averages of
+    An update is a few fused operations on all parameters at once, and never synchronises with the device. Averages of
     half-precision parameters are in single precision.
 
     Arguments:
-        model: What :func:`~ebflow_plugin.wrap` returns.
+        model: A wrapped flow (:func:`~ebflow_plugin.wrap`).
         decay: The decay d, at least 0 and below 1.
         warmup: Whether early updates forget faster.
 
@@ -60,8 +60,8 @@ class EMA:
         self.restart()
 
     def restart(self) -> None:
-        """Begins again, with the model's present values."""
-        self._refuse_applied("restart() inside applied() would begin with the average")
+        """Restarts the average from the model's current values."""
+        self._refuse_applied("restart() inside applied() would start from the average")
         self.updates = 0
         self._averages: dict[str, Tensor] = {}
         self._copies: dict[str, Tensor] = {}
@@ -69,7 +69,7 @@ class EMA:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Takes the model's present parameters into the average, and copies its buffers."""
+        """Updates the average with the model's current parameters, and copies its buffers."""
         self._refuse_applied("update() inside applied() would average the average")
         parameters, buffers = self._follow()
         averages = list(self._averages.values())
@@ -83,10 +83,10 @@ class EMA:
 
     @contextmanager
     def applied(self) -> Iterator[EBFlow]:
-        """Gives the model the averaged values inside a ``with`` block, and its own values back after it, bit for bit.
+        """Loads the averaged values into the model inside a ``with`` block, and restores its own values exactly.
 
-        The values are written into the same parameters, so that optimisers stay valid. The model's own come back
-        whatever happens inside the block; what is written to the parameters there is lost.
+        The values are written into the same parameters, so that optimisers stay valid. The model's own values are
+        restored even after an error; changes to the parameters inside the block are lost.
 
         Example:
             >>> import ebflow_plugin as ebf
@@ -110,7 +110,7 @@ class EMA:
             self._applied = False
 
     def copy_to(self, model: EBFlow | None = None) -> None:
-        """Writes the averaged values into a model for good: the EMA's own, or another with the same parameters."""
+        """Copies the averaged values into a model: the EMA's own, or another with the same parameters."""
         self._refuse_applied("copy_to() inside applied() would be undone at its end")
         model = self.model if model is None else model
         if not isinstance(model, EBFlow):
@@ -122,7 +122,7 @@ class EMA:
         _write(model, [target[name] for name in source], list(source.values()))
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything there is to save: plain tensors and numbers, so that ``torch.load(weights_only=True)`` takes it.
+        """The state: plain tensors and numbers, which ``torch.load(weights_only=True)`` accepts.
 
         The tensors are the averages themselves, as in ``nn.Module.state_dict``: clone them to keep them.
         """
@@ -132,7 +132,7 @@ class EMA:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where :meth:`state_dict` was taken, for a model with the same parameters.
+        """Restores the state of :meth:`state_dict`, for a model with the same parameters.
 
         Raises:
             InputError: If names or shapes differ; nothing is loaded then.
@@ -150,13 +150,13 @@ class EMA:
             raise EBFlowError(f"{why}; leave the block first")
 
     def _follow(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The model's parameters and buffers, after their averages and copies were moved to its device and dtype.
+        """The model's parameters and buffers, after moving their averages and copies to its device and dtype.
 
-        The model may have been moved, cast, or given a layer since; what is new begins at its present value.
+        The model may have been moved, cast, or extended by a layer; new parameters start at their current value.
         """
         parameters, buffers = _tensors(self.model)
         with torch.inference_mode(False), torch.no_grad():
-            # At least single precision, where a step of 0.001 does not vanish.
+            # At least single precision, so that an update by 0.001 of a difference is not rounded away.
             wide = {name: torch.promote_types(p.dtype, torch.float32) for name, p in parameters.items()}
             self._averages = {name: _moved(self._averages.get(name), p, wide[name]) for name, p in parameters.items()}
             self._copies = {name: _moved(self._copies.get(name), b, b.dtype) for name, b in buffers.items()}
@@ -164,10 +164,10 @@ class EMA:
 
 
 def _tensors(model: EBFlow) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What is averaged and what is copied: floating-point parameters; everything else."""
+    """The floating-point parameters, which are averaged, and all other tensors, which are copied."""
     averaged: dict[str, Tensor] = {}
     copied: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():  # one pass: it is what an update of many small tensors costs
+    for name, parameter in model.named_parameters():  # in one pass, which dominates an update of many small tensors
         (averaged if parameter.is_floating_point() or parameter.is_complex() else copied)[name] = parameter
     return averaged, {**copied, **dict(model.named_buffers())}
 
@@ -179,7 +179,7 @@ def _moved(tensor: Tensor | None, current: Tensor, dtype: torch.dtype) -> Tensor
 
 
 def _write(model: EBFlow, targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Writes in place, so that version counters show it, and drops what the flow computed from the old values."""
+    """Writes in place, which raises version counters, and empties the flow's caches of the old values."""
     with torch.inference_mode(False), torch.no_grad():
         if targets:
             torch._foreach_copy_(targets, sources)
@@ -192,9 +192,9 @@ def _is_decay(value: object) -> bool:
 
 def _refuse_state(state: Any) -> None:
     names = ("decay", "warmup", "updates", "averages", "buffers")
-    lacking = sorted(name for name in names if not isinstance(state, Mapping) or name not in state)
-    if lacking:
-        raise InputError(f"this is no state of an EMA: it lacks {', '.join(lacking)}")
+    missing = sorted(name for name in names if not isinstance(state, Mapping) or name not in state)
+    if missing:
+        raise InputError(f"this is no state of an EMA: it lacks {', '.join(missing)}")
     fits = {
         "decay": _is_decay(state["decay"]),
         "warmup": isinstance(state["warmup"], bool),

@@ -1,4 +1,4 @@
-"""The errors and warnings of this library, and how a message is built.
+"""The errors and warnings of this library, and helpers for their messages.
 
 A message says what is wrong, where (the dotted path in the user's model), and what to do about it.
 """
@@ -6,7 +6,9 @@ A message says what is wrong, where (the dotted path in the user's model), and w
 from __future__ import annotations
 
 import difflib
+import dis
 from collections.abc import Callable, Iterable, Mapping
+from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
@@ -40,19 +42,19 @@ __all__ = [
 
 
 class EBFlowError(Exception):
-    """Every error that this library raises on purpose."""
+    """The base class of all errors that this library raises deliberately."""
 
 
 class NotAFlowError(EBFlowError, TypeError):
-    """The object given to :func:`~ebflow_plugin.wrap` is no flow, and does not hold exactly one."""
+    """The object passed to :func:`~ebflow_plugin.wrap` is no flow, and does not hold exactly one."""
 
 
 class AdapterError(EBFlowError, ImportError):
-    """No installed adapter knows the library that the object comes from."""
+    """No adapter is installed, or an adapter's library is missing."""
 
 
 class UnsupportedStepError(EBFlowError, ValueError):
-    """Steps of the flow cannot be part of an energy; all of them are listed."""
+    """Steps of the flow cannot be part of an energy; the message lists all of them."""
 
 
 class InputError(EBFlowError, ValueError):
@@ -60,35 +62,35 @@ class InputError(EBFlowError, ValueError):
 
 
 class ContextError(InputError):
-    """A context that the model cannot take, or needs and did not get."""
+    """A context is missing, or the model cannot take it."""
 
 
 class SingularError(EBFlowError, ArithmeticError):
-    """A linear layer is singular, or not finite, so that it has no log-determinant and no inverse."""
+    """A linear layer is singular, or not finite, and has no log-determinant and no inverse."""
 
 
 class NoInverseError(EBFlowError, NotImplementedError):
-    """A step has no inverse, so that the model cannot be sampled through it."""
+    """A step has no inverse, so the model cannot be sampled."""
 
 
 class UnknownNameError(EBFlowError, LookupError):
-    """A name that nobody registered."""
+    """A name is not registered."""
 
 
 class TrainingError(EBFlowError, RuntimeError):
-    """Training cannot go on: the loss or a gradient is not finite."""
+    """Training cannot continue: the loss or a gradient is not finite."""
 
 
 class VerificationError(EBFlowError, AssertionError):
-    """:func:`~ebflow_plugin.verify` found that the model does not do what it should."""
+    """A check of :func:`~ebflow_plugin.verify` failed."""
 
 
 class WriteError(EBFlowError, OSError):
-    """A file cannot be written: the disk is full, or the folder does not allow it."""
+    """A file cannot be written: the disk is full, or the folder is not writable."""
 
 
 class EBFlowWarning(UserWarning):
-    """Every warning of this library.
+    """The base class of all warnings of this library.
 
     Example:
         >>> import warnings
@@ -99,19 +101,19 @@ class EBFlowWarning(UserWarning):
 
 
 class AdapterWarning(EBFlowWarning):
-    """An installed adapter cannot be loaded, and is left out."""
+    """An installed adapter cannot be loaded, and is skipped."""
 
 
 class UnknownStepWarning(EBFlowWarning):
-    """Steps of the flow have a class that nobody knows; they keep their own log-det."""
+    """Steps of the flow have an unknown class; they keep their own log-det."""
 
 
 class BiasWarning(EBFlowWarning):
-    """Steps of the flow bias an objective, or may do so: their score or density jumps, or nobody knows."""
+    """Steps of the flow bias an objective, or may do so: their score or density jumps, or is unknown."""
 
 
 class UnseenParameterWarning(EBFlowWarning):
-    """Trainable parameters keep their value: an objective does not see them, or they are no part of the model."""
+    """Trainable parameters will not be trained: the objective does not depend on them, or the model lacks them."""
 
 
 class ConditioningWarning(EBFlowWarning):
@@ -119,17 +121,17 @@ class ConditioningWarning(EBFlowWarning):
 
 
 class ResumeWarning(EBFlowWarning):
-    """A run goes on otherwise than it would have: from an older checkpoint, with other settings, without its best."""
+    """A run does not resume exactly: from an older checkpoint, with other settings, or without its best weights."""
 
 
 class EstimateWarning(EBFlowWarning):
-    """An estimate is unreliable, and its standard error means nothing."""
+    """An estimate is unreliable, and its standard error cannot be trusted."""
 
 
 def blame(error: Exception, part: Any, value: Any, context: Any) -> NoReturn:
-    """Lets an error from inside a step or a base say where it happened. Its type stays, so that callers can catch it.
+    """Raises an error from a step or a base again, with a note that says where it happened. Its type does not change.
 
-    But for one cause that torch tells in matrix sizes: a context was forgotten.
+    The exception is a missing context, which torch reports as a mismatch of shapes: it raises a ContextError.
     """
     if context is None and _may_come_from_a_missing_context(error) and part.conditional:
         raise ContextError(
@@ -149,18 +151,30 @@ def _may_come_from_a_missing_context(error: Exception) -> bool:
 
 
 def refuse_precision(error: NotImplementedError, where: str) -> None:
-    """Raises if torch lacks an operation in a dtype, which is no missing inverse: the same error means both."""
-    if "not implemented for" in str(error):
-        raise InputError(
-            f"torch cannot do this in the flow's precision: {error}\n  {where}\nMove the model to float32 or float64 "
-            "with .to(dtype)."
-        ) from error
+    """Raises if torch lacks an operation in a dtype, which is no missing inverse: the same class of error means both.
+
+    Where it was raised tells them apart. A library without an inverse says so by a ``raise``; torch's operations are
+    compiled, so that the innermost frame of Python stands at a call.
+    """
+    innermost = error.__traceback__
+    while innermost is not None and innermost.tb_next is not None:
+        innermost = innermost.tb_next
+    if innermost is None or _is_at_raise(innermost):
+        return
+    raise InputError(
+        f"torch cannot do this in the flow's precision: {error}\n  {where}\nMove the model to float32 or float64 with "
+        ".to(dtype)."
+    ) from error
+
+
+def _is_at_raise(traceback: TracebackType) -> bool:
+    return dis.opname[traceback.tb_frame.f_code.co_code[traceback.tb_lasti]] == "RAISE_VARARGS"
 
 
 def renamed(module: str, names: Mapping[str, str]) -> Callable[[str], NoReturn]:
-    """Makes the ``__getattr__`` of a module whose names have changed: asking for an old one says the new one.
+    """A ``__getattr__`` for a module whose names have changed: an old name raises an error with the new one.
 
-    The error is no AttributeError, whose text ``from module import name`` drops.
+    The error is no AttributeError, since ``from module import name`` drops the text of those.
 
     Example:
         >>> renamed("ebflow_plugin", {"objective": "make_objective"})("objective")
@@ -177,7 +191,7 @@ def renamed(module: str, names: Mapping[str, str]) -> Callable[[str], NoReturn]:
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """Builds the end of a message about an unknown name: a near one, and all that are valid.
+    """The end of a message about an unknown name: a similar name, and all valid ones.
 
     Example:
         >>> suggest("smm", ["dsm", "ssm"])

@@ -1,4 +1,4 @@
-"""Objectives in Lightning's Trainer, and callbacks for what only an energy-based flow needs.
+"""Objectives in Lightning's Trainer, and callbacks that are specific to energy-based flows.
 
 Lightning does checkpoints, resume, precision, clipping, accumulation, averaging of weights, loggers, DDP and sharding.
 Needs the extra: ``pip install ebflow-plugin[lightning]``.
@@ -21,8 +21,8 @@ from ebflow_plugin.linalg.random import mix, random_state, set_random_state
 from ebflow_plugin.objectives import Objective
 from ebflow_plugin.objectives.checks import refuse_useless_context
 from ebflow_plugin.objectives.evaluation import LikelihoodSum, calibrated
-from ebflow_plugin.objectives.noise import lend, noise_of
-from ebflow_plugin.plan.inputs import one_of, pair, whole
+from ebflow_plugin.objectives.noise import noise_of, use_generators
+from ebflow_plugin.plan.inputs import integer, one_of, pair
 from ebflow_plugin.plan.spectrum import NEAR_SINGULAR, ConditionWatch, full_layers
 from ebflow_plugin.training.checkpoints import write_weights
 from ebflow_plugin.training.distributed import is_sharded, processes, start_once
@@ -41,16 +41,17 @@ ADVICE = "Lower the learning rate, clip gradients, or mix in a little likelihood
 
 
 class LitObjective(LightningModule):
-    """An objective as a LightningModule: what ``Trainer.fit`` takes.
+    """An objective as a LightningModule, for ``Trainer.fit``.
 
     Batches are tensors x, or pairs (x, context). It logs ``train_loss`` and ``val_loss``, the latter with the same
-    noise each time. Each process draws noise of its own, seeded by ``seed_everything``; checkpoints hold its state, so
-    that a run that goes on from the end of an epoch equals one that was never interrupted.
+    noise each time. Each process draws its own noise, seeded by ``seed_everything``. Checkpoints hold the state of the
+    generators, so a run resumed at the end of an epoch equals an uninterrupted one.
 
     Arguments:
         objective: The loss; it holds the model.
-        optimizer: As in :func:`~ebflow_plugin.fit`: an optimizer, or a function that makes one from the parameters.
-        scheduler: As there. It moves at each step; ``ReduceLROnPlateau`` at each epoch, by ``val_nll``.
+        optimizer: As in :func:`~ebflow_plugin.fit`: an optimizer, or a function that builds one from the parameters.
+        scheduler: As in :func:`~ebflow_plugin.fit`. It is stepped after each step, ``ReduceLROnPlateau`` after each
+            epoch with ``val_nll``.
 
     Example:
         >>> import ebflow_plugin as ebf
@@ -89,7 +90,7 @@ class LitObjective(LightningModule):
         return [optimizer], [{"scheduler": scheduler, "interval": interval, "monitor": "val_nll"}]
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        with lend(self._noise):
+        with use_generators(self._noise):
             loss: Tensor = self.objective(*pair(batch))
         self.log("train_loss", loss, prog_bar=True)
         self.last = batch, loss.detach()
@@ -98,24 +99,25 @@ class LitObjective(LightningModule):
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         generator, (x, context) = Generator(self.device), pair(batch)
         generator.manual_seed(mix("validation", self.global_rank, batch_idx))
-        with lend(dict.fromkeys(self._noise, generator)):
+        with use_generators(dict.fromkeys(self._noise, generator)):
             self.log("val_loss", self.objective(x, context), batch_size=len(x), sync_dist=True)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        mine = random_state(self.device, list(self._noise.values()))
-        checkpoint["ebflow_plugin"] = {"random": processes(self.device).gather(mine)}
+        own = random_state(self.device, list(self._noise.values()))
+        checkpoint["ebflow_plugin"] = {"random": processes(self.device).gather(own)}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         random = checkpoint.get("ebflow_plugin", {}).get("random", ())
-        if self._noise and len(random) == self.trainer.world_size:  # otherwise the noise is new
+        if self._noise and len(random) == self.trainer.world_size:  # otherwise the generators start anew
             set_random_state(random[self.global_rank], self.device, list(self._noise.values()))
 
 
 class DataDependentStart(Callback):
     """Runs the data-dependent start of a flow before the first step, once for all processes.
 
-    Every :class:`LitObjective` has one, for ActNorms, by the first batch of the first process. Pass one to the Trainer
-    to start from all of the training data, as :meth:`EBFlow.initialize <ebflow_plugin.EBFlow.initialize>` does.
+    Every :class:`LitObjective` adds one, which initialises ActNorms from the first batch of the first process. Pass one
+    to the Trainer to start from all training data, as
+    :meth:`EBFlow.initialize <ebflow_plugin.EBFlow.initialize>` does.
     """
 
     def __init__(self, whiten: bool = False, gaussianize: bool = False) -> None:
@@ -123,7 +125,7 @@ class DataDependentStart(Callback):
         self._untouched: dict[str, Tensor] = {}
 
     def on_sanity_check_start(self, trainer: Trainer, module: Any) -> None:
-        if module.objective.model.core_plan.uninitialised():  # which the validation data must not give
+        if module.objective.model.core_plan.uninitialised():  # validation data must not initialise an ActNorm
             self._untouched = {name: value.clone() for name, value in module.objective.model.state_dict().items()}
 
     def on_sanity_check_end(self, trainer: Trainer, module: Any) -> None:
@@ -132,7 +134,7 @@ class DataDependentStart(Callback):
             self._untouched = {}
 
     def on_train_start(self, trainer: Trainer, module: Any) -> None:
-        if any(self._options.values()) and not trainer.global_step:  # a run that goes on has begun before
+        if any(self._options.values()) and not trainer.global_step:  # a resumed run has started already
             module.objective.model.initialize(_TrainingData(trainer, module), **self._options)
 
     def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, index: int) -> None:
@@ -147,13 +149,13 @@ class DataDependentStart(Callback):
 class ExactNLL(Callback):
     """Logs the exact NLL of the validation data, ``val_nll`` and ``val_bits_per_dim``, with the weights of validation.
 
-    Those are the averaged ones beside Lightning's ``EMAWeightAveraging``. Rows that a DistributedSampler repeats count
-    once. Choose by it: ``ModelCheckpoint(monitor="val_nll")``.
+    With Lightning's ``EMAWeightAveraging`` those are the averaged weights. Rows that a DistributedSampler repeats count
+    once. Select models by it: ``ModelCheckpoint(monitor="val_nll")``.
 
     Arguments:
         calibrate: ``"full"`` or ``"diagonal"``: calibrates the model for the duration of each validation, which takes
             a pass over the training data, and logs ``val_nll_uncalibrated`` too.
-        seed: Of the noise of a :class:`~ebflow_plugin.Dequantize`, the same each time.
+        seed: The seed of the noise of a :class:`~ebflow_plugin.Dequantize`, the same each time.
     """
 
     def __init__(self, calibrate: str | None = None, seed: int = 0) -> None:
@@ -161,15 +163,15 @@ class ExactNLL(Callback):
         self._seed, self._sums = seed, list[LikelihoodSum]()
 
     def on_validation_start(self, trainer: Trainer, module: Any) -> None:
-        self._sums = []  # those of a validation that failed
+        self._sums = []  # drop the sums of a failed validation
 
     def on_validation_batch_start(self, trainer: Trainer, module: Any, batch: Any, index: int, place: int = 0) -> None:
-        # Not before the first batch: by then every callback that changes the weights for the validation has done so.
+        # At the first batch: by then every callback that swaps the weights for validation has done so.
         with _gathered(module):
             if not self._sums:
-                model, group, found = module.objective.model, processes(module.device), trainer.val_dataloaders
-                kind = None if trainer.sanity_checking else self._kind  # before that there are no training data
-                loaders = found if isinstance(found, (list, tuple)) else [found]
+                model, group, given = module.objective.model, processes(module.device), trainer.val_dataloaders
+                kind = None if trainer.sanity_checking else self._kind  # a sanity check has no training data
+                loaders = given if isinstance(given, (list, tuple)) else [given]
                 with calibrated(model, _TrainingData(trainer, module), kind):
                     for loader in loaders:
                         noise = Generator(module.device).manual_seed(mix(self._seed, "validation", group.rank))
@@ -179,15 +181,15 @@ class ExactNLL(Callback):
     def on_validation_epoch_end(self, trainer: Trainer, module: Any) -> None:
         for place, total in enumerate(self._sums):
             nll, bits, uncalibrated = total.mean(processes(module.device).total)
-            found = {"val_nll": nll, "val_bits_per_dim": bits}
-            found |= {} if self._kind is None else {"val_nll_uncalibrated": uncalibrated}
-            end = f"/dataloader_idx_{place}" if len(self._sums) > 1 else ""
-            named = {name + end: value for name, value in found.items()}
+            metrics = {"val_nll": nll, "val_bits_per_dim": bits}
+            metrics |= {} if self._kind is None else {"val_nll_uncalibrated": uncalibrated}
+            suffix = f"/dataloader_idx_{place}" if len(self._sums) > 1 else ""
+            named = {name + suffix: value for name, value in metrics.items()}
             module.log_dict(named, prog_bar=True, sync_dist=True, add_dataloader_idx=False)
 
 
 class Calibrate(Callback):
-    """Calibrates the model for good at the end of training, when the averaged weights are in place: see ``report``."""
+    """Calibrates the model at the end of training, after averaged weights are in place, and sets ``report``."""
 
     def __init__(self, kind: str = "full") -> None:
         self._kind = one_of("kind", kind, KINDS)
@@ -199,10 +201,10 @@ class Calibrate(Callback):
 
 
 class ConditionGuard(Callback):
-    """Logs the largest condition number of full layers, ``condition``, and warns once of each near a singular one."""
+    """Logs the largest condition number of full layers, ``condition``, and warns once for each nearly singular one."""
 
     def __init__(self, every: int = 1000, limit: float = NEAR_SINGULAR) -> None:
-        self._every, self._watch = whole("every", every), ConditionWatch([], limit, ADVICE)
+        self._every, self._watch = integer("every", every), ConditionWatch([], limit, ADVICE)
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, index: int) -> None:
         if trainer.global_step % self._every and not trainer.is_last_batch:
@@ -211,20 +213,20 @@ class ConditionGuard(Callback):
         with _gathered(module):
             u, _ = model.preprocess(pair(batch)[0][:1], Generator(module.device).manual_seed(0))
             self._watch.layers = full_layers(model.core.plan, tuple(u.shape[1:]))
-            found = self._watch.look(trainer.global_step)
-        if found:
-            module.log("condition", max(spectrum.condition for spectrum in found.values()))
+            spectra = self._watch.check(trainer.global_step)
+        if spectra:
+            module.log("condition", max(spectrum.condition for spectrum in spectra.values()))
 
 
 class FiniteGuard(Callback):
     """Stops with a :class:`TrainingError` that names the step and the layer where a loss or gradient is not finite.
 
-    Gradients are left to the GradScaler where there is one (``precision="16-mixed"``). A look waits for the device;
-    with ``every=10`` there are fewer, and the step that is named is still the first bad one.
+    Gradients are left to the GradScaler if there is one (``precision="16-mixed"``). A check synchronises with the
+    device; with ``every=10`` there are fewer, and the error still names the first bad step.
     """
 
     def __init__(self, every: int = 1) -> None:
-        self._every, self._watch = whole("every", every), FiniteWatch([])
+        self._every, self._watch = integer("every", every), FiniteWatch([])
 
     def on_fit_start(self, trainer: Trainer, module: Any) -> None:
         scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
@@ -234,8 +236,8 @@ class FiniteGuard(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, module: Any, optimizer: Optimizer) -> None:
         model, step, (batch, loss) = module.objective.model, trainer.global_step + 1, module.last
-        self._watch.see(step, loss, gradient_norms(self._trained.values(), loss))
-        finding = self._watch.look() if step % self._every == 0 else None
+        self._watch.record(step, loss, gradient_norms(self._trained.values(), loss))
+        finding = self._watch.check() if step % self._every == 0 else None
         if finding is not None:
             with _gathered(module):
                 lines = diagnose(model, *pair(batch)) if finding.step == step else []
@@ -244,7 +246,7 @@ class FiniteGuard(Callback):
 
 @contextmanager
 def _gathered(module: nn.Module) -> Iterator[None]:
-    """Gives every process the full parameters of a sharded module (FSDP2) inside a ``with`` block."""
+    """Unshards the parameters of a sharded module (FSDP2) inside a ``with`` block."""
     sharded: list[Any] = [part for part in module.modules() if hasattr(part, "unshard")]
     for part in sharded:
         part.unshard()
@@ -256,9 +258,9 @@ def _gathered(module: nn.Module) -> Iterator[None]:
 
 
 def _own_rows(loader: Any) -> int | None:
-    """How many rows of a loader are this process's own; None for all of them.
+    """The number of rows of a loader that are this process's own; None for all of them.
 
-    A DistributedSampler repeats rows at the end, so that all processes have as many.
+    A DistributedSampler repeats rows at the end, so that all processes have equally many.
     """
     sampler = getattr(loader, "sampler", None)
     if not isinstance(sampler, DistributedSampler) or sampler.shuffle:
@@ -267,7 +269,7 @@ def _own_rows(loader: Any) -> int | None:
 
 
 class _TrainingData:
-    """This process's part of the training data, on its device; nothing that is drawn later changes by it."""
+    """This process's part of the training data, on its device. Iterating restores the random state afterwards."""
 
     def __init__(self, trainer: Trainer, module: LightningModule) -> None:
         self._trainer, self._module = trainer, module
@@ -275,12 +277,10 @@ class _TrainingData:
     def __iter__(self) -> Iterator[Any]:
         trainer, device = self._trainer, self._module.device
         if trainer.train_dataloader is None:
-            raise InputError(
-                "there are no training data to calibrate the model on: it is for validation in Trainer.fit"
-            )
-        kept = random_state(device, ())
+            raise InputError("there are no training data to calibrate the model on: use it for validation in fit()")
+        state = random_state(device, ())
         try:
             for batch in trainer.train_dataloader:
                 yield trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(batch))
         finally:
-            set_random_state(kept, device, ())
+            set_random_state(state, device, ())

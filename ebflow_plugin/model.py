@@ -30,15 +30,15 @@ __all__ = ["EBFlow"]
 
 
 class EBFlow(EnergyModel):
-    """An energy-based view of a flow, made by :func:`wrap`.
+    """An energy-based view of a flow, created by :func:`wrap`.
 
-    It follows the flow: where a layer was replaced, a method patched or a hook added, the next call walks the flow
-    again (see :meth:`rebuild`).
+    It follows the flow: after a layer is replaced, a method patched or a hook added, the next call walks the flow again
+    (see :meth:`rebuild`).
 
     Attributes:
         flow: The user's own flow, the same object.
-        preprocessing: The modules that :func:`wrap` put in front of it.
-        calibration: The affine map after it, which :meth:`calibrate` fits.
+        preprocessing: The modules of the ``preprocess`` argument of :func:`wrap`.
+        calibration: The affine map after the flow, which :meth:`calibrate` fits.
         options: The arguments of :func:`wrap`.
     """
 
@@ -53,7 +53,7 @@ class EBFlow(EnergyModel):
         self._inside = found.inside
         self.options = options
         self._seen: tuple[Shape, torch.device, torch.dtype] | None = None
-        # In lists, past nn.Module: a core and its model have the same parameters, which are not listed twice.
+        # In lists, so that they are no submodules: a core and its model share parameters, which are not listed twice.
         self._whole = [] if whole is None else [whole]
         self._cores: list[EBFlow] = []
         self._last: Walked | None = None
@@ -65,9 +65,9 @@ class EBFlow(EnergyModel):
     def rebuild(self) -> None:
         """Walks the flow again.
 
-        A model does so by itself after a module of the flow was replaced, added, removed, hooked or patched. Call it
-        where that cannot be noticed: after a class was registered, or a plain list inside of a module of your own
-        was edited.
+        This happens automatically after a module of the flow is replaced, added, removed, hooked or patched. Call it
+        after changes that cannot be detected: after registering a class, or editing a plain list inside a module of
+        your own.
         """
         if self._whole:
             self._whole[0].rebuild()
@@ -75,7 +75,7 @@ class EBFlow(EnergyModel):
             self._last = walk(find_flow(self.flow), self.options, self.calibration, self._calibrating)
 
     def _walked(self) -> Walked:
-        """The flow as it is now: every method goes through here, once."""
+        """The result of walking the current flow. Every method calls this once."""
         if self._whole:
             return self._whole[0]._walked().core
         if self._last is None or not self._last.is_current():
@@ -92,7 +92,7 @@ class EBFlow(EnergyModel):
     def core(self) -> EBFlow:
         """The energy-based flow of the matched variable, which objectives train, with the same parameters.
 
-        The model itself where there is no preprocessing.
+        Without preprocessing, this is the model itself.
         """
         return self._core_of(self._walked())
 
@@ -112,40 +112,40 @@ class EBFlow(EnergyModel):
 
     @property
     def adapter(self) -> Adapter:
-        """What knows the flow's library."""
+        """The adapter of the flow's library."""
         return self._walked().adapter
 
     @property
     def prefix(self) -> Plan:
-        """The fixed steps before the matched variable; :meth:`preprocess` takes them."""
+        """The fixed steps before the matched variable, which :meth:`preprocess` applies."""
         return self._walked().prefix
 
     def normalizer(self, plan: Plan) -> Normalizer:
-        """What keeps log Z of a plan of this model, for as long as the flow stays what it is."""
+        """The cache of log Z for a plan of this model."""
         kept = self._kept
         if kept is None or kept.plan is not plan:
             kept = self._kept = Normalizer(plan)
         return kept
 
     def _calibrating(self, bare: Plan) -> tuple[CalibrationStep, ...]:
-        """The step after those of the flow, once the model is calibrated."""
+        """The step of the calibration, after those of the flow, if the model is calibrated."""
         if self.calibration.mean is None:
             return ()
-        shapes = bare.base.shapes or ((len(self.calibration.mean),),)  # one flat vector if nobody tells
+        shapes = bare.base.shapes or ((len(self.calibration.mean),),)  # one flat vector if the shapes are unknown
         return (CalibrationStep(self.calibration, shapes),)
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        """:meth:`energy`, so that any library's losses and samplers for energy-based models take the model."""
+        """:meth:`energy`, so that losses and samplers of other libraries for energy-based models accept the model."""
         return self.energy(x, context)
 
     def energy(self, x: Tensor, context: Tensor | None = None, *, generator: torch.Generator | None = None) -> Tensor:
         """Computes E(x) = -log p_u(g(x)) - the log-dets of the nonlinear steps (Eq. 9).
 
-        No determinant of a linear step is computed, and nothing waits for the device.
+        It computes no determinant of a linear step, and does not synchronise with the device.
 
         Arguments:
             x: Data, with shape ``(B, *)``.
-            context: What the flow is conditioned on, with ``B`` rows.
+            context: The context of the flow, with ``B`` rows.
             generator: Draws the noise of a :class:`~ebflow_plugin.Dequantize`. Nothing else is random.
 
         Returns:
@@ -163,7 +163,7 @@ class EBFlow(EnergyModel):
         backward pass. A generator draws the noise of a :class:`~ebflow_plugin.Dequantize`.
         """
         x = self.check(x, context)
-        if torch._C._functorch.peek_interpreter_stack() is not None:  # inside of grad, jvp, vmap and the like
+        if torch._C._functorch.peek_interpreter_stack() is not None:  # inside a transform of torch.func
             score: Tensor = -torch.func.grad(lambda point: self.energy(point, context, generator=generator).sum())(x)
             return score
         differentiable = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
@@ -171,7 +171,7 @@ class EBFlow(EnergyModel):
             if not (differentiable and x.requires_grad):
                 x = (x.clone() if x.is_inference() else x).detach().requires_grad_()
             energy = self.energy(x, context, generator=generator).sum()
-            if not energy.requires_grad:  # a flat base density, and linear steps alone
+            if not energy.requires_grad:  # a uniform base density, and only linear steps
                 return torch.zeros_like(x)
             (gradient,) = torch.autograd.grad(
                 energy, x, create_graph=differentiable, allow_unused=True, materialize_grads=True
@@ -181,8 +181,8 @@ class EBFlow(EnergyModel):
     def log_prob(self, x: Tensor, context: Tensor | None = None, *, generator: torch.Generator | None = None) -> Tensor:
         """Computes log p(x) = -E(x) - log Z exactly, with shape ``(B,)``; equal to the flow's own ``log_prob``.
 
-        log Z is computed once and kept while no gradient is asked for: evaluate under ``torch.no_grad()``. A generator
-        draws the noise of a :class:`~ebflow_plugin.Dequantize`, so that the value is repeatable.
+        Without gradients, log Z is computed once and cached: evaluate under ``torch.no_grad()``. A generator draws the
+        noise of a :class:`~ebflow_plugin.Dequantize`, so that the value is reproducible.
         """
         walked = self._walked()
         x = walked.check(x, context)
@@ -195,24 +195,23 @@ class EBFlow(EnergyModel):
     def log_z(self, event_shape: Shape | None = None, method: str = "exact", **options: Any) -> Estimate:
         r"""Computes log Z = -sum of the linear steps' log|det| (Eq. 9), a scalar with a standard error.
 
-        - ``"exact"``: O(D^3) for a dense layer, once. It is kept until a parameter of a linear step changes; with grad
-          mode on and trainable linear layers it is computed anew, with its graph.
+        - ``"exact"``: O(D^3) for a dense layer, once. It is cached until a parameter of a linear step changes; with
+          grad mode on and trainable linear layers it is computed on each call, with its graph.
         - ``"lanczos"``: from ``2 · probes · iterations`` products with each large layer, in O(D) memory
           (``probes=16, iterations=40``).
         - ``"importance"``: from ``samples=1000`` energies (Eqs. A5 and A6).
-        - ``"ais"``: annealed, from ``steps · chains · leapfrogs`` gradients (100, 100 and 3; ``step_size=``).
-        - ``"auto"``: exact while no layer takes more than 1e12 multiplications or 2 GB, else by Lanczos, with its
-          options.
+        - ``"ais"``: by annealing, from ``steps · chains · leapfrogs`` gradients (100, 100 and 3; ``step_size=``).
+        - ``"auto"``: exact if no layer needs more than 1e12 multiplications or 2 GB, else by Lanczos, with its options.
 
-        Estimates take ``generator`` and ``progress``; they have no graph, and are not kept. The sampled ones take
-        ``batch_size``; ``context``, one row, since log Z is the same for all; and ``proposal``: data, to which a
+        Estimates take ``generator`` and ``progress``; they have no graph, and are not cached. The sampled ones also
+        take ``batch_size``; ``context``, one row, since log Z is the same for all; and ``proposal``: data, to which a
         Gaussian is fitted, or, for ``importance``, anything with ``sample`` and ``log_prob`` over the matched variable.
-        By default it is N(0, I).
+        By default the proposal is N(0, I).
 
         Arguments:
-            event_shape: The shape of one data point. By default what the base density tells, or the data that the
-                model saw last.
-            method: How to compute it.
+            event_shape: The shape of one data point. By default that of the base density, or of the last data that the
+                model was called on.
+            method: The method.
             options: Options of the method.
 
         Returns:
@@ -228,7 +227,7 @@ class EBFlow(EnergyModel):
         plan = self.plan
         shape = event_shape or plan.event_shape or (self._seen and self._seen[0])
         if shape is None:
-            raise InputError("log_z needs event_shape: the base density does not tell it, and no data was seen yet")
+            raise InputError("log_z needs event_shape: the base density does not define it, and there were no data yet")
         return estimate_log_z(self, self.normalizer(plan), check_shape("event_shape", shape), method, options)
 
     @torch.no_grad()
@@ -243,21 +242,21 @@ class EBFlow(EnergyModel):
     ) -> Tensor:
         """Draws samples by the inverse of each step, without gradients.
 
-        Factorisations are computed once and kept until a parameter changes, whatever the number of batches.
+        Factorisations are computed once and cached until a parameter changes, whatever the number of batches.
 
         Arguments:
-            n: How many (for each row of a context), or a shape of them.
-            context: What to condition on, with ``C`` rows.
+            n: The number of samples (for each row of a context), or a shape of them.
+            context: The context, with ``C`` rows.
             temperature: Scales the latents of a Gaussian base density about their mean: likelier samples below 1.
-            generator: Makes the draw repeatable.
-            batch_size: At most how many samples go through the inverse at a time; they depend on it by rounding alone.
+            generator: Makes the samples reproducible.
+            batch_size: The largest number of samples to invert at a time. The samples depend on it only by rounding.
 
         Returns:
-            Samples, with shape ``(n, *)``, or ``(C, n, *)`` with a context, as nflows has it; ``(3, 4, *)`` for a
-            shape of ``(3, 4)``.
+            Samples, with shape ``(n, *)``, or ``(C, n, *)`` with a context, as in nflows; ``(3, 4, *)`` for a shape
+            of ``(3, 4)``.
 
         Raises:
-            NoInverseError: If a step has no inverse; it names the step.
+            NoInverseError: If a step has no inverse; the message names the step.
             InputError: If the base density has no temperature.
         """
         plan = self.plan
@@ -274,31 +273,33 @@ class EBFlow(EnergyModel):
         generator: torch.Generator | None = None,
         progress: bool = False,
     ) -> StartReport | None:
-        """Runs the data-dependent start of the flow on clean data.
+        """Runs the data-dependent start of the flow, on data without added noise.
 
         ActNorms are initialised exactly once: those that are initialised already, by an earlier call, by training or
-        by a loaded checkpoint, stay as they are. Under ``torchrun``, with ``whiten=True`` or ``gaussianize=True``, all
-        processes must call it together, each with its own part of the data: the moments are those of all. One that
-        calls alone gets an error after two minutes.
+        by a loaded checkpoint, do not change. Under ``torchrun``, with ``whiten=True`` or ``gaussianize=True``, all
+        processes must call it together, each with its own part of the data: the moments are those of all data. A
+        process that calls it alone raises an error after two minutes.
 
         Arguments:
-            x: A batch; to whiten all training data, as a tensor, a pair ``(x, context)`` or a loader, which must not
-                shuffle: the same rows are held out in each pass.
+            x: A batch. To whiten or Gaussianise, all training data: a tensor, a pair ``(x, context)`` or a loader,
+                which must not shuffle, so that the same rows are held out in each pass.
             context: The context of a batch.
-            whiten: Whether the first FullLinear or FullConv2d becomes the whitening map of what reaches it, after
-                nothing but ActNorms, permutations and fixed steps.
-            gaussianize: Whether each of a chain of FullLinear does, and the elementwise nonlinearities between them
-                make the features Gaussian: a fit in closed form (:mod:`~ebflow_plugin.closed_form.gaussianization`).
-                No layer makes rows that are held out less likely. A pass over the data a layer, O(N·D² + D³); a tensor
-                is kept as far as it came, in O(N·D) memory, a loader is gone through again, in O(D²). Frozen layers
-                start too, and a calibration of the weights before is dropped.
+            whiten: Whether the first FullLinear or FullConv2d becomes the whitening map of its input. Only ActNorms,
+                permutations and fixed steps may precede it.
+            gaussianize: Whether each FullLinear of a chain becomes a whitening map, and the elementwise nonlinearities
+                between them make the features Gaussian: a fit in closed form
+                (:mod:`~ebflow_plugin.closed_form.gaussianization`). No layer makes held-out rows less likely. It takes
+                one pass over the data per layer, O(N·D² + D³). For a tensor, the activations are cached, in O(N·D)
+                memory; a loader is iterated again, in O(D²) memory. Frozen layers are initialised too, and an existing
+                calibration is removed.
             generator: Draws the noise of a :class:`~ebflow_plugin.Dequantize`.
-            progress: Shows a bar for ``gaussianize=True``.
+            progress: Shows a progress bar for ``gaussianize=True``.
 
-        Returns how far each layer of a Gaussianising start came.
+        Returns:
+            For ``gaussianize=True``, the held-out NLL after each layer; else None.
 
         Raises:
-            InputError, SingularError: If no layer can whiten, or the data cannot be whitened or gone through again.
+            InputError, SingularError: If no layer can whiten, or the data cannot be whitened or iterated again.
         """
         walked = self._walked()
         walked.plan.refuse()
@@ -308,7 +309,7 @@ class EBFlow(EnergyModel):
             refuse_one_shot(data)
             meet("model.initialize(gaussianize=True)")
             report = gaussianization.gaussianize(plan, lambda: batches(data, self.check), in_memory(data), progress)
-            self.calibration.set()  # of the weights before
+            self.calibration.set()  # it belongs to the old weights
             return report
         if whiten:
             meet("model.initialize(whiten=True)")
@@ -327,27 +328,27 @@ class EBFlow(EnergyModel):
         fold: bool = False,
         generator: torch.Generator | None = None,
     ) -> CalibrationReport:
-        """Fits the base to data in closed form: the affine map after the flow that makes the latents' moments right.
+        """Fits the base to data in closed form: an affine map after the flow, matched to the moments of the latents.
 
         It is the maximum-likelihood choice among all affine maps, and is held as one more linear step of this model:
-        the flow stays as it is. O(N·D² + D³) for a full covariance, O(N·D) for a diagonal one, in one pass. Under
-        ``torchrun`` all processes must call it together, each with its own part of the data: the fit is that of
-        all. One that calls alone gets an error after two minutes.
+        the flow is not changed. O(N·D² + D³) for a full covariance, O(N·D) for a diagonal one, in one pass. Under
+        ``torchrun`` all processes must call it together, each with its own part of the data: the fit is to all data.
+        A process that calls it alone raises an error after two minutes.
 
         Arguments:
             data: Training data: a tensor, a pair ``(x, context)``, or a loader of either.
             kind: ``"full"`` or ``"diagonal"``.
-            shrinkage: How far to move the covariance towards its diagonal, 0 to 1. By default what every tenth row,
-                which is held out for it, likes best.
-            fold: Edits the flow's last layer instead, a FullLinear that shares its numbers with nothing else.
+            shrinkage: How far to shrink the covariance towards its diagonal, 0 to 1. By default the value with the
+                lowest NLL of every tenth row, which is held out.
+            fold: Folds the map into the flow's last layer, a FullLinear that shares its parameters with no other part.
             generator: Draws the noise of a :class:`~ebflow_plugin.Dequantize`.
 
         Returns:
-            The NLL of held-out rows before and after. Where it would have become worse, nothing is done.
+            The held-out NLL before and after. If the fit would make it worse, the model is not calibrated.
 
         Raises:
-            InputError: If the base is not a Gaussian with a diagonal covariance, or the last layer cannot take the map.
-            SingularError: If the covariance is singular and must not be shrunk.
+            InputError: If the base is not a Gaussian with a diagonal covariance, or the map cannot be folded.
+            SingularError: If the covariance is singular, and ``shrinkage`` does not make it regular.
         """
         one_of("kind", kind, ("full", "diagonal"))
         if shrinkage is not None and not (is_number(shrinkage) and 0.0 <= shrinkage <= 1.0):
@@ -365,9 +366,10 @@ class EBFlow(EnergyModel):
 
     @torch.no_grad()
     def preprocess(self, x: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """Takes the fixed steps in front of the matched variable u, without gradients.
+        """Applies the fixed steps before the matched variable u, without gradients.
 
-        Returns u and the log-det of the way to it, with shape ``(B,)``: ``log_prob(x) == core.log_prob(u) + log_det``.
+        Returns:
+            u, and the log-det of these steps, with shape ``(B,)``: ``log_prob(x) == core.log_prob(u) + log_det``.
         """
         walked = self._walked()
         return walked.to_matched(walked.check(x, None), generator)
@@ -376,10 +378,10 @@ class EBFlow(EnergyModel):
     def match(
         self, x: Tensor, context: Tensor | None = None, generator: torch.Generator | None = None
     ) -> tuple[Plan, Tensor, Tensor]:
-        """What a loss begins with: checks a batch, and takes it through :meth:`preprocess`. Once is enough.
+        """Checks and preprocesses a batch, with one walk of the flow: the first operation of a loss.
 
         Returns:
-            The plan of the matched variable, this variable, and the log-det of the way to it with shape ``(B,)``.
+            The plan of the matched variable, this variable, and the log-det of the preprocessing with shape ``(B,)``.
         """
         walked = self._walked()
         u, log_det = walked.to_matched(walked.check(x, context), generator)
@@ -392,15 +394,15 @@ class EBFlow(EnergyModel):
     ) -> Tensor:
         """Computes -log2 p(x) / D, with shape ``(B,)``: bits per dimension, in the units of x.
 
-        With a :class:`~ebflow_plugin.Dequantize` in front, x are integers, and this is an upper bound (in the
-        mean over the noise, which a generator makes repeatable) on the bits that the integers cost.
+        With a :class:`~ebflow_plugin.Dequantize` in front, x are integers, and the mean over the noise is an upper
+        bound on the bits of the integers. A generator makes the noise reproducible.
         """
         log_prob = self.log_prob(x, context, generator=generator)
         return -log_prob / (max(1, x[:1].numel()) * log(2.0))
 
     @property
     def report(self) -> FlowReport:
-        """What was found in the flow, as :func:`describe` reports it."""
+        """The report of the flow's steps, as from :func:`describe`."""
         walked = self._walked()
         return FlowReport.of(walked.plan, self._inside, walked.start)
 
@@ -415,20 +417,20 @@ class EBFlow(EnergyModel):
         return buffer.new_empty(0)
 
     def check(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        """Refuses input that the flow cannot take. Returns x; integers for a Dequantize get the dtype of the flow.
+        """Raises on input that the flow cannot take. Returns x; integers for a Dequantize get the dtype of the flow.
 
-        Flags and shapes alone are looked at, so that nothing waits for the device.
+        It checks dtypes, devices and shapes, and does not synchronise with the device.
         """
         return self._walked().check(x, context)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out what refers to the flow's modules from outside: it is made anew for the copy."""
+        """Leaves out caches that refer to the flow's modules: a copy builds its own."""
         self.adapter.release(self.flow)
         return {**self.__dict__, "_last": None, "_kept": None, "_cores": []}
 
 
 def _move_calibration(model: nn.Module, keys: Any) -> None:
-    """After a checkpoint was loaded: it may bring a calibration from another device or in another dtype."""
+    """Moves a loaded calibration to the device and dtype of the model."""
     assert isinstance(model, EBFlow)
     like = model.like()
     model.calibration.to(device=like.device, dtype=like.dtype)

@@ -1,4 +1,4 @@
-"""FlowReport: what was found in a flow, one row for each step, for people and for programs."""
+"""FlowReport: the steps of a flow as rows, for people and for programs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
-from ebflow_plugin.adapting.teaching import RegisteredLinearStep
+from ebflow_plugin.adapting.rules import RegisteredLinearStep
 from ebflow_plugin.plan.costs import ways as log_det_ways
 from ebflow_plugin.plan.derivatives import closed_steps
 from ebflow_plugin.plan.plan import Plan
@@ -20,17 +20,17 @@ class Row:
     """One step of a flow.
 
     Attributes:
-        path: Where the module stands in the flow.
+        path: The path of the module in the flow.
         class_name: Its class.
         linearity: ``linear``, ``nonlinear`` or ``refused``.
-        reason: Why.
-        log_det_cost: What its log-det costs; for a linear step, what ``energy()`` skips.
-        smoothness: What it does to the score; score matching needs a continuous one.
-        known: Whether its class is registered.
-        second_derivatives: How score matching takes second derivatives of the energy through it: ``closed form``,
-            ``product`` (linear: three products and no more), ``double backward``, or ``-`` where it needs none.
-        log_det: How ``ML(model, log_det="auto")`` takes the gradient of its log-det: ``exact``, ``stochastic`` or
-            ``relative``; ``-`` if the step is not linear, or the shape of the data is not known.
+        reason: The reason for this.
+        log_det_cost: The cost of its log-det, which ``energy()`` skips for a linear step.
+        smoothness: Whether its score is continuous, as score matching needs.
+        known: Whether its class is known.
+        second_derivatives: How score matching computes second derivatives of the energy through it: ``closed form``,
+            ``product`` (linear: three products), ``double backward``, or ``-`` if it needs none.
+        log_det: How ``ML(model, log_det="auto")`` computes the gradient of its log-det: ``exact``, ``stochastic`` or
+            ``relative``; ``-`` if the step is not linear, or the shape of the data is unknown.
     """
 
     path: str
@@ -49,13 +49,13 @@ class FlowReport:
     """The steps of a flow from data to noise. Iterate it for its rows, print it for a table.
 
     Attributes:
-        rows: One for each step.
+        rows: One row for each step.
         base: The class of the base density.
-        adapter: The library, as the adapter calls it.
-        inside: Where the flow stood in the object that was given; empty if it was the object.
-        determinants: The determinants that ``energy()`` skips: the blocks of one size, and how many steps have them.
-        preprocessing: How many leading steps score matching leaves out (MaP).
-        costs_of_its_own: How many linear steps were registered by users, whose log-dets have any price.
+        adapter: The name of the library.
+        inside: The path of the flow in the user's object; empty if it is the object.
+        determinants: The determinants that ``energy()`` skips: the blocks of one size, and the number of steps with it.
+        preprocessing: The number of leading steps that score matching leaves out (MaP).
+        costs_of_its_own: The number of linear steps that users registered, whose log-dets have unknown costs.
     """
 
     rows: tuple[Row, ...]
@@ -68,7 +68,7 @@ class FlowReport:
 
     @classmethod
     def of(cls, plan: Plan, inside: str = "", preprocessing: int = 0) -> FlowReport:
-        """Reads a plan."""
+        """The report of a plan."""
         reached = dict(plan.shapes(plan.event_shape)) if plan.event_shape is not None else {}
         sizes = [step.blocks(reached.get(step)) if isinstance(step, LinearStep) else None for step in plan.steps]
         matched = replace(plan, steps=plan.steps[preprocessing:])
@@ -83,8 +83,8 @@ class FlowReport:
         shapes = plan.base.shapes
         base = plan.base.class_name + (f" {' + '.join(map(str, shapes))}" if shapes else "")
         largest = sorted(counts.items(), key=lambda item: item[0].size or 0, reverse=True)
-        taught = sum(isinstance(step, RegisteredLinearStep) for step in plan.steps)
-        return cls(rows, base, plan.adapter, inside, tuple(largest), preprocessing, taught)
+        registered = sum(isinstance(step, RegisteredLinearStep) for step in plan.steps)
+        return cls(rows, base, plan.adapter, inside, tuple(largest), preprocessing, registered)
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
@@ -97,7 +97,7 @@ class FlowReport:
         return [asdict(row) for row in self.rows]
 
     def count(self, linearity: str) -> int:
-        """How many steps are ``linear``, ``nonlinear`` or ``refused``."""
+        """The number of steps that are ``linear``, ``nonlinear`` or ``refused``."""
         return sum(row.linearity == linearity for row in self.rows)
 
     @property

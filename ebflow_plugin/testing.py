@@ -1,11 +1,11 @@
-"""The contract, as functions that a third party runs on its own layer or adapter. Our own tests use the same ones.
+"""The contract of an adapter, as functions for the tests of third parties. Our own tests use the same ones.
 
     from ebflow_plugin import testing
 
     def test_my_flow():
         testing.check_flow(make_flow(), x)
 
-Each function raises AssertionError with a message that says what was measured.
+Each function raises an AssertionError whose message states the measurement.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = [
     "one_device",
 ]
 
-# Operators of torch that factorise or invert a matrix, or take its determinant. A triangular solve does not: it costs
+# Operators of torch that factorise or invert a matrix, or compute its determinant. Not a triangular solve, which costs
 # no more than a product.
 _FACTORISATIONS = frozenset(
     [
@@ -99,10 +99,10 @@ def check_flow(flow: nn.Module, x: Tensor, context: Tensor | None = None, *, tol
     """Runs every check of this module, and :func:`ebflow_plugin.verify`.
 
     Arguments:
-        flow: A flow that an adapter knows.
-        x: At least two data points, in float64 if the tolerance shall mean anything.
+        flow: A flow of a library that has an adapter.
+        x: At least two data points, in float64 for the default tolerance.
         context: Their context.
-        tolerance: How far values may be apart, relative to their size.
+        tolerance: The largest relative difference of values.
 
     Example:
         >>> from nflows import distributions, flows, transforms
@@ -132,8 +132,8 @@ def check_invariant(
         flow: A flow.
         x: Data.
         context: Its context.
-        own: The library's own log_prob; by default the adapter's word for it.
-        tolerance: Relative.
+        own: Returns the library's own log_prob; by default the adapter's ``own_log_prob``.
+        tolerance: The largest relative difference.
     """
     model = wrap(flow)
     ours = model.log_prob(x, context)
@@ -150,8 +150,8 @@ def check_invariant(
 
 
 def check_untouched(flow: nn.Module, x: Tensor, context: Tensor | None = None) -> None:
-    """Contract 2: the flow is the same object with the same parameters and keys, and x is as it was."""
-    wrap(flow).initialize(x, context)  # a fresh ActNorm would change at the first call of either log_prob
+    """Contract 2: the flow is the same object with the same parameters and keys, and x is unchanged."""
+    wrap(flow).initialize(x, context)  # a fresh ActNorm would change at the first call of log_prob, ours or theirs
     before = {name: (id(tensor), tensor.detach().clone()) for name, tensor in flow.state_dict(keep_vars=True).items()}
     modes = [module.training for module in flow.modules()]
     data = x.clone()
@@ -172,9 +172,9 @@ def check_untouched(flow: nn.Module, x: Tensor, context: Tensor | None = None) -
 
 
 def check_no_determinant(flow: nn.Module, x: Tensor, context: Tensor | None = None) -> None:
-    """Contract 3: energy() and its gradient factorise nothing and ask no linear step for its log-det.
+    """Contract 3: energy() and its gradient neither factorise a matrix nor compute the log-det of a linear step.
 
-    A step whose density direction is the inverse of a full matrix needs that inverse: leave such flows out.
+    A step whose density direction is the inverse of a full matrix needs that inverse: do not check such flows.
     """
     model = wrap(flow)
     model.initialize(x, context)
@@ -196,7 +196,7 @@ def check_inverse(flow: nn.Module, x: Tensor, context: Tensor | None = None, *, 
 
 
 def check_copies(flow: nn.Module, x: Tensor, context: Tensor | None = None) -> None:
-    """Deepcopy and pickle give a model of its own, with the same values."""
+    """Deepcopy and pickle return an independent model with the same values."""
     model = wrap(flow)
     model.initialize(x, context)
     model.log_prob(x, context)
@@ -227,18 +227,18 @@ def check_devices(flow: nn.Module, x: Tensor, context: Tensor | None = None) -> 
 class _Watch(TorchDispatchMode):
     """Calls a function with each operator and its arguments, before it runs."""
 
-    def __init__(self, look: Callable[[Any, list[Any]], None]) -> None:
+    def __init__(self, check: Callable[[Any, list[Any]], None]) -> None:
         super().__init__()
-        self._look = look
+        self._check = check
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._look(func, tree_leaves((args, kwargs or {})))
+        self._check(func, tree_leaves((args, kwargs or {})))
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
 def no_factorisation() -> Iterator[None]:
-    """Lets every operator of torch raise that factorises a matrix, inverts it, or takes its determinant.
+    """Makes every operator of torch raise that factorises a matrix, inverts it, or computes its determinant.
 
     Example:
         >>> with no_factorisation():
@@ -247,33 +247,33 @@ def no_factorisation() -> Iterator[None]:
         AssertionError: _linalg_slogdet was called
     """
 
-    def look(func: Any, leaves: list[Any]) -> None:
+    def check(func: Any, leaves: list[Any]) -> None:
         name = func._schema.name.removeprefix("aten::")
         assert name not in _FACTORISATIONS, f"{name} was called"
 
-    with _Watch(look):
+    with _Watch(check):
         yield
 
 
 @contextmanager
 def one_device(device: torch.device) -> Iterator[None]:
-    """Lets every operator raise that takes tensors of another device. Scalars of the CPU may join, as on CUDA."""
+    """Makes every operator raise that mixes tensors of this device with others. CPU scalars are allowed, as on CUDA."""
 
-    def look(func: Any, leaves: list[Any]) -> None:
+    def check(func: Any, leaves: list[Any]) -> None:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if len(tensors) > 1:
-            strangers = [t for t in tensors if t.device != device and not (t.dim() == 0 and t.device.type == "cpu")]
-            assert not strangers or len(strangers) == len(tensors), (
-                f"{func._schema.name} mixes {device} with {strangers[0].device} (shape {tuple(strangers[0].shape)})"
+            others = [t for t in tensors if t.device != device and not (t.dim() == 0 and t.device.type == "cpu")]
+            assert not others or len(others) == len(tensors), (
+                f"{func._schema.name} mixes {device} with {others[0].device} (shape {tuple(others[0].shape)})"
             )
 
-    with _Watch(look):
+    with _Watch(check):
         yield
 
 
 def _forbidden(path: str) -> Callable[..., Any]:
     def raises(*_: object) -> None:
-        raise AssertionError(f"energy() asked for the log-det of linear step {path}")
+        raise AssertionError(f"energy() computes the log-det of linear step {path}")
 
     return raises
 

@@ -1,8 +1,8 @@
 """verify(): a numeric self-check of a wrapped flow on the user's own data.
 
-The classification goes by class, since a probe of numbers can be fooled (a coupling that starts at zero looks linear).
-This is the other half: what the classification claims is measured, on copies of the flow, in float64, at the data
-and near it, and once more after every parameter was moved.
+Steps are classified by class, since a numeric probe can be fooled (a coupling that starts at zero looks linear). This
+is the other half: the claims of the classification are measured on copies of the flow, in float64, at the data and near
+it, and again after perturbing every parameter.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from ebflow_plugin.wrapper import wrap
 
 __all__ = ["Check", "VerificationReport", "verify"]
 
-_JACOBIAN_LIMIT = 2048  # elements of an event up to which whole Jacobians are taken: 32 MB, and seconds for each step
-_FEW = 128  # elements up to which that is a matter of milliseconds, so that more points are taken
-_CHUNK = 128  # rows of a Jacobian that are taken at once
+_JACOBIAN_LIMIT = 2048  # the largest event size for a full Jacobian: 32 MB, and seconds for each step
+_FEW = 128  # up to this size a Jacobian takes milliseconds, so it is computed at more points
+_CHUNK = 128  # rows of a Jacobian that are computed at once
 
 
 @dataclass(frozen=True)
 class Check:
-    """One claim, and what was measured.
+    """One claim, and its measurement.
 
     Attributes:
         name: The claim.
         passed: Whether it holds; None if it could not be measured.
         detail: The numbers, or why it could not be measured.
-        path: The step that it is about; empty for the whole model.
+        path: The step; empty for the whole model.
     """
 
     name: str
@@ -77,16 +77,17 @@ class VerificationReport:
 
 
 def verify(flow: Any, x: Tensor, context: Tensor | None = None) -> VerificationReport:
-    """Checks on your own batch that the wrapped flow is what it claims to be.
+    """Checks a wrapped flow numerically on your own batch.
 
-    Measured are: that log_prob equals the flow's own and -energy - log Z; that samples of a batch do not influence
-    each other; that each linear step is affine; that each log-det matches autograd's Jacobian (events of up to 2048
+    It measures that log_prob equals the flow's own and -energy - log Z; that samples of a batch do not influence each
+    other; that each linear step is affine; that each log-det matches autograd's Jacobian (events of up to 2048
     elements); that each step's inverse undoes it; that the score and a second backward agree with finite differences.
-    What cannot be measured is listed, with the reason. The flow is copied first: neither its parameters nor the state
-    of a fresh ActNorm change.
+    Claims that cannot be measured are listed, with the reason. The flow is copied first: neither its parameters nor the
+    state of a fresh ActNorm change.
 
     Arguments:
-        flow: What :func:`~ebflow_plugin.wrap` takes, or an :class:`~ebflow_plugin.EBFlow`.
+        flow: A flow, or an object that holds one, as for :func:`~ebflow_plugin.wrap`, or an
+            :class:`~ebflow_plugin.EBFlow`.
         x: A few data points, with shape ``(B, *)``; at least two.
         context: Their context.
 
@@ -94,7 +95,7 @@ def verify(flow: Any, x: Tensor, context: Tensor | None = None) -> VerificationR
         A report that prints as a table.
 
     Raises:
-        InputError: If x or the context holds NaN or inf: how many, and where the first one stands.
+        InputError: If x or the context holds NaN or inf; the message says how many, and where the first one is.
         VerificationError: If a check fails; the message is the report and names the step.
 
     Example:
@@ -123,7 +124,7 @@ def verify(flow: Any, x: Tensor, context: Tensor | None = None) -> VerificationR
 
 
 def _bare(model: EBFlow, x: Tensor) -> tuple[EBFlow, Tensor]:
-    """The flow without what the wrapper put before and after it, and the data that reach it."""
+    """The flow without added preprocessing and calibration, and its input."""
     added = [step for step in model.plan.steps if step.path.startswith("preprocess.")]
     with torch.no_grad():
         for step in added:
@@ -141,7 +142,7 @@ def _checks(model: EBFlow, x: Tensor, context: Tensor | None) -> Iterator[Check]
         yield from _attempt("samples do not influence each other", _independence, copied, x, context)
         try:
             double, x, context = _in_float64(copied, x, context)
-        except Exception as error:  # a model with float32 written into it; say so and go on without it
+        except Exception as error:  # a model with hard-coded float32: its derivatives are not measured
             yield Check("derivatives", None, f"the flow does not run in float64: {error}")
             return
         yield from _step_checks(double.plan, x, context, "")
@@ -150,7 +151,7 @@ def _checks(model: EBFlow, x: Tensor, context: Tensor | None) -> Iterator[Check]
 
 
 def _attempt(name: str, measure: Callable[..., Iterator[Check]], *arguments: Any) -> Iterator[Check]:
-    """Runs one check; an error inside it is its result."""
+    """Runs one check; an error inside it is a failure."""
     try:
         yield from measure(*arguments)
     except Exception as error:
@@ -159,7 +160,7 @@ def _attempt(name: str, measure: Callable[..., Iterator[Check]], *arguments: Any
 
 
 def _compare(name: str, ours: Tensor, theirs: Tensor, tolerance: float, path: str = "") -> Check:
-    """The largest difference, relative to the size of the numbers."""
+    """Compares two tensors by their largest relative difference."""
     difference = ((ours - theirs).abs() / (1.0 + theirs.abs())).max() if ours.numel() else ours.new_zeros(())
     return Check(name, bool(difference <= tolerance), f"largest relative difference {difference.item():.1e}", path)
 
@@ -174,17 +175,17 @@ def _own_log_prob(model: EBFlow, x: Tensor, context: Tensor | None) -> Iterator[
     ours = model.log_prob(x, context)
     try:
         theirs = model.adapter.own_log_prob(model.flow, x, context)
-    except Exception as error:  # nflows cannot invert its NaiveLinear, for one: nothing to compare with
+    except Exception as error:  # for example, nflows cannot invert its NaiveLinear
         yield Check(name, None, f"the flow's own log_prob raises {type(error).__name__}: {error}")
         return
-    # 1e-6 in float64: nflows has the log-det of its LeakyReLU in float32 whatever the model is in
+    # 1e-6 in float64: nflows computes the log-det of its LeakyReLU in float32, whatever the dtype of the model.
     check = _compare(name, ours, theirs, max(_tolerance(x), 1e-6))
     flaws = [] if check.passed else _library_flaws(model.plan, tuple(x.shape[1:]))
     yield replace(check, passed=None, detail="; ".join((check.detail, *flaws))) if flaws else check
 
 
 def _library_flaws(plan: Plan, event_shape: tuple[int, ...]) -> list[str]:
-    """Where the library's own log-det is known to be wrong for such events: ours is checked against autograd."""
+    """Known errors of the library's own log-dets for this event shape; ours are checked against autograd."""
     flaws = [(step, step.library_flaw(shapes[0])) for step, shapes in plan.shapes(event_shape)]
     return [f"the library {flaw} ({step.where})" for step, flaw in flaws if flaw]
 
@@ -211,13 +212,13 @@ def _in_float64(model: EBFlow, x: Tensor, context: Tensor | None) -> tuple[EBFlo
 
 
 def _step_checks(plan: Plan, x: Tensor, context: Tensor | None, when: str) -> Iterator[Check]:
-    """Affinity of the linear steps, and log-dets against autograd, each at the values that reach the step."""
+    """Affinity of the linear steps, log-dets against autograd, and inverses, each at the input of the step."""
     reached: list[tuple[Step, Value]] = []
     try:
         with torch.no_grad():
             context = plan.embed(context)
             plan.encode(x, context, visit=lambda step, value: reached.append((step, value)))
-    except Exception as error:  # moved parameters can leave the domain of a later step: the others are checked
+    except Exception as error:  # perturbed parameters can leave the domain of a later step: the others are checked
         if not when:
             raise
         yield Check(f"every step runs{when}", None, f"{type(error).__name__}: {error}")
@@ -244,7 +245,7 @@ def _flat(value: Value) -> Tensor:
 
 
 def _on_flat(step: Step, value: Value, context: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """The step as a function of flat rows, whatever it takes and gives."""
+    """The step as a function from flat rows to flat rows."""
     shapes = [part.shape[1:] for part in _parts(value)]
 
     def function(rows: Tensor) -> Tensor:
@@ -286,7 +287,7 @@ def _log_det(step: Step, value: Value, context: Tensor | None, name: str) -> Ite
 
 
 def _jacobian(step: Step, value: Value, context: Tensor | None) -> Tensor:
-    """The Jacobian of a step at one point, many of its rows at a time: each by the gradient at a copy of the point."""
+    """The Jacobian of a step at one point, in chunks of rows: each row is the gradient at a copy of the point."""
     point = _flat(value)
     size = point.shape[1]
     rows = []
@@ -303,7 +304,7 @@ def _jacobian(step: Step, value: Value, context: Tensor | None) -> Tensor:
 
 @torch.no_grad()
 def _inverse(step: Step, value: Value, context: Tensor | None, name: str) -> Iterator[Check]:
-    """decode(encode(x)) against x, or, where the map squashes x, encode of that against encode(x)."""
+    """decode(encode(x)) against x, or, for a map that loses digits of x, the encodings of both."""
     latents, _ = step.encode(value, context)
     try:
         back = step.decode(latents, context)
@@ -320,7 +321,7 @@ def _inverse(step: Step, value: Value, context: Tensor | None, name: str) -> Ite
 
 
 def _derivatives(model: EBFlow, x: Tensor, context: Tensor | None) -> Iterator[Check]:
-    """v·∇E against a difference of energies, and H v by two backwards against a difference of scores."""
+    """v·∇E against a difference of energies, and H v by double backward against a difference of scores."""
     step_size = 1e-5
     with _frozen(model):
         direction = torch.randn_like(x)
@@ -330,26 +331,27 @@ def _derivatives(model: EBFlow, x: Tensor, context: Tensor | None) -> Iterator[C
         point = x.clone().requires_grad_()
         score = model.score(point, context)
         along = (score * direction).flatten(1).sum(1)
-        yield _blamed(model, _compare("score agrees with finite differences", along.detach(), slope, 1e-3))
+        yield _with_suspects(model, _compare("score agrees with finite differences", along.detach(), slope, 1e-3))
         (product,) = torch.autograd.grad(along.sum(), point, allow_unused=True) if along.requires_grad else (None,)
         product = torch.zeros_like(x) if product is None else product
         difference = (model.score(ahead, context) - model.score(after, context)).detach() / (2 * step_size)
-        yield _blamed(model, _compare("second backward agrees with finite differences", product, difference, 1e-3))
+        check = _compare("second backward agrees with finite differences", product, difference, 1e-3)
+        yield _with_suspects(model, check)
 
 
-def _blamed(model: EBFlow, check: Check) -> Check:
+def _with_suspects(model: EBFlow, check: Check) -> Check:
     return check if check.passed else replace(check, detail=f"{check.detail}; {_suspects(model)}")
 
 
 def _suspects(model: EBFlow) -> str:
-    """The steps whose derivatives nobody vouches for."""
+    """The steps that are not known to be smooth."""
     paths = [f"{step.path} ({step.smoothness})" for step in model.plan.steps if step.smoothness != "smooth"]
     return "steps whose score is not known to be smooth: " + (", ".join(paths) or "none")
 
 
 @contextmanager
 def _frozen(model: nn.Module) -> Iterator[None]:
-    """No parameter gradients: they are not looked at, and cost memory."""
+    """Disables gradients of the parameters, which are not needed and cost memory."""
     states = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
         for parameter, _ in states:

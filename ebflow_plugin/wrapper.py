@@ -27,14 +27,14 @@ def wrap(
     overrides: Mapping[str, str] | None = None,
     check_finite: bool = False,
 ) -> EBFlow:
-    """Turns a normalizing flow into an energy-based one, which shares every parameter with it.
+    """Turns a normalizing flow into an energy-based flow that shares all parameters with it.
 
-    The flow itself stays as it is: it can be trained, saved and sampled as before, with or without the wrapper.
+    The flow itself is not changed: it can be trained, saved and sampled as before, with or without the wrapper.
 
     Arguments:
-        flow: A flow of a library that an adapter knows (nflows and its forks, normflows), or an object that holds
+        flow: A flow of a library that has an adapter (nflows and its forks, normflows, zuko), or an object that holds
             exactly one (sbi's density estimators, nessai's ``FlowModel``).
-        match_after: Where the variable begins that score matching sees (MaP): after the step with this path or
+        match_after: Where the matched variable of score matching begins (MaP): after the step with this path or
             index; after the leading fixed steps that end in a logit or similar, or in a
             :class:`~ebflow_plugin.Standardize` (``"auto"``); or at the data (None).
             ``log_prob``, ``energy`` and ``score`` are those of the data in any case.
@@ -42,12 +42,12 @@ def wrap(
             :class:`~ebflow_plugin.Rescale`, :class:`~ebflow_plugin.Logit`, :class:`~ebflow_plugin.Standardize`.
         strict: Raises on transforms of unknown class. By default they keep their own log-det, which is exact, and
             one :class:`~ebflow_plugin.UnknownStepWarning` lists them.
-        overrides: ``"linear"`` or ``"nonlinear"`` by path in the flow, for transforms that you know better.
-        check_finite: Looks for NaN and inf in every input. This waits for the device.
+        overrides: ``"linear"`` or ``"nonlinear"`` by path in the flow, which replaces the rule of the class.
+        check_finite: Checks every input for NaN and inf, which synchronises with the device.
 
     Raises:
         NotAFlowError: If the object is no flow and does not hold exactly one.
-        UnsupportedStepError: If steps cannot be part of an energy; it lists all of them, with the reasons.
+        UnsupportedStepError: If steps cannot be part of an energy; the message lists all of them, with the reasons.
 
     Example:
         >>> import ebflow_plugin as ebf
@@ -84,7 +84,7 @@ def wrap(
             f"{len(unknown)} of {len(plan.steps)} steps are not known (adapter {plan.adapter!r})\n  "
             + "\n  ".join(unknown)
             + ("" if strict else "\nThey keep their own log-det: exact, only slower.")
-            + "\nTeach their class with ebflow_plugin.register_linear, register_nonlinear or register_container, or "
+            + "\nRegister their class with ebflow_plugin.register_linear, register_nonlinear or register_container, or "
             'pass overrides={"path": "linear"}.'
         )
         if strict:
@@ -95,9 +95,9 @@ def wrap(
 
 
 def describe(flow: Any, *, overrides: Mapping[str, str] | None = None) -> FlowReport:
-    """Walks a flow as :func:`wrap` does, and reports what it finds instead of wrapping it.
+    """Walks a flow as :func:`wrap` does, and returns the report without wrapping it.
 
-    Never raises on an unknown or a refused class: the report shows it.
+    Never raises on an unknown or refused class: the report shows it.
 
     Example:
         >>> import ebflow_plugin as ebf

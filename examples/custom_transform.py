@@ -1,4 +1,4 @@
-"""Teach the library a transform of your own that is linear in x: its determinant then leaves the training.
+"""Register a transform of your own that is linear in x: training then needs no determinant of it.
 
     python examples/custom_transform.py   # about 10 seconds on one core, on time series made here, D = 256
 

@@ -78,7 +78,21 @@ def test_the_core_never_imports_an_adapter():
 def test_modules_are_small():
     for folder in ("ebflow_plugin", "adapters", "examples", "tests"):
         for file in (ROOT / folder).rglob("*.py"):
-            assert len(file.read_text().splitlines()) <= (500 if folder == "tests" else 450), file
+            assert len(file.read_text().splitlines()) <= (420 if folder == "tests" else 450), file
+
+
+def test_tests_mirror_the_packages():
+    """Each folder of tests has its package, and each file is named after a module of it, or after the room itself."""
+    files = list((ROOT / "tests").glob("ebflow_*/**/test_*.py"))
+    assert len(files) > 90
+    for file in files:
+        room = file.parent.relative_to(ROOT / "tests")
+        places = [folder / room for folder in (ROOT, ROOT / "adapters", ROOT / "examples")]
+        inside = [path for place in places if (place / "__init__.py").is_file() for path in place.iterdir()]
+        names = {room.name, *(path.stem for path in inside)}
+        subject = file.stem.removeprefix("test_")
+        assert inside, file
+        assert any(subject == name or subject.startswith(f"{name}_") for name in names), file
 
 
 def test_every_module_imports():

@@ -1,7 +1,7 @@
 """The nflows adapter of ebflow_plugin, and the layers that nflows lacks.
 
 ``from ebflow_nflows import FullLinear, FullConv2d, SinhArcsinh, SmoothLeakyReLU``: these are nflows Transforms.
-nflows itself is imported with the first of them, so that a model of another library can be wrapped without it.
+nflows itself is imported on their first use, so that models of other libraries can be wrapped without it.
 """
 
 from __future__ import annotations

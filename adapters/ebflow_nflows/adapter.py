@@ -1,4 +1,4 @@
-"""The adapter for nflows: which class acts how, and how a Flow is walked. Imports no flow library."""
+"""The adapter for nflows: the rules of its classes, and the walk of a Flow. Imports no flow library."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from ebflow_plugin.adapting import (
 )
 from ebflow_plugin.errors import UnsupportedStepError
 
-# nflows, its forks, a package that is built of its parts, and our own layers
+# nflows, its forks, a package that uses its parts, and our own layers
 PACKAGES = ("nflows", "glasflow", "enflows", "flowcon", "nessai", "ebflow_nflows")
-# Networks, and steps that are as smooth as the networks that they hold: all keep activations as modules or attributes.
+# Networks, and steps that are as smooth as their networks: all hold their activations as modules or attributes.
 see_into(
     (*PACKAGES, "sbi"),
     *("MLP", "ResidualBlock", "ResidualNet", "ConvResidualBlock", "ConvResidualNet", "ContextSplineMap", "MADE"),
@@ -165,8 +165,8 @@ class NflowsAdapter(Adapter):
         self.check_overrides(overrides, flow)
         transform, base = getattr(flow, "_transform", None), getattr(flow, "_distribution", None)
         if transform is None or base is None or not hasattr(base, "log_prob"):
-            lacking = "transform" if transform is None else "base distribution with log_prob"
-            raise UnsupportedStepError(f"{type(flow).__name__} has no {lacking}; build it with Flow(transform, base)")
+            missing = "transform" if transform is None else "base distribution with log_prob"
+            raise UnsupportedStepError(f"{type(flow).__name__} has no {missing}; build it with Flow(transform, base)")
         embedding = getattr(flow, "_embedding_net", None)
         return Plan(
             steps=tuple(self.walk(transform, "_transform", self.inverted, overrides)),
@@ -176,7 +176,7 @@ class NflowsAdapter(Adapter):
         )
 
     def _base(self, base: Any) -> NflowsBase:
-        """The base density, by its class or by a parent that it does not change."""
+        """The base density, by its class or by a parent whose density the class does not change."""
         known, _ = resolve(base, lambda cls: BASES.get(cls.__name__) if self.ours(cls) else None)
         if known is not None:
             return known(base, "_distribution")

@@ -22,14 +22,14 @@ from ebflow_plugin.adapting import (
 
 
 class NflowsBase(Base):
-    """A base distribution that does its own work."""
+    """A base distribution with its own ``log_prob`` and ``sample``."""
 
     def __init__(self, module: Any, path: str) -> None:
         super().__init__(module, path, self.known_shapes(module))
         self._density_takes_context = takes_context(module.log_prob)
 
     def known_shapes(self, module: Any) -> Shapes | None:
-        """The event shape, if the distribution tells it."""
+        """The event shape, if the distribution defines it."""
         shape = getattr(module, "_shape", None)
         return (tuple(shape),) if isinstance(shape, torch.Size) else None
 
@@ -50,7 +50,7 @@ class NflowsBase(Base):
 
 
 class ForeignBase(NflowsBase):
-    """A base density of the user's own, of torch, or derived from one of nflows that it changes."""
+    """A base density of the user, of torch, or of a subclass that changes one of nflows."""
 
     @property
     def smoothness(self) -> Smoothness:
@@ -61,22 +61,22 @@ class ForeignBase(NflowsBase):
 
 
 class ChangedBase(ForeignBase):
-    """A class derived from one of nflows that overrides some of it: its shape may be another than its parent's."""
+    """A subclass that overrides methods of a distribution of nflows: its shape may differ from that of its parent."""
 
     def known_shapes(self, module: Any) -> Shapes | None:
         return None
 
 
 class NormalBase(NflowsBase):
-    """A Gaussian of nflows. Its samples are drawn here: nflows has them in float32, and DiagonalNormal has none."""
+    """A Gaussian of nflows. It samples itself: nflows samples in float32, and its DiagonalNormal cannot sample."""
 
     @property
     def smoothness(self) -> Smoothness:
-        return Smoothness.SMOOTH  # a network that encodes the context is no function of x
+        return Smoothness.SMOOTH  # the network of the context is no function of x
 
     @property
     def closed(self) -> bool:
-        return changes_the_map(self.module, type(self.module)) is None  # somebody may have patched the object
+        return changes_the_map(self.module, type(self.module)) is None  # the object may be patched
 
     def expand(self, latents: tuple[Tensor, ...], context: Tensor | None) -> BaseExpansion:
         return gaussian_expansion(latents[0], *self.mean_std(context), lambda: -self.log_prob(latents, context))
@@ -102,7 +102,7 @@ class NormalBase(NflowsBase):
 
 
 class MixtureBase(NflowsBase):
-    """MADEMoG, an autoregressive mixture of Gaussians. nflows draws from it in float32 and with a context alone."""
+    """MADEMoG, an autoregressive mixture of Gaussians. nflows samples it only in float32 and with a context."""
 
     def known_shapes(self, module: Any) -> Shapes | None:
         return ((module._made.features,),)

@@ -2,8 +2,8 @@
 
 They work inside a plain nflows ``Flow`` too, without wrapping it.
 
-The arithmetic is the core's (:mod:`ebflow_plugin.layers`); here it gets nflows' shape: ``forward`` is the density
-direction, and every method returns ``(value, log-det)``.
+The arithmetic is in the core (:mod:`ebflow_plugin.layers`); here it gets the interface of nflows: ``forward`` is the
+density direction, and every method returns ``(value, log-det)``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["FullConv2d", "FullLinear", "SinhArcsinh", "SmoothLeakyReLU"]
 
 
 def _transform_class() -> Any:
-    """The Transform that the user's flows are made of: nflows' own, or that of a fork if it stands alone."""
+    """The Transform class of nflows, or of an installed fork if nflows is not installed."""
     for package in ("nflows", "glasflow", "enflows", "flowcon"):
         if find_spec(package) is not None:
             name = "glasflow.nflows" if package == "glasflow" else package
@@ -43,18 +43,18 @@ class _Linear(Transform):
     log_det: Any
 
     def forward(self, inputs: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Moves towards noise. Pays for the log-det, which the wrapper's energy does not ask for."""
+        """Maps towards noise. Computes the log-det too, which the wrapper's energy skips."""
         log_det = self.log_det(tuple(inputs.shape[1:]))
         return self.transform(inputs), log_det.expand(inputs.shape[0])
 
     def inverse(self, inputs: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Moves towards data."""
+        """Maps towards data."""
         outputs = self.invert(inputs)
         return outputs, -self.log_det(tuple(outputs.shape[1:])).expand(inputs.shape[0])
 
 
 class Inverted(Transform):
-    """A transform run backwards, for full layers inside of an InverseTransform (nflows' own is of one package)."""
+    """The inverse of a transform, for full layers in place of an InverseTransform (which each fork has its own of)."""
 
     def __init__(self, transform: Any) -> None:
         super().__init__()
@@ -107,11 +107,11 @@ class _Elementwise(Transform):
     log_det: Any
 
     def forward(self, inputs: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Moves towards noise."""
+        """Maps towards noise."""
         return self.transform(inputs), self.log_det(inputs)
 
     def inverse(self, inputs: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Moves towards data."""
+        """Maps towards data."""
         outputs = self.invert(inputs)
         return outputs, -self.log_det(outputs)
 
@@ -130,7 +130,7 @@ class SmoothLeakyReLU(layers.SmoothLeakyReLU, _Elementwise):
 
 
 class SinhArcsinh(layers.SinhArcsinh, _Elementwise):
-    """A learnable elementwise map that bends both tails, as an nflows Transform.
+    """A learnable elementwise sinh-arcsinh map, for tails and skewness, as an nflows Transform.
 
     Its arguments are those of :class:`ebflow_plugin.layers.SinhArcsinh`.
 

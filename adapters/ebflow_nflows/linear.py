@@ -1,4 +1,4 @@
-"""The linear classes of nflows: where each keeps its numbers, in its own forward direction."""
+"""The linear classes of nflows: where each stores its parameters, in its own forward direction."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PointwiseAffineStep(ElementwiseAffineStep):
 
 
 class BatchNormStep(ElementwiseAffineStep):
-    """BatchNorm, which is an affine map in eval mode alone."""
+    """BatchNorm, which is an affine map only in eval mode."""
 
     reason = "affine per feature in eval mode"
 
@@ -61,7 +61,7 @@ class ActNormStep(InitialisedAffineStep):
         return flag
 
     def start(self, x: Tensor) -> None:
-        if not self.inverted:  # nflows initialises it in the forward direction alone
+        if not self.inverted:  # nflows initialises it only in the forward direction
             self.module._initialize(x)
 
     def apply(self, x: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ class NflowsSqueezeStep(SqueezeStep):
 
     @property
     def factor(self) -> int:  # type: ignore[override]
-        """How many pixels along an edge become channels."""
+        """The side of the squares of pixels that become channels."""
         factor: int = self.module.factor
         return factor
 
@@ -114,7 +114,7 @@ class OneByOneConvolutionStep(PackedLUStep):
 
 
 class FactorsStep(MixingStep):
-    """A matrix that nflows holds as factors, some of them products of reflections."""
+    """A matrix that nflows stores as factors, some of them products of reflections."""
 
     @property
     def features(self) -> int:
@@ -196,7 +196,7 @@ class SVDLinearStep(FactorsStep):
 
 
 class SplitStep(OrthogonalStep):
-    """One split of a MultiscaleCompositeTransform: the first half is finished, the second goes on."""
+    """One split of a MultiscaleCompositeTransform: the first half is done, the second is transformed further."""
 
     gives = 2
     reason = "splits off latents"
@@ -245,7 +245,7 @@ class CollectStep(OrthogonalStep):
 
 
 def reflect(x: Tensor, vectors: Tensor) -> Tensor:
-    """Applies Householder reflections one after another: x - 2 (x·q) q / (q·q) for each q of ``(K, D)`` vectors."""
+    """Applies a sequence of Householder reflections: x - 2 (x·q) q / (q·q) for each q of ``(K, D)`` vectors."""
     scaled = vectors * (2.0 / (vectors**2).sum(-1, keepdim=True))
     for vector, scaled_vector in zip(vectors.unbind(), scaled.unbind(), strict=True):
         x = x - (x @ vector)[..., None] * scaled_vector

@@ -1,7 +1,7 @@
-"""The nonlinear classes of nflows: how each acts, what its log-det is, and what it does to the score.
+"""The nonlinear classes of nflows: their maps, log-dets and smoothness.
 
-The classes are known by name and by the package that they come from, not by identity: users hold them under ``nflows``,
-``glasflow.nflows``, ``enflows`` and ``flowcon``. Numbers are read from attributes that all of these have in common.
+Classes are matched by name and package, not by identity: they exist in ``nflows``, ``glasflow.nflows``, ``enflows`` and
+``flowcon``. Parameters are read from attributes that all of these have in common.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from ebflow_plugin.adapting import (
 
 
 class NflowsStep(NonlinearStep):
-    """A transform that does its own work, as nflows calls it: ``transform(x, context)``."""
+    """A transform that is called as in nflows: ``transform(x, context)``."""
 
     def call_forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
         result: tuple[Tensor, Tensor] = self.module(x, context)
@@ -58,7 +58,7 @@ class NflowsStep(NonlinearStep):
 
 
 class UnknownStep(OpaqueStep, NflowsStep):
-    """A transform whose class nobody registered."""
+    """A transform of unknown class."""
 
 
 class NetworkStep(ConditionedStep, NflowsStep):
@@ -70,7 +70,7 @@ class NetworkStep(ConditionedStep, NflowsStep):
         if scale is not None and scale is getattr(type(self.module), "GENERAL_SCALE_ACTIVATION", None):
             return Smoothness.KINKED  # nflows clamps it
         if getattr(self.module, "unconditional_transform", None) is not None:
-            return Smoothness.KINKED  # as nflows has it, a spline of the features that are passed on
+            return Smoothness.KINKED  # in nflows, a spline of the identity features
         return super().smoothness
 
 
@@ -111,7 +111,7 @@ class LinearSplineStep(RationalSplineStep):
 
 
 class TailedSplineStep(RationalSplineStep):
-    """A quadratic or cubic spline: with linear tails its log-det jumps where they begin."""
+    """A quadratic or cubic spline: with linear tails, its log-det jumps where they begin."""
 
     @property
     def smoothness(self) -> Smoothness:
@@ -119,7 +119,7 @@ class TailedSplineStep(RationalSplineStep):
 
 
 class IntegratedStep(NflowsStep):
-    """A UMNN transform: its own backward drops terms of the second derivative, without an error."""
+    """A UMNN transform: its custom backward silently drops terms of the second derivative."""
 
     reason = "UMNN: score is right, second derivatives are not; train it with ML, SML or FDSSM"
 
@@ -133,7 +133,7 @@ class TanhStep(BoundedStep):
 
     def forward_curve(self, x: Tensor, context: Tensor | None) -> Curve:
         y = torch.tanh(x)
-        # log(1 - tanh²) in a form that does not run into log(0) for large x, where nflows gives -inf
+        # log(1 - tanh²) in a form that is finite for large x, where nflows returns -inf
         return Curve(y, lambda: 2.0 * (log(2.0) - x + F.logsigmoid(2.0 * x)), lambda: tanh_slopes(y))
 
     def inverse_curve(self, y: Tensor, context: Tensor | None) -> Curve:
@@ -152,7 +152,7 @@ class LogTanhStep(ElementwiseStep):
     def forward_curve(self, x: Tensor, context: Tensor | None) -> Curve:
         t = self.module
         middle = x.abs() <= t.cut_point
-        # Where a piece is not taken its argument is moved into its domain: torch.where passes NaN gradients on.
+        # Arguments outside the domain of a piece are replaced, since torch.where would pass on their NaN gradients.
         inner = torch.tanh(torch.where(middle, x, torch.zeros_like(x)))
         outer = torch.where(middle, torch.full_like(x, float(t.cut_point)), x.abs())
         sign = torch.sign(x)
@@ -185,7 +185,7 @@ class LogTanhStep(ElementwiseStep):
 
 
 class LeakyReLUStep(ElementwiseStep):
-    """x for x > 0, slope · x below. nflows puts its log-det on the CPU, in float32."""
+    """x for x > 0, slope · x below. nflows computes its log-det on the CPU, in float32."""
 
     reason = "elementwise, in two pieces"
 
@@ -209,13 +209,13 @@ class LeakyReLUStep(ElementwiseStep):
 
 
 class ScaledSigmoidStep(SigmoidStep):
-    """y = sigmoid(T x); the inverse is a logit that clamps its input to [eps, 1 - eps], as nflows does.
+    """y = sigmoid(T x); the inverse is a logit that clamps its input to [eps, 1 - eps], as in nflows.
 
-    nflows looks for input outside of [0, 1] by waiting for the device; here such input gives NaN.
+    nflows checks for input outside [0, 1], which synchronises with the device; here such input becomes NaN.
     """
 
     def temperature(self, x: Tensor) -> Tensor:
-        """T on the device of x: nflows 0.14 keeps it as a plain CPU tensor."""
+        """T on the device of x: in nflows 0.14 it is a plain CPU tensor."""
         result: Tensor = self.module.temperature.to(x)
         return result
 
@@ -264,7 +264,7 @@ class ExpStep(NflowsStep):
 
 
 class GatedLinearUnitStep(ElementwiseStep):
-    """y = x · sigmoid(context). nflows sums its log-det over the context's entries: right for one feature alone."""
+    """y = x · sigmoid(context). nflows sums its log-det over the context's entries, which is right for one feature."""
 
     reason = DEPENDS_ON_CONTEXT
 
@@ -285,7 +285,7 @@ class GatedLinearUnitStep(ElementwiseStep):
 
 
 def tanh_slopes(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The slopes of tanh, as :class:`Curve` has them, where its value is y."""
+    """The slopes of tanh, as in :class:`Curve`, where its value is y."""
     slope = 1.0 - y**2
     return slope, -2.0 * y, -2.0 * slope
 
@@ -300,6 +300,6 @@ def atanh_slopes(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def pieces(
     inside: Tensor, inner: tuple[Tensor, Tensor, Tensor], outer: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Takes the slopes of a curve from one of two pieces."""
+    """The slopes of a curve of two pieces."""
     slope, first, second = (torch.where(inside, one, two) for one, two in zip(inner, outer, strict=True))
     return slope, first, second

@@ -1,7 +1,7 @@
 """The normflows adapter of ebflow_plugin, and the layers that normflows lacks.
 
 ``from ebflow_normflows import FullLinear, FullConv2d, SinhArcsinh, SmoothLeakyReLU``: these are normflows Flows.
-normflows itself is imported with the first of them, so that a model of another library can be wrapped without it.
+normflows itself is imported on their first use, so that models of other libraries can be wrapped without it.
 """
 
 from __future__ import annotations

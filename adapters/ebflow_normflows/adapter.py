@@ -1,4 +1,4 @@
-"""The adapter for normflows: which class acts how, and how a model is walked. Imports no flow library.
+"""The adapter for normflows: the rules of its classes, and the walk of a model. Imports no flow library.
 
 normflows calls the direction from noise to data ``forward``. The density direction is ``inverse``, through the flows in
 reverse order.
@@ -45,7 +45,7 @@ from ebflow_plugin.adapting import (
 )
 from ebflow_plugin.errors import InputError, NotAFlowError, UnsupportedStepError
 
-# Networks, and steps that are as smooth as the networks that they hold: all keep activations as modules or attributes.
+# Networks, and steps that are as smooth as their networks: all hold their activations as modules or attributes.
 see_into(
     steps.PACKAGES,
     *("MLP", "ConvNet2d", "LipschitzMLP", "LipschitzCNN", "InducedNormLinear", "InducedNormConv2d", "Swish", "MADE"),
@@ -71,7 +71,7 @@ follow_class("normflows", "ResidualBlock", follow_residual_block)
 
 
 def backwards(step: type[Step]) -> Container:
-    """The rule of a class whose *inverse* is what the step describes."""
+    """The rule of a class for which the step describes the *inverse*."""
     return Container(lambda module: [Child("", module, inverted=True, step=step)])
 
 
@@ -101,7 +101,7 @@ def lu_permute(module: Any) -> Iterator[Child]:
 
 
 def wrapped_spline(module: Any) -> Iterator[Child]:
-    """What the public spline classes hold, which runs the other way round."""
+    """The member of the public spline classes, which they invert."""
     name = "prqct" if hasattr(module, "prqct") else "mprqat"
     yield Child(name, getattr(module, name), inverted=True)
 
@@ -175,7 +175,7 @@ RULES: dict[str, Rule] = {
     "HamiltonianMonteCarlo": steps.StochasticStep,
 }
 
-BACKWARDS = ("Invertible1x1Conv", "InvertibleAffine")  # their steps describe their inverse
+BACKWARDS = ("Invertible1x1Conv", "InvertibleAffine")  # classes whose steps describe the inverse
 
 # The models, a subclass before its parent.
 MODELS = ("ConditionalNormalizingFlow", "NormalizingFlow", "ClassCondFlow", "MultiscaleFlow", "NormalizingFlowVAE")
@@ -227,11 +227,11 @@ class NormflowsAdapter(Adapter):
         plan = Plan(steps=walked, base=base, adapter=self.name)
         if base.takes_context or any(isinstance(step, steps.ClassAffineStep) for step in walked):
             return plan
-        # A MultiscaleFlow without classes demands a y of its users, and makes no use of it.
+        # A MultiscaleFlow without classes requires an argument y, and does not use it.
         return replace(plan, embedding=no_context if kind == "NormalizingFlow" else ignored_context)
 
     def own_log_prob(self, flow: Any, x: Tensor, context: Tensor | None) -> Tensor:
-        """The library's own ``log_prob``, of a copy of x: ``Shift`` writes into what it is given."""
+        """The library's own ``log_prob``, of a copy of x: ``Shift`` writes into its input."""
         self.release(flow)
         x, kind = x.clone(), kind_of(flow)
         if kind == "ConditionalNormalizingFlow":
@@ -288,8 +288,8 @@ class NormflowsAdapter(Adapter):
         try:
             result = flow.log_prob(x.clone(), context)
         except RuntimeError:
-            # It adds in place to the log-det of its first flow, which an ActNorm returns as a scalar. What else may be
-            # wrong raises here again.
+            # It adds in place to the log-det of its first flow, which fails for the scalar of an ActNorm. Any other
+            # error is raised again here.
             latents, result = flow.inverse_and_log_det(x)
             for base, z in zip(flow.q0, latents, strict=True):
                 result = result + (base.log_prob(z, context) if flow.class_cond else base.log_prob(z))
@@ -306,17 +306,17 @@ class NormflowsAdapter(Adapter):
 
 
 def kind_of(model: object) -> str | None:
-    """Which model of normflows an object is, or is derived from."""
+    """The name of the normflows model class of an object, or None."""
     return next((name for name in MODELS if is_a(model, (name,), steps.PACKAGES)), None)
 
 
 def known_class(module: object) -> str | None:
-    """The class of normflows that a module is, if it acts as that class does."""
+    """The name of a module's normflows class, if it acts as that class does."""
     return resolve(module, lambda cls: cls.__name__ if ours(cls) else None)[0]
 
 
 def no_context(context: Tensor | None) -> None:
-    """Refuses a context that nothing would look at."""
+    """Raises if there is a context, which would not be used."""
     if context is not None:
         raise InputError(
             "a NormalizingFlow takes no context: use ConditionalNormalizingFlow, or ClassCondFlow for class labels"

@@ -25,7 +25,7 @@ from ebflow_plugin.adapting import (
 )
 from ebflow_plugin.errors import InputError
 
-# The networks of these see the context, or a constant, and not x.
+# The networks of these are functions of the context, or of a constant, and not of x.
 BASES: dict[str, Smoothness] = {
     **dict.fromkeys(("DiagGaussian", "ConditionalDiagGaussian", "ClassCondDiagGaussian"), Smoothness.SMOOTH),
     **dict.fromkeys(("GlowBase", "AffineGaussian", "GaussianMixture", "GaussianPCA"), Smoothness.SMOOTH),
@@ -38,12 +38,12 @@ def _ours(cls: type) -> bool:
 
 
 class NormflowsBase(Base):
-    """A base distribution that does its own work.
+    """A base distribution with its own ``log_prob`` and ``forward``.
 
     Arguments:
         module: The distribution.
-        path: Where it stands in the model.
-        conditional: Whether the model hands it a context. One that cannot do without gets it from any model.
+        path: Its path in the model.
+        conditional: Whether the model passes it a context. A distribution that needs a context gets it from any model.
     """
 
     def __init__(self, module: Any, path: str, conditional: bool) -> None:
@@ -66,13 +66,13 @@ class NormflowsBase(Base):
     def log_prob(self, latents: tuple[Tensor, ...], context: Tensor | None) -> Tensor:
         (z,) = latents
         if context is None and self.needs_context:
-            raise InputError(f"{self.where} is conditional: pass the context (class labels, for one) of the samples")
+            raise InputError(f"{self.where} is conditional: pass the context (class labels, say) of the samples")
         return per_sample(self.module.log_prob(z, **self._given(self._names[0], context, z)), z)
 
     @property
     def closed(self) -> bool:
         kind, _ = resolve(self.module, lambda cls: cls.__name__ if _ours(cls) and cls.__name__ in BASES else None)
-        return kind == "DiagGaussian"  # asked each time: somebody may have patched the object
+        return kind == "DiagGaussian"  # resolved on each call, since the object may be patched
 
     def expand(self, latents: tuple[Tensor, ...], context: Tensor | None) -> BaseExpansion:
         temperature = 1.0 if self.module.temperature is None else self.module.temperature
@@ -92,7 +92,7 @@ class NormflowsBase(Base):
         return gaussian_mean(self.module)
 
     def sample_at(self, temperature: float, n: int, context: Tensor | None, like: Tensor) -> tuple[Tensor, ...]:
-        """Those of normflows scale themselves. What other threads may be using stays as it is."""
+        """Uses the temperature of normflows' own distributions, in a copy, since other threads may use the original."""
         if not hasattr(self.module, "temperature"):
             return super().sample_at(temperature, n, context, like)
         scaled = copy.copy(self)
@@ -102,7 +102,7 @@ class NormflowsBase(Base):
         return scaled.sample(n, context, like)
 
     def _given(self, name: str | None, context: Tensor | None, like: Tensor) -> dict[str, Tensor]:
-        """The context as normflows takes it: labels as integers, or one-hot in the dtype of the model."""
+        """The context in the form of normflows: labels as integers, or one-hot in the dtype of the model."""
         if context is None or name is None or not self.takes_context:
             return {}
         if self.classes is not None:
@@ -113,7 +113,7 @@ class NormflowsBase(Base):
 class LevelsBase(Base):
     """The base distributions of a MultiscaleFlow, one for each level.
 
-    A plan leaves the latents of the last level first, since they are the first to be finished.
+    In a plan, the latents of the last level come first, since they are the first to be done.
     """
 
     def __init__(self, module: Sequence[Any], path: str, conditional: bool) -> None:
@@ -162,7 +162,7 @@ class LevelsBase(Base):
         return tuple(part.sample_at(temperature, n, context, like)[0] for part in self.parts)
 
     def _one_class_each(self, n: int, context: Tensor | None, like: Tensor) -> Tensor | None:
-        """The context, or a class for each sample where there are classes: normflows draws others for each level."""
+        """The context, or a random class for each sample, shared by all levels: normflows would draw one per level."""
         classes = next((part.classes for part in self.parts if part.classes is not None), None)
         if context is None and classes is not None:
             context = torch.randint(classes, (n,), device=like.device)
@@ -180,7 +180,7 @@ def _shapes(module: Any) -> Shapes | None:
 
 
 def _context_name(function: Callable[..., Any] | None) -> str | None:
-    """How a function calls what it is conditioned on: its second parameter, ``context`` or ``y`` in normflows."""
+    """The name of a function's context parameter: its second one, ``context`` or ``y`` in normflows."""
     if function is None:
         return None
     parameters = list(signature(function).parameters.values())

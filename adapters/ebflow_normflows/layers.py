@@ -2,8 +2,8 @@
 
 They work inside a plain ``NormalizingFlow`` too, without wrapping it.
 
-The arithmetic is the core's (:mod:`ebflow_plugin.layers`); here it gets normflows' shape: ``inverse`` is the density
-direction, ``forward`` samples, and both give ``(value, log-det)``.
+The arithmetic is in the core (:mod:`ebflow_plugin.layers`); here it gets the interface of normflows: ``inverse`` is the
+density direction, ``forward`` samples, and both return ``(value, log-det)``.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class _Linear(Flow):
     log_det: Any
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Moves towards data."""
+        """Maps towards data."""
         x = self.invert(z)
         return x, -self.log_det(tuple(x.shape[1:])).expand(z.shape[0])
 
     def inverse(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Moves towards noise. Pays for the log-det, which the wrapper's energy does not ask for."""
+        """Maps towards noise. Computes the log-det too, which the wrapper's energy skips."""
         return self.transform(z), self.log_det(tuple(z.shape[1:])).expand(z.shape[0])
 
 
@@ -77,12 +77,12 @@ class _Elementwise(Flow):
     log_det: Any
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Moves towards data."""
+        """Maps towards data."""
         x = self.invert(z)
         return x, -self.log_det(x)
 
     def inverse(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Moves towards noise."""
+        """Maps towards noise."""
         return self.transform(z), self.log_det(z)
 
 
@@ -101,7 +101,7 @@ class SmoothLeakyReLU(layers.SmoothLeakyReLU, _Elementwise):
 
 
 class SinhArcsinh(layers.SinhArcsinh, _Elementwise):
-    """A learnable elementwise map that bends both tails, as a normflows Flow.
+    """A learnable elementwise sinh-arcsinh map, for tails and skewness, as a normflows Flow.
 
     Its arguments are those of :class:`ebflow_plugin.layers.SinhArcsinh`.
 

@@ -1,7 +1,7 @@
-"""The linear classes of normflows: where each keeps its numbers.
+"""The linear classes of normflows: where each stores its parameters.
 
-Each step says what the module's own ``forward`` does, unless its docstring names the other direction: a 1 × 1
-convolution holds the matrix of its *inverse*. :func:`ebflow_normflows.adapter.backwards` turns those round.
+Each step describes the module's own ``forward``, unless its docstring names the inverse: a 1 × 1 convolution stores the
+matrix of its *inverse*. :func:`ebflow_normflows.adapter.backwards` inverts those.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class AffineConstStep(ElementwiseAffineStep):
 
 
 class ActNormStep(InitialisedAffineStep, AffineConstStep):
-    """ActNorm: an AffineConstFlow that starts from the first batch, in training and in eval mode.
+    """ActNorm: an AffineConstFlow that is initialised from the first batch, in training and in eval mode.
 
-    normflows also initialises it from the *noise* that ``sample()`` draws. Here only data does.
+    normflows initialises it even from the *noise* that ``sample()`` draws. Here only data initialise it.
     """
 
     def flag(self) -> Tensor:
@@ -74,14 +74,14 @@ class ActNormStep(InitialisedAffineStep, AffineConstStep):
                 f"events {tuple(x.shape[1:])}: build it with the event shape, 1 where positions share a scale"
             )
         log_scale, shift = (log_std, mean) if self.inverted else (-log_std, -mean * torch.exp(-log_std))
-        # In place: normflows puts new tensors here, the flag on the CPU and in float32 whatever the model is in.
+        # In place: normflows would assign new tensors, with the flag on the CPU in float32 for any model.
         module.s.copy_(log_scale)
         module.t.copy_(shift)
         module.data_dep_init_done.fill_(1.0)
 
 
 class ShiftStep(IsometryStep):
-    """transforms.Shift, which writes into the batch that it is given."""
+    """transforms.Shift, whose own methods write into their input."""
 
     closed_form = "both"
     reason = "translation"
@@ -111,7 +111,7 @@ class ShuffleStep(PermutationStep):
 
 
 class SwapStep(OrthogonalStep):
-    """Permute with mode ``swap``: the lower half of the channels goes after the upper one."""
+    """Permute with mode ``swap``: the lower half of the channels moves after the upper one."""
 
     reason = "permutation"
 
@@ -122,7 +122,7 @@ class SwapStep(OrthogonalStep):
         return self._roll(y, self.module.num_channels // 2)
 
     def _roll(self, x: Tensor, places: int) -> Tensor:
-        if x.shape[1] != self.module.num_channels:  # normflows drops or doubles some of them then
+        if x.shape[1] != self.module.num_channels:  # normflows would drop or repeat channels
             raise InputError(f"{self.where} swaps {self.module.num_channels} channels, got {tuple(x.shape)}")
         return torch.roll(x, places, dims=1)
 
@@ -134,8 +134,8 @@ class ConvolutionStep(MatrixStep):
     images = True
 
     def weight(self) -> Tensor:
-        kept: Tensor = self.module.W
-        return kept
+        weight: Tensor = self.module.W
+        return weight
 
 
 class LUConvolutionStep(TriangularStep):
@@ -167,8 +167,8 @@ class VectorStep(MatrixStep):
     transposed = True
 
     def weight(self) -> Tensor:
-        kept: Tensor = self.module.W
-        return kept
+        weight: Tensor = self.module.W
+        return weight
 
 
 class LUVectorStep(LUConvolutionStep):
@@ -230,20 +230,20 @@ class SplitStep(OrthogonalStep):
 
 
 class LevelStep(SplitStep):
-    """The inverse of a merge of a MultiscaleFlow: the second half is finished, the first goes on.
+    """The inverse of a merge of a MultiscaleFlow: the second half is done, the first is transformed further.
 
-    The half that goes on is given last, since a plan goes on with the last tensor of its stack.
+    The latter comes last, since a plan continues with the last tensor of its stack.
     """
 
     reason = "splits off latents"
 
     def apply(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        on, finished = super().apply(x)
-        return finished, on
+        rest, done = super().apply(x)
+        return done, rest
 
     def invert(self, y: tuple[Tensor, Tensor]) -> Tensor:
-        finished, on = y
-        return super().invert((on, finished))
+        done, rest = y
+        return super().invert((rest, done))
 
     def forward_shapes(self, shapes: Shapes) -> Shapes:
         return super().forward_shapes(shapes)[::-1]
@@ -253,7 +253,7 @@ class LevelStep(SplitStep):
 
 
 def halves(x: Tensor, mode: str) -> tuple[Tensor, Tensor]:
-    """Splits a batch as ``normflows.flows.Split(mode)`` does, without leaving its device.
+    """Splits a batch as ``normflows.flows.Split(mode)`` does, on its device.
 
     Example:
         >>> halves(torch.arange(4).reshape(1, 4), "checkerboard")
@@ -268,7 +268,7 @@ def halves(x: Tensor, mode: str) -> tuple[Tensor, Tensor]:
 
 
 def joined(first: Tensor, second: Tensor, mode: str) -> Tensor:
-    """Undoes :func:`halves`.
+    """The inverse of :func:`halves`.
 
     Example:
         >>> joined(*halves(torch.arange(4).reshape(1, 4), "channel_inv"), "channel_inv")
@@ -287,7 +287,7 @@ def _flipped(mode: str) -> bool:
 
 
 def _light(half: Tensor, mode: str) -> Tensor:
-    """In which rows the first colour of a checkerboard has the odd columns: where the other indices sum to even."""
+    """The rows in which the first colour of a checkerboard has the odd columns: the other indices have an even sum."""
     parity = torch.zeros((), dtype=torch.long, device=half.device)
     for size in half.shape[1:-1]:
         parity = parity[..., None] + torch.arange(size, device=half.device)

@@ -1,6 +1,6 @@
-"""The nonlinear classes of normflows, and those that can be part of no energy.
+"""The nonlinear classes of normflows, and those that cannot be part of an energy.
 
-Each step says what the module's own ``forward`` does; the walk knows that the density direction is ``inverse``.
+Each step describes the module's own ``forward``; the walk knows that the density direction is ``inverse``.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ def ours(cls: type) -> bool:
 
 
 class NormflowsStep(NonlinearStep):
-    """A flow that does its own work, as normflows calls it: ``flow(z)`` and ``flow.inverse(z)``, on lists for pairs.
+    """A flow that is called as in normflows: ``flow(z)`` and ``flow.inverse(z)``, on lists for pairs.
 
     Attributes:
-        conditional: Whether the model hands its context to its flows. Only a ConditionalNormalizingFlow does, and then
-            it raises where a flow's methods do not take one; here those go without.
+        conditional: Whether the model passes its context to its flows. Only a ConditionalNormalizingFlow does. It
+            raises if a flow's methods do not take a context; here those are called without one.
     """
 
     conditional = True
@@ -89,7 +89,7 @@ class NormflowsStep(NonlinearStep):
 
 
 class UnknownStep(OpaqueStep, NormflowsStep):
-    """A flow whose class nobody registered."""
+    """A flow of unknown class."""
 
     def __init__(self, module: Any, path: str, inverted: bool = False) -> None:
         if is_a(module, ("AffineCoupling", "Merge"), PACKAGES):
@@ -100,7 +100,7 @@ class UnknownStep(OpaqueStep, NormflowsStep):
 
 
 class UnknownLevelStep(UnknownStep):
-    """A merge of a MultiscaleFlow that is no plain Merge: forward takes what goes on and what was finished."""
+    """A merge of a MultiscaleFlow that is no plain Merge. Its forward takes the finished latents second."""
 
     def __init__(self, module: Any, path: str, inverted: bool = False) -> None:
         self.takes = 2
@@ -119,7 +119,7 @@ class NetworkStep(ConditionedStep, NormflowsStep):
 
     @property
     def smoothness(self) -> Smoothness:
-        # min(exp(x), 1), as an output function of nets.MLP: its kink is in its code alone
+        # min(exp(x), 1), an output function of nets.MLP, whose kink is visible only in its code
         if any(type(part).__name__ == "ClampExp" and ours(type(part)) for part in self.module.modules()):
             return Smoothness.KINKED
         return super().smoothness
@@ -172,7 +172,7 @@ class CouplingStep(FollowedStep, NetworkStep):
 def whole_coupling(mode: str) -> type[CouplingStep]:
     """The step of an AffineCoupling together with the split before and the merge after it, of the same mode.
 
-    One step, and one row of the report, since these two only move features.
+    They are one step, and one row of the report, since split and merge only reorder features.
     """
 
     class WholeCouplingStep(CouplingStep):
@@ -192,7 +192,7 @@ class RationalSplineStep(SplineStep, NormflowsStep):
 
 
 class PeriodicStep(NormflowsStep):
-    """PeriodicWrap and PeriodicShift: translations in pieces, so that the density jumps where the pieces meet."""
+    """PeriodicWrap and PeriodicShift: piecewise translations, so the density jumps where the pieces meet."""
 
     reason = "wraps around: Jacobian 1 almost everywhere, but not affine in x"
 
@@ -202,7 +202,7 @@ class PeriodicStep(NormflowsStep):
 
 
 class PlanarStep(NormflowsStep):
-    """Planar, which has an inverse with a leaky ReLU alone."""
+    """Planar, which has an inverse only with a leaky ReLU."""
 
     def refusal(self) -> str | None:
         return ONE_WAY if self.inverted and self.module.act != "leaky_relu" else super().refusal()
@@ -213,7 +213,7 @@ class PlanarStep(NormflowsStep):
 
 
 class RadialStep(NormflowsStep):
-    """Radial. Its score jumps at one point, its centre, which matters to integration by parts in one dimension."""
+    """Radial. Its score jumps at one point, its centre, which biases integration by parts only in one dimension."""
 
     @property
     def smoothness(self) -> Smoothness:
@@ -234,7 +234,7 @@ class LogitStep(SigmoidStep):
 
 
 class ClassAffineStep(NormflowsStep):
-    """CCAffineConst: scale and shift of each class. No model of normflows hands it the classes that it needs."""
+    """CCAffineConst: a scale and shift for each class. No model of normflows passes it the classes that it needs."""
 
     reason = DEPENDS_ON_CONTEXT
 
@@ -256,7 +256,7 @@ class ClassAffineStep(NormflowsStep):
 
 
 class ResidualStep(NormflowsStep):
-    """Residual: its log-det is exact in the plane and as a series of exact traces, otherwise a random estimate."""
+    """Residual: its log-det is exact in two dimensions and with exact traces, otherwise a random estimate."""
 
     reason = "residual block, log-det depends on x"
 
@@ -274,7 +274,7 @@ class ResidualStep(NormflowsStep):
         return self._estimated(self._planar) or super().refusal()
 
     def _estimated(self, planar: bool | None) -> str | None:
-        """Says why the log-det is an estimate for inputs of this kind, or returns None. Unknown inputs may be exact."""
+        """Returns why the log-det is an estimate, or None if it is exact, or may be exact for an unknown dimension."""
         block = self.module.iresblock
         if (block.brute_force or not block.training) and planar is not False:
             return None
@@ -298,10 +298,10 @@ class ResidualStep(NormflowsStep):
         why = self._estimated(x.dim() == 2 and x.shape[1] == 2)
         if why is not None:
             raise UnsupportedStepError(f"{self.where}: {why}")
-        if torch.is_inference_mode_enabled():  # its log-det is made of derivatives
+        if torch.is_inference_mode_enabled():  # its log-det needs derivatives
             with torch.inference_mode(False), torch.no_grad():
                 return super().encode(x.clone(), context)
-        return super().encode(x.view_as(x), context)  # normflows lets what it is given require a gradient
+        return super().encode(x.view_as(x), context)  # a view, since normflows calls requires_grad_() on its input
 
     def decode(self, z: Tensor, context: Tensor | None) -> Tensor:
         net = self.module.iresblock.nnet
@@ -311,7 +311,7 @@ class ResidualStep(NormflowsStep):
         return self._fixed_point(net, z)
 
     def _fixed_point(self, net: nn.Module, y: Tensor) -> Tensor:
-        """Solves x + net(x) = y. normflows stops where a step is below 3e-3; this goes on to the precision of y."""
+        """Solves x + net(x) = y to the precision of y. normflows stops when a step is below 3e-3."""
         x: Tensor = y
         change = torch.full_like(y, float("inf"))
         tolerance = 100 * torch.finfo(y.dtype).eps * (1 + y.abs())
@@ -329,7 +329,7 @@ class ResidualStep(NormflowsStep):
 
 
 class BatchNormStep(RefusedStep):
-    """BatchNorm, which takes the statistics of the present batch in eval mode too."""
+    """BatchNorm, which uses the statistics of the current batch even in eval mode."""
 
     reason = "couples the samples of a batch, in eval mode too; use ActNorm, or AffineConstFlow with the statistics"
 
@@ -341,7 +341,7 @@ class StochasticStep(RefusedStep):
 
 
 def has_inverse(module: object) -> bool:
-    """Whether a flow defines ``inverse``: that of the class Flow raises."""
+    """Whether a flow defines ``inverse``; that of the base class Flow raises."""
     if "inverse" in vars(module):
         return True
     owner = next((parent for parent in type(module).__mro__ if "inverse" in vars(parent)), None)
@@ -349,7 +349,7 @@ def has_inverse(module: object) -> bool:
 
 
 def _acts_on_plane(net: nn.Module) -> bool | None:
-    """Whether a network takes vectors of two entries, as its first layer tells; None if it does not tell."""
+    """Whether a network takes vectors of two entries, by its first layer; None if that does not show it."""
     for layer in net.modules():
         if hasattr(layer, "in_channels"):
             return False

@@ -1,7 +1,7 @@
 """The zuko adapter of ebflow_plugin, and the layers that zuko lacks.
 
 ``from ebflow_zuko import FullLinear, FullConv2d, SinhArcsinh, SmoothLeakyReLU``: these are zuko LazyTransforms.
-zuko itself is imported with the first of them, so that a model of another library can be wrapped without it.
+zuko itself is imported on their first use, so that models of other libraries can be wrapped without it.
 """
 
 from __future__ import annotations

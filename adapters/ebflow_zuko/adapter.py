@@ -1,7 +1,7 @@
-"""The adapter for zuko: which class acts how, and how a Flow is walked. Imports no flow library.
+"""The adapter for zuko: the rules of its classes, and the walk of a Flow. Imports no flow library.
 
-A lazy module of zuko has one job, to make a transform from a context; the walk goes by the classes of the modules, and
-through UnconditionalTransform by the class of what it makes.
+A lazy module of zuko builds a transform from a context. The walk goes by the classes of the lazy modules, and for an
+UnconditionalTransform by the class of the transform that it builds.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ebflow_zuko.base import base_of
 from ebflow_zuko.linear import made_name, maker_of
 from ebflow_zuko.transforms import PACKAGES, known_name
 
-see_into(("zuko", "sbi"))  # all of their networks keep activations as modules
+see_into(("zuko", "sbi"))  # all of their networks hold their activations as modules
 
 
 def weighted(layer: Any) -> Iterator[Operation]:
@@ -66,7 +66,7 @@ def member(name: str, inverted: bool = False) -> Container:
 
 
 def matrix(step: type[Step], dim: int = 2) -> Rule:
-    """The rule of a transform by one matrix, or one order; one for each sample is left to zuko."""
+    """The rule of a transform with one matrix or permutation; zuko handles those with one per sample."""
 
     def rule(module: Any) -> Rule | None:
         return step if all(tensor.dim() == dim for tensor in held(module)) else None
@@ -81,7 +81,7 @@ def held(module: Any) -> list[Tensor]:
     return [value for value in vars(module).values() if isinstance(value, Tensor)]
 
 
-# The transforms, by what their parameters are when no context decides about them.
+# The rules of transforms whose parameters do not depend on a context.
 TRANSFORMS: dict[str, Rule] = {
     "ComposedTransform": members("transforms"),
     "ComposeTransform": members("parts"),
@@ -131,11 +131,11 @@ COMPOSITIONS = ("ComposedTransform", "ComposeTransform", "DependentTransform", "
 
 
 def unconditional(module: Any) -> Rule | None:
-    """An UnconditionalTransform, by what it makes: a class of zuko, of torch, or one that a user registered."""
+    """An UnconditionalTransform, by the class that it builds: of zuko, of torch, or registered by a user."""
     maker, name = maker_of(module), made_name(module)
     if isinstance(maker, type) and (registered := REGISTERED.get(maker)) is not None:
         return registered
-    if name in COMPOSITIONS or _holds_a_transform(module):  # of transforms that are held as they are
+    if name in COMPOSITIONS or _holds_a_transform(module):  # their members are transforms, not lazy modules
         return Container(lambda module: [Child("", module())])
     return TRANSFORMS.get(name or "")
 
@@ -149,7 +149,7 @@ def elementwise(module: Any) -> Rule:
 
 
 def _holds_a_transform(module: Any) -> bool:
-    """Whether it makes nothing, but returns a transform that sbi put into it."""
+    """Whether it builds nothing, but returns a transform that sbi stored in it."""
     maker = getattr(module, "f", None)
     return type(maker).__name__ == "CallableTransform" and comes_from(type(maker), ("sbi",))
 
@@ -171,7 +171,7 @@ RULES: dict[str, Rule] = {
 
 
 class ZukoAdapter(Adapter):
-    """Walks the flows of zuko, and the estimators of sbi that are made of one and of a network for the context."""
+    """Walks the flows of zuko, and the estimators of sbi, which consist of a flow and a network for the context."""
 
     name = "zuko"
     flows = (
@@ -209,7 +209,7 @@ class ZukoAdapter(Adapter):
         return Plan(walked, base, adapter=self.name)
 
     def _parts(self, flow: Any, path: str, overrides: Mapping[str, str]) -> tuple[tuple[Step, ...], Base]:
-        """The steps of a flow and its base; where the base is a flow, its steps and its base are taken in."""
+        """The steps of a flow and its base; if the base is a flow, its steps are appended, and its base is used."""
         walked: list[Step] = []
         while is_a(flow, ("Flow",), PACKAGES):
             self.refuse_own_density(flow)
@@ -238,14 +238,14 @@ class ZukoAdapter(Adapter):
 
 
 class Embedding(nn.Module):
-    """What sbi does to a condition before the flow sees it: standardising, a network, and one row for each sample."""
+    """The embedding of a condition in sbi: standardisation, a network, and one row for each sample."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.network = network
 
     def forward(self, context: Tensor | None) -> Tensor:
-        """Takes conditions, with shape ``(B, *)``, to contexts of the flow, with shape ``(B, C)``."""
+        """Maps conditions, with shape ``(B, *)``, to contexts of the flow, with shape ``(B, C)``."""
         if context is None:
             raise InputError("this estimator is conditional: pass the observations as context")
         embedded: Tensor = self.network(context)
@@ -253,12 +253,12 @@ class Embedding(nn.Module):
 
 
 def is_estimator(model: object) -> bool:
-    """Whether an object is sbi's ZukoFlow: a flow, and beside it a network for the condition."""
+    """Whether an object is sbi's ZukoFlow: a flow, and a network for the condition."""
     return is_a(model, ("ZukoFlow",), ("sbi",))
 
 
 def dotted(*names: str) -> str:
-    """A path of these names, without the empty ones."""
+    """The dotted path of these names, without the empty ones."""
     return ".".join(name for name in names if name)
 
 

@@ -1,4 +1,4 @@
-"""The base distributions of zuko: lazy modules that make a ``torch.distributions`` object from a context."""
+"""The base distributions of zuko: lazy modules that build a ``torch.distributions`` object from a context."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SMOOTHNESS = {
 
 
 class ZukoBase(Made, Base):
-    """A lazy distribution, which makes one for each context. Entries that it takes as independent are summed over."""
+    """A lazy distribution, which builds one for each context. Log-probabilities of independent entries are summed."""
 
     def __init__(self, module: Any, path: str) -> None:
         super().__init__(module, path, _shapes(module))
@@ -97,7 +97,7 @@ def _log_prob(distribution: Any, z: Tensor) -> Tensor:
 
 
 def _shapes(module: Any) -> Shapes | None:
-    """The event shape, where no context is needed to know it."""
+    """The event shape, if it is known without a context."""
     if not ours(type(module)) or not (hasattr(module, "f") or hasattr(module, "meta") or hasattr(module, "phi")):
         return None
     distribution = module()

@@ -2,8 +2,8 @@
 
 They work inside a plain zuko ``Flow`` too, without wrapping it.
 
-The arithmetic is the core's (:mod:`ebflow_plugin.layers`); here it gets zuko's shape: ``forward`` returns a transform
-of ``torch.distributions``, whose forward is the density direction, and which ignores the context.
+The arithmetic is in the core (:mod:`ebflow_plugin.layers`); here it gets the interface of zuko: ``forward`` returns a
+transform of ``torch.distributions``, whose forward is the density direction, and which ignores the context.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class LinearMap(Transform):
 
     Arguments:
         layer: A layer with ``transform``, ``invert`` and ``log_det(event_shape)``.
-        event_dim: How many dimensions one event has.
+        event_dim: The number of dimensions of an event.
     """
 
     bijective = True
@@ -50,13 +50,13 @@ class LinearMap(Transform):
         return self._on_batch(self.layer.invert, y)
 
     def _on_batch(self, function: Any, x: Tensor) -> Tensor:
-        """Applies a function of one batch dimension, whatever dimensions stand before the event."""
+        """Applies a function of one batch dimension to any number of batch dimensions."""
         batch = x.shape[: -self.domain.event_dim]
         rows: Tensor = function(x.reshape(-1, *x.shape[len(batch) :]))
         return rows.reshape(*batch, *rows.shape[1:])
 
     def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
-        """Pays for the log-det, which the wrapper's energy does not ask for."""
+        """The log-det, which the wrapper's energy skips."""
         dim: int = self.domain.event_dim
         log_det: Tensor = self.layer.log_det(tuple(x.shape[-dim:]))
         return log_det.expand(x.shape[:-dim])
@@ -91,7 +91,7 @@ class ActivationMap(Transform):
         return self.layer.invert(y)
 
     def log_abs_det_jacobian(self, x: Tensor, y: Tensor) -> Tensor:
-        """Returns the log of the slope, for each element."""
+        """The log of the slope, for each element."""
         return self.layer.slope(x).log()
 
 
@@ -152,7 +152,7 @@ class SmoothLeakyReLU(layers.SmoothLeakyReLU, LazyTransform):
 
 
 class SinhArcsinh(layers.SinhArcsinh, LazyTransform):
-    """A learnable elementwise map that bends both tails, as a zuko LazyTransform.
+    """A learnable elementwise sinh-arcsinh map, for tails and skewness, as a zuko LazyTransform.
 
     Its arguments are those of :class:`ebflow_plugin.layers.SinhArcsinh`.
 

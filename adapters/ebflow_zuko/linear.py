@@ -1,7 +1,7 @@
-"""The linear classes of zuko: where each keeps its numbers, in its own forward direction.
+"""The linear classes of zuko: where each stores its parameters, in its own forward direction.
 
-Each step asks its lazy module once a call for the transform that acts, and reads the numbers off that. What is a vector
-is the last dimension, as zuko has it.
+Each step calls its lazy module once per call, and reads the parameters from the transform. Vectors are in the last
+dimension, as in zuko.
 """
 
 from __future__ import annotations
@@ -41,32 +41,32 @@ __all__ = [
 
 
 def maker_of(module: Any) -> Any:
-    """The class or function whose transforms, or distributions, an unconditional lazy module makes."""
+    """The class or function with which an unconditional lazy module builds its transform or distribution."""
     return unwrapped(getattr(module, "f", getattr(module, "meta", None)))
 
 
 def made_name(module: Any) -> str | None:
-    """The name of what an unconditional lazy module makes, if it is of zuko or of torch."""
+    """The name of the class that an unconditional lazy module builds, if it is of zuko or of torch."""
     return known_name(maker_of(module))
 
 
 def taken_context(module: Any, context: Tensor | None) -> Tensor | None:
-    """The context, or None for an ElementWiseTransform or a GMM that was built without: zuko raises there."""
+    """The context, or None for an unconditional ElementWiseTransform or GMM, for which zuko would raise."""
     return None if "phi" in getattr(module, "_modules", ()) else context
 
 
 class Made(Part):
-    """A step whose module is a lazy one, or a transform that is held as it is."""
+    """A part whose module is a lazy module, or a transform itself."""
 
     @property
     def class_name(self) -> str:
-        """What is made, for modules that can make anything."""
+        """The class that is built, for modules that can build any class."""
         kind = type(self.module).__name__
         name = getattr(maker_of(self.module), "__name__", None) if kind.startswith("Unconditional") else None
         return name or kind
 
     def made(self, context: Tensor | None = None) -> Any:
-        """The transform that acts."""
+        """The transform, or the distribution, for a context."""
         return self.module(context) if isinstance(self.module, nn.Module) else self.module
 
 
@@ -99,7 +99,7 @@ class AffineStep(Made, ElementwiseAffineStep):
 
 
 class TranslationStep(Made, IsometryStep):
-    """AdditiveTransform whose shift is a parameter, or depends on the context: its log-det is 0 in any case."""
+    """AdditiveTransform, whose shift is a parameter or depends on the context: its log-det is 0 in either case."""
 
     closed_form = "both"
     reason = "translation"
@@ -135,7 +135,7 @@ class OrderStep(Made, PermutationStep):
 
 
 class RotationStep(Made, OrthogonalStep):
-    """RotationTransform: R = exp(A - Aᵀ), with log-det 0. The exponential is made anew for each call, in O(D³)."""
+    """RotationTransform: R = exp(A - Aᵀ), with log-det 0. The exponential is computed on each call, in O(D³)."""
 
     reason = "rotation: no log-det, but a matrix exponential each call"
 
@@ -151,7 +151,7 @@ class RotationStep(Made, OrthogonalStep):
 
 
 class TriangularMatrixStep(Made, TriangularStep):
-    """LULinearTransform: here it is L that has the diagonal, and U that has ones."""
+    """LULinearTransform, in which L has the diagonal, and U has ones."""
 
     def factors(self) -> tuple[Tensor, Tensor]:
         transform = self.made()

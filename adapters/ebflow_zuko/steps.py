@@ -1,7 +1,7 @@
-"""The nonlinear classes of zuko: how each acts, and what it does to the score.
+"""The nonlinear classes of zuko: their maps and smoothness.
 
-Conditioned transforms are as smooth as the transform of single features that they apply, and as the network that makes
-its parameters from other features; a network of the context alone changes nothing for the score.
+Conditioned transforms are as smooth as their univariate transform, and as the network that computes its parameters from
+other features. A network of the context alone does not affect the smoothness.
 """
 
 from __future__ import annotations
@@ -72,21 +72,21 @@ SMOOTHNESS = {
         ),
         Smoothness.SMOOTH,
     ),
-    # The log-det is a derivative of the map: a map that bends only once gives a score that jumps.
+    # The log-det is a derivative of the map: a map with a discontinuous second derivative has a score that jumps.
     "MonotonicRQSTransform": Smoothness.KINKED,
     "SoftclipTransform": Smoothness.KINKED,
     "MNN": Smoothness.KINKED,
-    # A circle has no end, but the networks after it see where it was cut; a power has a pole or a zero at 0.
+    # A circle has no boundary, but the networks after it see where it is cut; a power has a pole or a zero at 0.
     "CircularShiftTransform": Smoothness.JUMPS,
     "CircularRQSTransform": Smoothness.JUMPS,
     "SignedPowerTransform": Smoothness.JUMPS,
 }
-# Maps onto a bounded domain, whose inverses explode at its edge.
+# Maps onto a bounded domain, whose inverses explode at its edges.
 BOUNDED = ("CosTransform", "CumulativeDistributionTransform", "SinTransform", "SoftplusTransform", "TanhTransform")
 
 
 def smoothness_of_maker(maker: Any) -> Smoothness:
-    """What the transforms of single features do to the score that a class, function or module makes."""
+    """The smoothness of the univariate transforms that a class, function or module builds."""
     name, cls = known_name(maker), unwrapped(maker)
     if isinstance(cls, type) and (registered := registered_smoothness(cls)) is not None:
         return registered
@@ -96,7 +96,7 @@ def smoothness_of_maker(maker: Any) -> Smoothness:
 
 
 class LazyStep(Made, NonlinearStep):
-    """A lazy module that is asked once a call for the transform that acts."""
+    """A lazy module, which builds its transform once per call."""
 
     def call_forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
         value, log_det = forward(self.made(context), x)
@@ -109,7 +109,7 @@ class LazyStep(Made, NonlinearStep):
         return x, 0.0 if log_det is None else -log_det
 
     def encode(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        if torch.is_inference_mode_enabled():  # monotonic networks have their log-det by autograd
+        if torch.is_inference_mode_enabled():  # monotonic networks compute their log-det by autograd
             with torch.inference_mode(False), torch.no_grad():
                 return super().encode(x.clone(), None if context is None else context.clone())
         return super().encode(x, context)
@@ -121,11 +121,11 @@ class LazyStep(Made, NonlinearStep):
 
 
 class UnknownStep(OpaqueStep, LazyStep):
-    """A lazy transform whose class nobody registered."""
+    """A lazy transform of unknown class."""
 
 
 class UnivariateStep(LazyStep):
-    """A transform of single features, whose parameters depend on the context, or on nothing."""
+    """A univariate transform, whose parameters depend at most on the context."""
 
     def __init__(self, module: Any, path: str, inverted: bool = False) -> None:
         super().__init__(module, path, inverted)
@@ -178,7 +178,7 @@ class AutoregressiveStep(LazyStep):
 
 
 class CouplingStep(FollowedStep, AutoregressiveStep):
-    """GeneralCouplingTransform. zuko looks for the halves of its mask on each call, and waits for the device."""
+    """GeneralCouplingTransform. zuko finds the halves of its mask on each call, which synchronises with the device."""
 
     def follow(self) -> Sequence[Any] | None:
         module = self.module
@@ -224,7 +224,7 @@ class CouplingStep(FollowedStep, AutoregressiveStep):
 
     @property
     def _constant(self) -> int:
-        """How many features are passed on, as the size of the network's output tells without a look at the mask."""
+        """The number of constant features, from the output size of the network, without reading the mask."""
         count: int = self.module.mask.numel() - self.module.hyper.out_features // self.module.total
         return count
 
@@ -279,7 +279,7 @@ class SoftclipStep(Made, BoundedStep):
 
 
 class LogisticStep(SigmoidStep, Made):
-    """torch's SigmoidTransform. Its inverse is a logit that clamps its input to (0, 1), as torch has it."""
+    """torch's SigmoidTransform. Its inverse is a logit that clamps its input to (0, 1), as in torch."""
 
     def inverse_curve(self, y: Tensor, context: Tensor | None) -> Curve:
         info = torch.finfo(y.dtype)

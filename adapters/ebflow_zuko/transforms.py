@@ -1,11 +1,10 @@
-"""What the transforms do that zuko's lazy modules make: a map and its log-det, by the exact class of the object.
+"""The maps and log-dets of the transforms that zuko's lazy modules build, by the exact class of the transform.
 
-A lazy module is called with a context and returns a ``torch.distributions`` transform, which acts. Most of these act
-here by their own ``call_and_ladj``. Some do not: those that only arrange others; those with a log-det of 0, which
-compute none; and monotonic functions, for what zuko does not get right about their derivatives. It takes the derivative
-of an integral in x as a constant, so that second derivatives of SOSPF and UNAF, and of all inverses by bisection, are
-wrong without an error; and it frees the graph of a function whose parameters and input ask for no gradient, so that
-nothing after it can be trained.
+A lazy module is called with a context and returns a ``torch.distributions`` transform. Most of these are called here by
+their own ``call_and_ladj``. The exceptions are compositions; transforms with a log-det of 0, which is not computed; and
+monotonic functions, whose derivatives zuko gets wrong. It treats the derivative of an integral as constant in x, so
+second derivatives of SOSPF and UNAF, and of all inverses by bisection, are silently wrong. And it frees the graph of a
+function whose parameters and input require no gradient, so that nothing after it can be trained.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ BISECTED = (
     "BoundedBernsteinTransform",
     "GaussianizationTransform",
 )
-NEWTON = 1e-4  # how far a root found by bisection is at most moved
+NEWTON = 1e-4  # the largest Newton correction of a root found by bisection
 
 
 def ours(cls: type) -> bool:
@@ -40,7 +39,7 @@ def ours(cls: type) -> bool:
 
 
 def unwrapped(maker: Any) -> Any:
-    """What makes transforms, or distributions, without the partials around it.
+    """The class or function that builds transforms or distributions, without the partials around it.
 
     Example:
         >>> unwrapped(partial(torch.add, 1)) is torch.add
@@ -50,7 +49,7 @@ def unwrapped(maker: Any) -> Any:
 
 
 def known_name(maker: Any) -> str | None:
-    """The name of what makes transforms, or distributions, if it is a class or a function of zuko or of torch.
+    """The name of a class or function that builds transforms or distributions, if it is of zuko or of torch.
 
     Arguments:
         maker: A class, a function, a module, or a partial of one.
@@ -108,7 +107,7 @@ def inverse(transform: Any, y: Tensor) -> Tensor:
 
 
 def bare(transform: Any) -> Any:
-    """The univariate transform inside of one that takes the last dimensions together."""
+    """The univariate transform inside one that treats its last dimensions as an event."""
     return bare(transform.base) if _kind(transform) == "DependentTransform" else transform
 
 
@@ -132,8 +131,8 @@ def _monotonic(transform: Any, x: Tensor) -> tuple[Tensor, Tensor]:
 def _integral(transform: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     """The integral of a positive function g from 0 to x, and log g(x).
 
-    Where derivatives are asked for: the integral up to the value of x, a constant in x, and one from there to x, which
-    has no length but the derivatives of the integral, g(x), g'(x) and so on: by two points up to the fourth.
+    With gradients, it is the sum of the integral up to the detached x, which is constant, and the integral from there
+    to x, which is zero but has the derivatives g(x), g'(x) and so on: with two quadrature points, up to the fourth.
     """
     if not torch.is_grad_enabled():
         value: Tensor = transform.f(x)
@@ -141,15 +140,15 @@ def _integral(transform: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     from zuko.utils import GaussLegendre
 
     here, integral = x.detach(), GaussLegendre.quadrature
-    whole = integral(transform.g, torch.zeros_like(here), here, transform.n)
-    return whole + integral(transform.g, here, x, 2), transform.g(x).log()
+    constant = integral(transform.g, torch.zeros_like(here), here, transform.n)
+    return constant + integral(transform.g, here, x, 2), transform.g(x).log()
 
 
 def _root(transform: Any, y: Tensor) -> Tensor:
-    """Bisects, and goes on with Newton steps: precise to rounding, and with two of them differentiable three times."""
+    """Bisection, followed by two Newton steps: accurate to rounding, and three times differentiable."""
     with torch.no_grad():
         x: Tensor = transform.inv(y)
     for _ in range(2):
         value, log_slope = _monotonic(transform, x)
-        x = x - ((value - y) * torch.exp(-log_slope)).clamp(-NEWTON, NEWTON)  # outside of its bounds there is no root
+        x = x - ((value - y) * torch.exp(-log_slope)).clamp(-NEWTON, NEWTON)  # y may be out of range, without a root
     return x

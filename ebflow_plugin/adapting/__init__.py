@@ -1,19 +1,29 @@
-"""For somebody who adds a flow library, or teaches a class: how a model becomes a plan.
+"""How a model becomes a plan: for authors of adapters, and for users who register a class.
 
-In: any object that is, or holds, a flow. Out: the adapter that knows it, and the plan that its walk finds.
+In: any object that is, or holds, a flow. Out: its adapter, and the plan that the adapter builds.
 
-An adapter imports the core from here alone, and :mod:`ebflow_plugin.errors` and :mod:`ebflow_plugin.layers`:
+An adapter imports the core only from here, :mod:`ebflow_plugin.errors` and :mod:`ebflow_plugin.layers`:
 
 - :class:`Adapter`, and the rules of classes: :class:`Child`, :class:`Container`, :class:`Rule`, or a class of steps;
-- the kinds of steps: :class:`LinearStep` and what is derived from it, :class:`NonlinearStep`,
-  :class:`ElementwiseStep`, :class:`OpaqueStep`, :class:`RefusedStep`; the base density, :class:`Base`;
-- what steps and bases are made of: :class:`Expansion`, :class:`Curve`, :class:`Smoothness`, and a few functions.
+- the kinds of steps: :class:`LinearStep` and its subclasses, :class:`NonlinearStep`, :class:`ElementwiseStep`,
+  :class:`OpaqueStep`, :class:`RefusedStep`; the base density, :class:`Base`;
+- the building blocks of steps and bases: :class:`Expansion`, :class:`Curve`, :class:`Smoothness`, and a few functions.
 
-Modules of the core, in this room too, import from where a name is defined.
+Modules of the core, in this package too, import a name from where it is defined.
 """
 
 from ebflow_plugin.adapting.adapter import Adapter, comes_from, is_a, takes_context
 from ebflow_plugin.adapting.densities import density_smoothness, gaussian_mean
+from ebflow_plugin.adapting.rules import (
+    REGISTERED,
+    Child,
+    Container,
+    OpaqueStep,
+    RegisteredLinearStep,
+    RegisteredRule,
+    Rule,
+    registered_smoothness,
+)
 from ebflow_plugin.adapting.shared import (
     DEPENDS_ON_CONTEXT,
     VOLUME_PRESERVING,
@@ -29,16 +39,6 @@ from ebflow_plugin.adapting.shared import (
     follow_residual_block,
     follow_residual_net,
     lazy_layers,
-)
-from ebflow_plugin.adapting.teaching import (
-    REGISTERED,
-    Child,
-    Container,
-    OpaqueStep,
-    RegisteredLinearStep,
-    RegisteredRule,
-    Rule,
-    registered_smoothness,
 )
 from ebflow_plugin.linalg.memo import Memo
 from ebflow_plugin.plan.activations import scaling

@@ -1,4 +1,4 @@
-"""Adapter: what knows one flow library, and walks its flows by the rules of their classes."""
+"""Adapter: the interface to one flow library, which walks its flows by the rules of their classes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ebflow_plugin.adapting.teaching import (
+from ebflow_plugin.adapting.rules import (
     REGISTERED,
     Container,
     OpaqueStep,
@@ -28,20 +28,20 @@ __all__ = ["Adapter", "comes_from", "is_a", "takes_context"]
 
 
 class Adapter(ABC):
-    """What turns the flows of one library into plans.
+    """Turns the flows of one library into plans.
 
     Attributes:
-        name: The library, as messages call it.
-        flows: What can be wrapped, for the message about an object that cannot.
+        name: The name of the library.
+        flows: A description of the objects that can be wrapped, for error messages.
         packages: The packages that the library's classes come from.
-        rules: The rule of each class of the library, by its name.
-        opaque: How the library calls a module whose inside nobody knows.
+        rules: The rule of each class of the library, by class name.
+        opaque: The step of a module of unknown class.
         inverted: Whether the density direction is a module's ``inverse``.
-        density_methods: The methods of a flow that make up its density.
-        inverters: The containers whose forward is the inverse of all that they hold, which
-            :func:`~ebflow_plugin.unconstrain` replaces with it.
+        density_methods: The methods of a flow that define its density.
+        inverters: The containers whose forward is the inverse of their member. :func:`~ebflow_plugin.unconstrain`
+            replaces them together with the member.
         constrained: The linear classes that :func:`~ebflow_plugin.unconstrain` replaces, each with a function that
-            tells a module's number of features and whether these are channels of images; None to leave it.
+            returns a module's number of features and whether these are channels of images, or None to leave it.
     """
 
     name: str
@@ -56,44 +56,44 @@ class Adapter(ABC):
 
     @abstractmethod
     def is_flow(self, model: object) -> bool:
-        """Whether the object is a flow of this library: one with a density."""
+        """Whether the object is a flow of this library, with a density."""
 
     @property
     def installed(self) -> bool:
-        """Whether the library, or another one that is made of its classes, can be imported."""
-        own = type(self).__module__.partition(".")[0]  # our layers for the library are not the library
+        """Whether the library, or a fork of it, can be imported."""
+        own = type(self).__module__.partition(".")[0]  # the adapter's own layers are not the library
         return any(find_spec(package) is not None for package in self.packages if package != own)
 
     def rule(self, cls: type) -> Rule | None:
-        """The rule of exactly this class, if it is one of the library's."""
+        """The rule of exactly this class, if it belongs to the library."""
         return self.rules.get(cls.__name__) if self.ours(cls) else None
 
     def ours(self, cls: type) -> bool:
-        """Whether a class comes from the library."""
+        """Whether a class belongs to the library."""
         return comes_from(cls, self.packages)
 
     @abstractmethod
     def plan(self, flow: Any, overrides: Mapping[str, str] | None = None) -> Plan:
-        """Walks the flow."""
+        """Walks the flow, and returns its plan."""
 
     def own_log_prob(self, flow: Any, x: Tensor, context: Tensor | None) -> Tensor:
-        """The library's own ``log_prob``, which the invariant is checked against."""
+        """The library's own ``log_prob``, the reference of the invariant."""
         self.release(flow)
         result: Tensor = flow.log_prob(x) if context is None else flow.log_prob(x, context)
         return result
 
     def release(self, flow: nn.Module) -> None:
-        """Drops what the library's modules keep between calls: graphs, which cannot be copied. Nothing by default."""
+        """Empties caches of the library's modules, whose graphs cannot be copied. Does nothing by default."""
 
     def refuse_own_density(
         self, flow: object, methods: tuple[str, ...] | None = None, packages: tuple[str, ...] | None = None
     ) -> None:
-        """Raises if somebody overrode the density of a flow: it is then not that of its transforms and its base.
+        """Raises if the density of a flow is overridden: it may then not be that of its transforms and its base.
 
         Arguments:
             flow: The flow.
-            methods: The methods that make up its density; those of the library's flows by default.
-            packages: Where these may come from; the library by default.
+            methods: The methods that define its density; ``density_methods`` by default.
+            packages: The packages that may define them; those of the library by default.
         """
         for name in methods or self.density_methods:
             owner = next((parent for parent in type(flow).__mro__ if name in vars(parent)), None)
@@ -109,12 +109,12 @@ class Adapter(ABC):
 
     @abstractmethod
     def inverse_of(self, module: nn.Module) -> nn.Module:
-        """The library's container that runs a module backwards."""
+        """The library's container whose forward is the inverse of a module."""
 
     def unit(self, flow: nn.Module, path: str, inverted: bool) -> tuple[str, bool]:
-        """The module to replace when the step at a path is, and whether data passes through its inverse.
+        """The module to replace for the step at a path, and whether data passes through its inverse.
 
-        A container that runs the module backwards goes with it: the full layer has the inverse matrix.
+        It includes containers that only invert the module: the full layer then has the inverse matrix.
         """
         parent = path.rpartition(".")[0]
         while parent and type(flow.get_submodule(parent)).__name__ in self.inverters:
@@ -123,13 +123,13 @@ class Adapter(ABC):
         return path, inverted
 
     def walk(self, module: Any, path: str, inverted: bool, overrides: Mapping[str, str]) -> Iterator[Step]:
-        """Returns the steps of a module in density order, walking into containers.
+        """Yields the steps of a module in density order, walking into containers.
 
         Arguments:
             module: A transform of the library.
-            path: Where it stands in the flow.
+            path: Its path in the flow.
             inverted: Whether data passes through its inverse.
-            overrides: ``"linear"`` or ``"nonlinear"`` by path, where the user knows better.
+            overrides: The user's ``"linear"`` or ``"nonlinear"``, by path.
         """
         if path in overrides:
             rule: Rule | None = RegisteredRule(linear=overrides[path] == "linear")
@@ -140,16 +140,16 @@ class Adapter(ABC):
         while rule is not None and not isinstance(rule, (type, Container, RegisteredRule)):
             rule = rule(module)
         if isinstance(rule, type) and issubclass(rule, LinearStep) and (part := altered_part(module)) is not None:
-            rule, why = None, f"unknown: {part} inside of it was hooked or patched"  # which linear steps never call
+            rule, why = None, f"unknown: {part} inside it is hooked or patched"  # linear steps would not call it
         if isinstance(rule, Container):
             children = list(rule.children(module))
             for child in reversed(children) if inverted else children:
-                below = ".".join(part for part in (path, child.name) if part)
-                turned = inverted != child.inverted
-                if child.step is not None and below not in overrides:
-                    yield child.step(child.module, below, turned)
+                child_path = ".".join(part for part in (path, child.name) if part)
+                child_inverted = inverted != child.inverted
+                if child.step is not None and child_path not in overrides:
+                    yield child.step(child.module, child_path, child_inverted)
                 else:
-                    yield from self.walk(child.module, below, turned, overrides)
+                    yield from self.walk(child.module, child_path, child_inverted, overrides)
         elif isinstance(rule, RegisteredRule):
             yield self._registered(rule, module, path, inverted, why)
         elif rule is not None:
@@ -160,10 +160,10 @@ class Adapter(ABC):
             yield step
 
     def _opaque(self, module: Any, path: str, inverted: bool = False) -> OpaqueStep:
-        """The step of a module whose inside nobody walks, with the library's own steps that it holds somewhere."""
+        """The step of a module that is not walked into, with the library's own steps among its submodules."""
         step = self.opaque(module, path, inverted)
         inside = module.named_modules() if isinstance(module, nn.Module) else ()
-        step.inside = tuple(found for name, part in inside if name for found in self._own_step(part, f"{path}.{name}"))
+        step.inside = tuple(inner for name, part in inside if name for inner in self._own_step(part, f"{path}.{name}"))
         return step
 
     def _own_step(self, module: nn.Module, path: str) -> Iterator[Step]:
@@ -174,7 +174,7 @@ class Adapter(ABC):
             yield rule(module, path)
 
     def check_overrides(self, overrides: Mapping[str, str], flow: nn.Module) -> None:
-        """Refuses overrides with a path that the flow does not have, or a word that means nothing."""
+        """Raises if an override has an unknown path, or a value other than ``linear`` and ``nonlinear``."""
         paths = {name for name, _ in flow.named_modules()}
         for path, word in overrides.items():
             if path not in paths:
@@ -202,9 +202,9 @@ def comes_from(cls: type, packages: tuple[str, ...]) -> bool:
 
 
 def is_a(thing: object, names: Collection[str], packages: tuple[str, ...]) -> bool:
-    """Whether an object is, or is derived from, a class of these packages with one of these names.
+    """Whether an object's class, or a parent of it, has one of these names and comes from one of these packages.
 
-    Classes are known by name, so that no adapter imports its library.
+    Classes are matched by name, so that an adapter need not import its library.
 
     Example:
         >>> is_a(nn.Tanh(), ["Module"], ("torch",)), is_a(nn.Tanh(), ["ReLU"], ("torch",))

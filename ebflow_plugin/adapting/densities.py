@@ -1,4 +1,4 @@
-"""What is known about base densities that are in no adapter's table: torch's, and those that users registered."""
+"""The smoothness of base densities outside the adapters' tables: torch's, and those that users registered."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, distributions, nn
 
-from ebflow_plugin.adapting.teaching import registered_smoothness
+from ebflow_plugin.adapting.rules import registered_smoothness
 from ebflow_plugin.plan.smooth_modules import Smoothness
 from ebflow_plugin.plan.smoothness import kinked_parts
 
@@ -26,10 +26,10 @@ _KNOWN: dict[type, Smoothness] = {
 
 
 def density_smoothness(density: Any) -> Smoothness:
-    """What a base density of any package does to the score.
+    """The smoothness of a base density of any package.
 
-    A class that nobody knows, or that overrides a method of one that is known, is unknown; activations with a kink are
-    looked for inside of it.
+    A class outside the tables, or one that overrides ``log_prob`` of a known class, is unknown, unless a network inside
+    it has kinked activations.
 
     Example:
         >>> box = distributions.Independent(distributions.Uniform(0.0, 1.0), 0)
@@ -48,7 +48,7 @@ def density_smoothness(density: Any) -> Smoothness:
 
 
 def gaussian_mean(density: Any) -> Tensor | None:
-    """The mean of a Gaussian of ``torch.distributions``; None of anything else.
+    """The mean of a Gaussian of ``torch.distributions``; None for anything else.
 
     Example:
         >>> gaussian_mean(distributions.Normal(2.0, 1.0)), gaussian_mean(distributions.Uniform(0.0, 1.0))
@@ -63,5 +63,5 @@ def gaussian_mean(density: Any) -> Tensor | None:
 
 
 def _density_of(density: Any) -> type:
-    """The class that says what the density is. An object may keep what it computed, so that attributes do not count."""
+    """The class that defines the density. Instance attributes do not count: they may hold cached values."""
     return next((parent for parent in type(density).__mro__ if "log_prob" in vars(parent)), object)

@@ -1,6 +1,6 @@
-"""Which adapter knows an object, and where in it the flow stands.
+"""Discovery of adapters, and of the flow inside an object.
 
-An adapter is an object, named by the entry-point group ``ebflow_plugin.adapters`` and loaded on the first
+Adapters are registered in the entry-point group ``ebflow_plugin.adapters`` and loaded on the first
 :func:`~ebflow_plugin.wrap`, so that the core imports no flow library.
 """
 
@@ -24,12 +24,12 @@ __all__ = ["Found", "adapters", "find_flow"]
 
 @cache
 def adapters() -> tuple[Adapter, ...]:
-    """Loads every installed adapter; one that cannot be loaded is reported and left out."""
+    """Loads every installed adapter; warns about those that cannot be loaded, and skips them."""
     loaded = []
     for point in entry_points(group="ebflow_plugin.adapters"):
         try:
             loaded.append(point.load())
-        except Exception as error:  # a broken plug-in must not take the others down
+        except Exception as error:  # a broken plug-in must not disable the others
             message = f"adapter {point.name!r} ({point.value}) cannot be loaded: {error}"
             warnings.warn(message, AdapterWarning, stacklevel=2)
     if not loaded:
@@ -42,7 +42,7 @@ def adapters() -> tuple[Adapter, ...]:
 
 @dataclass(frozen=True)
 class Found:
-    """A flow, the adapter that knows it, and where it stood in the object that was given."""
+    """A flow, its adapter, and its path in the user's object (empty if it is the object)."""
 
     flow: nn.Module
     adapter: Adapter
@@ -53,8 +53,8 @@ def find_flow(model: object) -> Found:
     """Finds the flow that an object is, or the only one that it holds.
 
     Raises:
-        InputError: If it is, or holds, a flow that is wrapped already: its preprocessing and calibration would be lost.
-        NotAFlowError: If there is none, or more than one.
+        InputError: If it is, or holds, an EBFlow, whose preprocessing and calibration would be lost.
+        NotAFlowError: If it holds no flow, or more than one.
     """
     found = list(_flows_in(model))
     if len(found) == 1:
@@ -63,25 +63,24 @@ def find_flow(model: object) -> Found:
     wanted = "\n  ".join(map(_wanted, adapters()))
     if not found:
         raise NotAFlowError(
-            f"{kind} is no flow and holds none in its modules and attributes. What can be wrapped:\n  {wanted}"
+            f"{kind} is no flow and holds none in its modules and attributes. These can be wrapped:\n  {wanted}"
         )
     places = "\n  ".join(f"{one.inside or '(itself)'}  {type(one.flow).__name__}" for one in found)
     raise NotAFlowError(f"{kind} holds {len(found)} flows; wrap one of them:\n  {places}")
 
 
 def _wanted(adapter: Adapter) -> str:
-    """What an adapter can wrap, and how to get its library where it is missing."""
+    """The objects that an adapter can wrap, and how to install its library if it is missing."""
     hint = "" if adapter.installed else f" ({adapter.name} is not installed: pip install {adapter.name})"
     return f"{adapter.name}: {adapter.flows}{hint}"
 
 
 def _flows_in(model: object, depth: int = 2) -> Iterator[Found]:
-    """Outermost flows, in the object, in its modules, and in the attributes of objects that are no modules."""
+    """The outermost flows: the object, or those in its submodules, and in the attributes of objects without modules."""
     if isinstance(model, EnergyModel):
         raise InputError(
-            "a flow is wanted here, and this is an EBFlow, or holds one: what wrap() and calibrate() put around its "
-            "flow would be lost. Go on with that EBFlow, or give its .flow; where that is edited in place "
-            "(in_place=True), the EBFlow follows."
+            "expected a flow, but this is an EBFlow, or holds one: its preprocessing and calibration would be lost. "
+            "Use that EBFlow, or pass its .flow; if the flow is edited in place (in_place=True), the EBFlow follows."
         )
     for adapter in adapters():
         if adapter.is_flow(model):
@@ -90,7 +89,7 @@ def _flows_in(model: object, depth: int = 2) -> Iterator[Found]:
             return
     if isinstance(model, nn.Module):
         members: list[tuple[str, object]] = list(model.named_children())
-        depth += 1  # the modules of a model are all walked
+        depth += 1  # submodules are searched to any depth
     elif depth > 0 and hasattr(model, "__dict__") and not isinstance(model, (type, ModuleType)):
         members = list(vars(model).items())
     else:

@@ -1,6 +1,6 @@
-"""What several libraries have in common: steps of classes that one copied from another, and habits of adapters.
+"""Parts that several adapters share: steps of classes that one library copied from another, and helpers.
 
-An adapter derives from these and adds how its library calls a module.
+An adapter derives from these, and adds its class that calls the library's modules.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
     "lazy_layers",
 ]
 
-# Reasons that reports show.
+# Reasons shown in reports.
 VOLUME_PRESERVING = "volume-preserving, but not affine in x"
 DEPENDS_ON_CONTEXT = "affine in x, but its log-det depends on the context"
 
@@ -91,7 +91,7 @@ class BoundedStep(ElementwiseStep):
 
 
 class SigmoidStep(BoundedStep):
-    """A sigmoid. Its inverse is a logit, and is called so."""
+    """A sigmoid. Its inverse is reported as a Logit."""
 
     @property
     def class_name(self) -> str:
@@ -102,26 +102,26 @@ class SigmoidStep(BoundedStep):
 
 
 class IndexedPermutationStep(PermutationStep):
-    """A permutation of nflows, and its twin in normflows: both keep ``_permutation`` and ``_dim``."""
+    """A permutation of nflows, and its copy in normflows: both have ``_permutation`` and ``_dim``."""
 
     def order(self) -> tuple[Tensor, int]:
         return self.module._permutation, self.module._dim
 
 
 class PackedLUStep(TriangularStep):
-    """An LULinear of nflows, and its twin in normflows, which unpack their factors from vectors of entries."""
+    """An LULinear of nflows, and its copy in normflows, which unpack their factors from vectors of entries."""
 
     def __init__(self, module: Any, path: str, inverted: bool = False) -> None:
         super().__init__(module, path, inverted)
-        self._places = _packed_places(module.features, module.lower_entries.device)
+        self._indices = _packed_indices(module.features, module.lower_entries.device)
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """The libraries copy the places of all entries from numpy on every call; here they are kept."""
+        """Unpacks L and U. The libraries copy the indices from numpy on every call; here they are cached."""
         module, size, entries = self.module, self.module.features, self.module.lower_entries
-        if self._places[0].device != entries.device:  # the model was moved
-            self._places = _packed_places(size, entries.device)
+        if self._indices[0].device != entries.device:  # the model was moved
+            self._indices = _packed_indices(size, entries.device)
         packed = torch.cat([entries, entries.new_ones(size)]), torch.cat([module.upper_entries, module.upper_diag])
-        flat = [entries.new_zeros(size * size).scatter(0, *pair) for pair in zip(self._places, packed, strict=True)]
+        flat = [entries.new_zeros(size * size).scatter(0, *pair) for pair in zip(self._indices, packed, strict=True)]
         return flat[0].view(size, size), flat[1].view(size, size)
 
     @property
@@ -138,11 +138,11 @@ class PackedLUStep(TriangularStep):
 
 
 def drop_caches(flow: nn.Module, packages: tuple[str, ...]) -> None:
-    """Empties the caches of linear layers (``using_cache``) of nflows and normflows: graphs, which cannot be copied.
+    """Empties the caches of linear layers (``using_cache``) of nflows and normflows, whose graphs cannot be copied.
 
     Arguments:
-        flow: The flow that holds the layers.
-        packages: The packages that they come from.
+        flow: The flow with the layers.
+        packages: The packages of the layers.
     """
     module: Any
     for module in flow.modules():
@@ -151,13 +151,13 @@ def drop_caches(flow: nn.Module, packages: tuple[str, ...]) -> None:
 
 
 def lazy_layers(package: str, names: Collection[str]) -> Callable[[str], object]:
-    """A ``__getattr__`` for an adapter's package: its layers are imported with the first use of one.
+    """A module ``__getattr__`` for an adapter's package, which imports its layers on first use.
 
-    They are classes of the flow library, which somebody who wraps models of another one need not have.
+    The layers derive from classes of the flow library, which need not be installed.
 
     Arguments:
         package: The package, with a module ``layers``.
-        names: The layers.
+        names: The names of the layers.
 
     Example:
         >>> find = lazy_layers("ebflow_plugin", ["FullLinear"])
@@ -173,8 +173,8 @@ def lazy_layers(package: str, names: Collection[str]) -> Callable[[str], object]
     return find
 
 
-def _packed_places(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Where the packed entries of L and of U stand in a flat matrix, each with the diagonal after them."""
+def _packed_indices(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The indices of the packed entries of L and of U in a flat matrix, each followed by the diagonal."""
     rows, columns = torch.tril_indices(size, size, -1, device=device)
     up_rows, up_columns = torch.triu_indices(size, size, 1, device=device)
     diagonal = torch.arange(size, device=device) * (size + 1)
@@ -188,7 +188,7 @@ def follow_members(net: Any) -> Iterator[Operation]:
 
 
 def follow_residual_net(net: Any) -> Iterator[Operation]:
-    """The operations of a ResidualNet of nflows, and of its twin in normflows; a context stands after its input."""
+    """The operations of a ResidualNet of nflows, and of its copy in normflows; a context is appended to its input."""
     if getattr(net, "preprocessing", None) is not None:  # of normflows
         raise Opaque
     yield from follow(net.initial_layer, conditioned=True)
@@ -198,7 +198,7 @@ def follow_residual_net(net: Any) -> Iterator[Operation]:
 
 
 def follow_residual_block(block: Any) -> Iterator[Operation]:
-    """The operations of one of its blocks: two layers that are added to what they take, gated by a context."""
+    """The operations of one of its blocks: two layers with a skip connection, gated by a context."""
 
     def gate(context: Tensor | None) -> Tensor | None:
         return None if context is None else torch.sigmoid(block.context_layer(context))

@@ -1,7 +1,7 @@
-"""unconstrain() and smooth(): the same flow with other parts, in a copy.
+"""unconstrain() and smooth(): a copy of a flow with some of its modules replaced.
 
-Both find the parts by walking the flow as :func:`~ebflow_plugin.wrap` does, and return the flow, ready to be wrapped.
-What they replaced goes into a list of the caller's.
+Both walk the flow as :func:`~ebflow_plugin.wrap` does, and return a flow that is ready to be wrapped. They append each
+replacement to the caller's list.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["Replaced", "smooth", "unconstrain"]
 
 
 class Replaced(NamedTuple):
-    """One replacement: where, what stood there, and what stands there now.
+    """One replacement: the path, the old class and the new one.
 
     Example:
         >>> path, old, new = Replaced("_transform", "LULinear", "FullLinear")
@@ -38,16 +38,16 @@ class Replaced(NamedTuple):
 
 
 def unconstrain(flow: Any, *, in_place: bool = False, changes: list[Replaced] | None = None) -> nn.Module:
-    """Replaces constrained linear layers by full, unconstrained ones with the same map, so that log_prob stays.
+    """Replaces constrained linear layers by full, unconstrained ones with the same map; log_prob does not change.
 
-    LU, QR, SVD and Householder layers, and 1 × 1 convolutions held as LU factors, become a ``FullLinear`` or a
-    ``FullConv2d``, with a permutation directly before them taken in. This is how an existing, even a trained, flow
-    comes to linear layers without constraints, whose determinants score matching never pays for.
+    LU, QR, SVD and Householder layers, and 1 × 1 convolutions parametrised by LU factors, become a ``FullLinear`` or a
+    ``FullConv2d``. A permutation directly before them is merged into them. An existing flow, even a trained one, thus
+    gets unconstrained linear layers, whose determinants score matching never computes.
 
     Arguments:
-        flow: What :func:`~ebflow_plugin.wrap` takes.
-        in_place: Edits the given flow instead of a copy. Optimisers that hold its old parameters must be made anew.
-        changes: A list, to which each replacement is added: its path, old class and new class.
+        flow: A flow, or an object that holds one, as for :func:`~ebflow_plugin.wrap`.
+        in_place: Edits the given flow instead of a copy. Optimisers that hold its old parameters must be recreated.
+        changes: A list, to which each replacement is appended: its path, old class and new class.
 
     Returns:
         The flow with full layers.
@@ -68,14 +68,14 @@ def unconstrain(flow: Any, *, in_place: bool = False, changes: list[Replaced] | 
     found = find_flow(flow)
     target = _target(found, in_place)
     adapter = found.adapter
-    made: dict[tuple[int, ...], nn.Module] = {}
+    full_layers: dict[tuple[int, ...], nn.Module] = {}
     dropped: list[str] = []
     steps = [step for step in adapter.plan(target).steps if step.known]
     for unit in _units(adapter, target, steps):
         key = tuple(id(step.module) for step in unit.steps)
-        if key not in made:  # a layer that stands in two places is still one layer afterwards
-            made[key] = _full(adapter, unit.steps)
-        full = made[key]
+        if key not in full_layers:  # a layer that is used twice stays one layer
+            full_layers[key] = _full(adapter, unit.steps)
+        full = full_layers[key]
         old = target.get_submodule(unit.path)
         new = full if unit.inverted == adapter.inverted else adapter.inverse_of(full)
         _put(target, unit.path, new.train(old.training))
@@ -89,16 +89,16 @@ def unconstrain(flow: Any, *, in_place: bool = False, changes: list[Replaced] | 
 
 
 class _Unit(NamedTuple):
-    """Steps that one full layer takes the place of."""
+    """Steps that one full layer replaces."""
 
     steps: list[LinearStep]  # in density order
     path: str  # the module to replace
-    inverted: bool  # whether that module is passed through its inverse
-    dropped: list[str]  # members of a sequence that go, since the layer takes them in
+    inverted: bool  # whether data pass through its inverse
+    dropped: list[str]  # members of a sequence that are merged into the layer, and removed
 
 
 def _units(adapter: Adapter, flow: nn.Module, steps: list[Step]) -> Iterator[_Unit]:
-    """Finds the constrained steps, each with what belongs to its module and the permutation directly before it."""
+    """Finds the constrained steps, each with the other steps of its module and the permutation directly before it."""
     places = [adapter.unit(flow, step.path, step.inverted) for step in steps]
     for place, step in enumerate(steps):
         if not isinstance(step, LinearStep) or _features(adapter, step) is None:
@@ -119,13 +119,13 @@ def _units(adapter: Adapter, flow: nn.Module, steps: list[Step]) -> Iterator[_Un
 
 
 def _features(adapter: Adapter, step: Step) -> tuple[int, bool] | None:
-    """The features of a constrained layer, and whether they are channels; None for a step that is left alone."""
-    tell = adapter.constrained.get(step.class_name)
-    return None if tell is None else tell(step.module)
+    """The number of features of a constrained layer, and whether they are channels; None for other steps."""
+    features = adapter.constrained.get(step.class_name)
+    return None if features is None else features(step.module)
 
 
 def _neighbours(flow: nn.Module, first: str, second: str) -> bool:
-    """Whether two modules stand side by side in one list of transforms."""
+    """Whether two modules are adjacent in one list of transforms."""
     (parent, _, here), (other, _, there) = first.rpartition("."), second.rpartition(".")
     if parent != other or not (here.isdigit() and there.isdigit()) or abs(int(here) - int(there)) != 1:
         return False
@@ -133,10 +133,10 @@ def _neighbours(flow: nn.Module, first: str, second: str) -> bool:
 
 
 def _full(adapter: Adapter, steps: list[LinearStep]) -> nn.Module:
-    """A full layer with the map of the steps, read off by sending the unit vectors through them in float64."""
-    held, found = next((step.module, found) for step in steps if (found := _features(adapter, step)))
-    features, images = found
-    anchor = next(chain(held.parameters(), held.buffers()))
+    """A full layer with the map of the steps, obtained from the images of the unit vectors in float64."""
+    module, size = next((step.module, size) for step in steps if (size := _features(adapter, step)))
+    features, images = size
+    anchor = next(chain(module.parameters(), module.buffers()))
     exact = [type(step)(copy.deepcopy(step.module).double(), step.path, step.inverted) for step in steps]
     with torch.no_grad():
         probe = torch.cat([torch.eye(features), torch.zeros(1, features)]).to(anchor.device, torch.float64)
@@ -150,8 +150,8 @@ def _full(adapter: Adapter, steps: list[LinearStep]) -> nn.Module:
         kernel, offset = full.get_parameter("weight"), full.get_parameter("bias")
         kernel.copy_(weight.reshape(kernel.shape))
         offset.copy_(bias)
-    trained = any(parameter.requires_grad for step in steps for parameter in step.module.parameters())
-    return full.requires_grad_(trained)
+    trainable = any(parameter.requires_grad for step in steps for parameter in step.module.parameters())
+    return full.requires_grad_(trainable)
 
 
 def smooth(
@@ -164,16 +164,16 @@ def smooth(
 ) -> nn.Module:
     """Replaces ReLU-like activations in the networks of a flow by smooth ones, so that its score is continuous.
 
-    Score matching by SM and SSM integrates by parts: at a kink the score jumps, the second derivative misses the
-    jump, and the objective is biased. The density changes with the activation, a little for a high sharpness.
+    SM and SSM integrate by parts: at a kink the score jumps, the second derivative misses the jump, and the objective
+    is biased. The density changes with the activation, but only little for a high sharpness.
 
     Arguments:
-        flow: What :func:`~ebflow_plugin.wrap` takes.
+        flow: A flow, or an object that holds one, as for :func:`~ebflow_plugin.wrap`.
         activation: ``"silu"`` or ``"softplus"``, each with the given sharpness β: x·sigmoid(βx), log(1 + exp(βx))/β.
             A leaky ReLU of slope s becomes s·x + (1 - s)·activation(x).
         sharpness: β; the higher, the closer to the old activation.
         in_place: Edits the given flow instead of a copy.
-        changes: A list, to which each replacement is added: its path, old and new activation.
+        changes: A list, to which each replacement is appended: its path, old and new activation.
 
     Returns:
         The flow with smooth activations.
@@ -211,7 +211,7 @@ def smooth(
 
 
 class Smooth(nn.Module):
-    """A smooth stand-in for ReLU and LeakyReLU.
+    """A smooth replacement of ReLU and LeakyReLU.
 
     Example:
         >>> Smooth("softplus", sharpness=100.0, slope=0.1)(torch.tensor([-2.0, 2.0]))
@@ -225,7 +225,7 @@ class Smooth(nn.Module):
         self.kind, self.sharpness, self.slope = kind, sharpness, slope
 
     def forward(self, x: Tensor) -> Tensor:
-        """Applies it elementwise."""
+        """Applies the activation elementwise."""
         if self.kind == "silu":
             y = x * torch.sigmoid(self.sharpness * x)
         else:
@@ -247,7 +247,7 @@ def _slope(activation: Any) -> float | None:
 
 def _list_for(changes: list[Replaced] | None) -> list[Replaced]:
     if changes is not None and not isinstance(changes, list):
-        raise InputError(f"changes must be a list, which is filled with what was replaced, got {changes!r}")
+        raise InputError(f"changes must be a list, to which replacements are appended, got {changes!r}")
     return [] if changes is None else changes
 
 
@@ -259,14 +259,12 @@ def _target(found: Found, in_place: bool) -> nn.Module:
 
 
 def _put(root: nn.Module, path: str, value: nn.Module) -> None:
-    """Puts a module, or an activation held as a plain attribute, in the place of another."""
+    """Replaces a module, or an activation held as a plain attribute."""
     parent, _, name = path.rpartition(".")
     owner = root.get_submodule(parent)
     if isinstance(owner, (nn.ModuleList, nn.Sequential)):
         owner[int(name)] = value
     else:
-        if name in vars(
-            owner
-        ):  # a function held as an attribute, as nflows' networks do: a module cannot stand beside it
+        if name in vars(owner):  # a plain function, as in nflows' networks: torch refuses a submodule of the same name
             delattr(owner, name)
         setattr(owner, name, value)

@@ -1,7 +1,7 @@
-"""A flow as the last walk found it, and how a model notices that the flow is another one by now.
+"""The result of walking a flow, and the detection of changes to the flow since.
 
-A user may replace a layer, append one, patch a method or put a hook on a container at any time. Every public method of
-a model reads the plan from here, so that all of them act on the flow as it is.
+A user may replace a layer, append one, patch a method or hook a container at any time. Every public method of a model
+reads the plan from here, so that all of them act on the current flow.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ebflow_plugin.plan.step import LinearStep
 
 __all__ = ["Options", "Walked", "walk"]
 
-# Values that steps read anew at each call: a module that counts its calls is not another one after each.
-_READ_ANEW = (Tensor, int, float, complex, type(None), dict, list, tuple, set)
+# Values that steps read on each call: a module that counts its calls, say, does not change the plan.
+_READ_EACH_CALL = (Tensor, int, float, complex, type(None), dict, list, tuple, set)
 
 
 @dataclass(frozen=True)
 class Options:
-    """What :func:`wrap` was asked for: enough to walk the flow, or a copy of it, again."""
+    """The options of :func:`wrap`, with which the flow, or a copy of it, can be walked again."""
 
     match_after: str | int | None = "auto"
     preprocess: tuple[nn.Module, ...] = ()
@@ -35,25 +35,25 @@ class Options:
     check_finite: bool = False
 
     def plan(self, found: Found) -> Plan:
-        """The plan of a flow, with the preprocessing in front."""
+        """The plan of a flow, with the added preprocessing in front."""
         plan = found.adapter.plan(found.flow, self.overrides)
         added = preprocessing_steps(self.preprocess)
         return replace(plan, steps=(*added, *plan.steps)) if added else plan
 
 
 class Walked:
-    """What one walk found.
+    """The result of one walk.
 
     Attributes:
-        adapter: What walked the flow.
-        bare: The plan of the flow alone, with the preprocessing.
+        adapter: The adapter of the flow.
+        bare: The plan of the flow with its preprocessing, without appended steps (a calibration).
         plan: The plan of the model.
         start: The index of the step where the matched variable begins.
-        prefix: The steps in front of it.
-        core: The same of the matched variable; itself where nothing is in front of it.
-        dequantize: The one random step, which a generator draws for, if the plan begins with it.
-        anchor: The name of the flow's largest parameter, which tells its device and dtype; some are of a dtype of
-            their own (the mixture of normflows, a number inside Residual).
+        prefix: The steps before it.
+        core: The same for the matched variable; ``self`` if no step is before it.
+        dequantize: The first step if it is a Dequantize, the one random step.
+        anchor: The name of the flow's largest parameter, which has the device and dtype of the flow; others may have
+            another dtype (the mixture of normflows, a number inside Residual).
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class Walked:
         self._watch = watch
         self.core: Walked = self
         if start:
-            after, whole = (replace(one, steps=one.steps[start:]) for one in (bare, plan))
-            self.core = Walked(found, after, whole, 0, watch, check_finite)
+            core_bare, core_plan = (replace(one, steps=one.steps[start:]) for one in (bare, plan))
+            self.core = Walked(found, core_bare, core_plan, 0, watch, check_finite)
 
     def like(self) -> Tensor | None:
-        """A parameter that tells the device and dtype of the flow, looked up again: it may be moved or swapped."""
+        """A parameter with the device and dtype of the flow, looked up each time: it may be moved or swapped."""
         if self.anchor is None:
             return None
         owner, _, name = self.anchor.rpartition(".")
@@ -82,7 +82,7 @@ class Walked:
         return anchor
 
     def check(self, x: Tensor, context: Tensor | None) -> Tensor:
-        """Refuses input that the flow cannot take, and returns x; integers for a Dequantize get the flow's dtype."""
+        """Raises on input that the flow cannot take, and returns x; integers for a Dequantize get the flow's dtype."""
         x = check_input(x, context, self.plan.event_shape, self.like(), integers=self.dequantize is not None)
         if self._check_finite:
             refuse_non_finite("x", x)
@@ -91,7 +91,7 @@ class Walked:
         return x
 
     def energy(self, x: Tensor, context: Tensor | None, generator: Generator | None) -> Tensor:
-        """E of data that were checked, with shape ``(B,)``."""
+        """The energy of checked data, with shape ``(B,)``."""
         plan = self.plan
         plan.refuse()
         if x.shape[0] == 0:
@@ -101,14 +101,14 @@ class Walked:
         return energy if surplus is None else energy - surplus
 
     def drawn(self, x: Tensor, generator: Generator | None) -> tuple[Tensor, int, Tensor | None]:
-        """Takes the random step: the value, the index of the next step, and what the noise adds to the log-det."""
+        """Applies a Dequantize: the value, the index of the next step, and the log-det of the noise."""
         if self.dequantize is None:
             return x, 0, None
         u, surplus = self.dequantize.dequantize(x, generator)
         return u, 1, surplus
 
     def to_matched(self, x: Tensor, generator: Generator | None) -> tuple[Tensor, Tensor]:
-        """The matched variable, and the log-det of the way to it, with shape ``(B,)``."""
+        """The matched variable, and the log-det of the preprocessing, with shape ``(B,)``."""
         if not self.prefix.steps:
             return x, x.new_zeros(len(x))
         refuse_trainable(self.prefix)
@@ -122,13 +122,13 @@ class Walked:
         return matched, total
 
     def drawing(self, generator: Generator | None) -> Plan:
-        """The bare plan, with a generator that draws the noise of a Dequantize."""
+        """The bare plan, with a generator for the noise of a Dequantize."""
         if self.dequantize is None or generator is None:
             return self.bare
         return replace(self.bare, steps=(self.dequantize.drawing(generator), *self.bare.steps[1:]))
 
     def is_current(self) -> bool:
-        """Whether the flow is still what was walked. Compares identities and sizes alone."""
+        """Whether the flow is unchanged since the walk. Compares only identities and sizes."""
         return self._watch.unchanged()
 
 
@@ -138,10 +138,10 @@ def walk(
     """Walks a flow.
 
     Arguments:
-        found: The flow, and the adapter that knows it.
-        options: What :func:`wrap` was asked for.
-        holder: Holds in its buffers what the appended steps are made of (a calibration).
-        appended: Returns the steps after those of the flow, given its plan.
+        found: The flow, and its adapter.
+        options: The options of :func:`wrap`.
+        holder: The module whose buffers hold the tensors of the appended steps (a calibration).
+        appended: Returns the steps to append to those of the flow, given its plan.
     """
     bare = plan = options.plan(found)
     watch = Watch([*_arrangement(bare, found.flow), holder], holder)
@@ -152,11 +152,11 @@ def walk(
 
 
 class Watch:
-    """Remembers modules as they are: their class, members, hooks, and attributes that decide how they act.
+    """Detects changes of modules: of their class, members, hooks, and attributes that decide how they act.
 
     Arguments:
         parts: The modules.
-        holder: One whose buffers are watched too.
+        holder: A module whose buffers are watched too.
 
     Example:
         >>> net = nn.Sequential(nn.Tanh())
@@ -174,21 +174,21 @@ class Watch:
         for part in parts:
             attributes = vars(part)
             chosen = {name: value for name, value in attributes.items() if _decides(name, value)}
-            self._keep(attributes, chosen)
+            self._record(attributes, chosen)
             if isinstance(part, nn.Module):
-                self._keep(part._modules, part._modules)
-                self._keep(part._forward_hooks, {})
-                self._keep(part._forward_pre_hooks, {})
+                self._record(part._modules, part._modules)
+                self._record(part._forward_hooks, {})
+                self._record(part._forward_pre_hooks, {})
 
         if holder is not None:
-            self._keep(holder._buffers, holder._buffers)
+            self._record(holder._buffers, holder._buffers)
 
-    def _keep(self, held: Any, members: Any) -> None:
+    def _record(self, held: Any, members: Any) -> None:
         self._sizes.append((held, len(held)))
         self._members.extend((held, name, value) for name, value in members.items())
 
     def unchanged(self) -> bool:
-        """Whether all of it is as it was."""
+        """Whether nothing has changed."""
         if not all(type(part) is kind for part, kind in self._classes):
             return False
         if not all(len(held) == size for held, size in self._sizes):
@@ -197,14 +197,14 @@ class Watch:
 
 
 def _decides(name: str, value: Any) -> bool:
-    """Whether an attribute may decide how a module acts: a word, a flag, a function, an object."""
+    """Whether an attribute may decide how a module acts: a string, a flag, a function, an object."""
     if isinstance(value, bool):
-        return name != "training"  # asked at each call
-    return not isinstance(value, _READ_ANEW)
+        return name != "training"  # read on each call
+    return not isinstance(value, _READ_EACH_CALL)
 
 
 def _arrangement(plan: Plan, flow: nn.Module) -> list[Any]:
-    """The flow, what holds its steps and its base, these themselves, and what is inside of linear steps."""
+    """The flow, the containers of its steps and its base, these themselves, and the submodules of linear steps."""
     owners = {""}
     for part in plan.parts():
         names = part.path.split(".")

@@ -1,5 +1,5 @@
 """Fits in closed form, without a gradient.
 
-In: a plan, and data as a stream of batches. Out: moments; full layers that start as a whitening or a Gaussianising
-map; the calibration of the base after training.
+In: a plan, and data as a stream of batches. Out: moments; full layers initialised to a whitening or Gaussianising map;
+the calibration of the base after training.
 """

@@ -1,9 +1,8 @@
-r"""Finishing well: the closed-form fit of the base.
+r"""Calibration: the closed-form fit of the base after training.
 
-Score matching gets the features of a flow right before the scale of its latents. With :math:`z = g(x)`
-on training data, of mean :math:`m` and covariance :math:`C = L L^\top`, the map :math:`L^{-1}(z - m)` after the flow
-is the maximum-likelihood choice among all affine ones. The model holds it as one more linear step; the flow stays as
-it is.
+Score matching learns the features of a flow before the scale of its latents. With :math:`z = g(x)` on training data, of
+mean :math:`m` and covariance :math:`C = L L^\top`, the map :math:`L^{-1}(z - m)` after the flow is the
+maximum-likelihood choice among all affine maps. The model holds it as one more linear step; the flow is not changed.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ __all__ = [
 
 
 class Calibration(nn.Module):
-    """An affine map of flat latents, in buffers: the gradient never reaches it, checkpoints hold it.
+    """An affine map of flat latents, in buffers: part of checkpoints, but not trained.
 
     Attributes:
-        mean: m, with shape ``(D,)``; None before the model was calibrated.
+        mean: m, with shape ``(D,)``; None if the model is not calibrated.
         to_base: The map A in u = A (z - m) + μ, with shape ``(D, D)``, or ``(D,)`` if it is diagonal.
         from_base: The inverse of A.
         center: μ, the mean of the base, with shape ``(D,)``.
@@ -57,24 +56,24 @@ class Calibration(nn.Module):
 
     @property
     def ready(self) -> bool:
-        """Whether there is a map."""
+        """Whether the model is calibrated."""
         return self.mean is not None
 
     def set(self, **tensors: Tensor | None) -> None:
-        """Takes a new map, or none."""
+        """Sets the map; without arguments, removes it."""
         for name in self.names:
             setattr(self, name, tensors.get(name))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        """Takes what a file holds, calibrated or not: the model that loads it need not have been calibrated."""
-        held = {name: state_dict.get(prefix + name) for name in self.names}
-        like = self.mean if self.mean is not None else held["mean"]
-        self.set(**{name: None if t is None else t.detach().clone().to(like) for name, t in held.items()})
+        """Sets or removes the map first: the file and the model need not both be calibrated."""
+        stored = {name: state_dict.get(prefix + name) for name in self.names}
+        like = self.mean if self.mean is not None else stored["mean"]
+        self.set(**{name: None if t is None else t.detach().clone().to(like) for name, t in stored.items()})
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
 class CalibrationStep(LinearStep):
-    """A :class:`Calibration` after a flow, over all of its latents."""
+    """The step of a :class:`Calibration`: after the flow, over all of its latents."""
 
     reason = "closed-form fit of the base"
 
@@ -108,20 +107,20 @@ def _times(matrix: Tensor, rows: Tensor) -> Tensor:
 
 
 def flatten(latents: Any) -> Tensor:
-    """Latents of any number and shape as flat rows, with shape ``(B, D)``."""
+    """Concatenates latents of any shapes to flat rows, with shape ``(B, D)``."""
     parts = (latents,) if isinstance(latents, Tensor) else latents
     return torch.cat([part.flatten(1) for part in parts], dim=1)
 
 
 @dataclass(frozen=True)
 class CalibrationReport:
-    """What calibrating did, measured on data that the fit did not see.
+    """The effect of a calibration, on held-out data.
 
     Attributes:
-        before: NLL in nats before.
-        after: NLL in nats after.
-        shrinkage: How far the covariance was moved towards its diagonal, 0 to 1.
-        kind: ``"full"``, ``"diagonal"``, or ``"none"`` where calibrating would have made held-out data less likely.
+        before: The NLL in nats before.
+        after: The NLL in nats after.
+        shrinkage: How far the covariance was shrunk towards its diagonal, 0 to 1.
+        kind: ``"full"``, ``"diagonal"``, or ``"none"`` if calibration would have made held-out data less likely.
     """
 
     before: float
@@ -134,10 +133,10 @@ class CalibrationReport:
 
 
 def gaussian_of(base: Base, shapes: tuple[Shape, ...], like: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of a diagonal Gaussian base, read off its score at three points.
+    """The mean and standard deviation of a diagonal Gaussian base, from its score at three points.
 
     Raises:
-        InputError: If the base is something else.
+        InputError: If the base is not a diagonal Gaussian.
     """
     generator = torch.Generator().manual_seed(0)
     points = [
@@ -164,7 +163,7 @@ def gaussian_of(base: Base, shapes: tuple[Shape, ...], like: Tensor) -> tuple[Te
 def fit_affine(
     moments: Moments, held_out: Moments, base: tuple[Tensor, Tensor], kind: str, shrinkage: float | None
 ) -> tuple[dict[str, Tensor], float, float]:
-    """Fits u = A (z - m) + μ to moments of latents, with the shrinkage that held-out moments like best.
+    """Fits u = A (z - m) + μ to moments of latents, with the shrinkage that minimises the held-out NLL.
 
     Returns:
         The tensors of a :class:`Calibration`, the shrinkage, and the mean held-out NLL of the latents in nats.
@@ -176,21 +175,21 @@ def fit_affine(
     spread = (covariance if kind == "diagonal" else covariance.diagonal()).clamp_min(0.0).sqrt()
     flat = (spread <= torch.finfo(torch.float64).eps * spread.max()).nonzero().flatten().tolist()
     if flat:
-        raise SingularError(f"latents {flat[:5]} do not vary over the data, so that no scale fits them")
-    seen = held_out.second_moments(moments.mean)
+        raise SingularError(f"latents {flat[:5]} do not vary over the data, so no scale fits them")
+    second = held_out.second_moments(moments.mean)
     if kind == "diagonal":
-        total = 0.5 * (2 * spread.log() + seen / spread**2).sum().item() + 0.5 * len(spread) * log(2 * pi)
+        total = 0.5 * (2 * spread.log() + second / spread**2).sum().item() + 0.5 * len(spread) * log(2 * pi)
         tensors = {"mean": moments.mean, "to_base": std / spread, "from_base": spread / std, "center": center}
         return tensors, 1.0, total
     # In units of the spread, shrinking towards the diagonal moves every eigenvalue towards 1.
-    correlation, observed = (matrix / torch.outer(spread, spread) for matrix in (covariance, seen))
+    correlation, observed = (matrix / torch.outer(spread, spread) for matrix in (covariance, second))
     rho = choose_shrinkage(correlation, observed)[0] if shrinkage is None else shrinkage
     shrunk = (1 - rho) * correlation + rho * torch.eye(len(spread)).to(correlation)
     lower, failed = torch.linalg.cholesky_ex(shrunk)
     if bool(failed) or lower.diagonal().min() <= 1e-6 * lower.diagonal().max():
         raise SingularError(
             f"the covariance of the latents is singular ({moments.count} data points for {len(spread)} dimensions); "
-            "give more data, or a shrinkage above 0, or kind='diagonal'"
+            "pass more data, or a shrinkage above 0, or kind='diagonal'"
         )
     inverse = torch.linalg.solve_triangular(lower, torch.eye(len(spread)).to(lower), upper=False)
     total = lower.diagonal().log().sum() + 0.5 * ((inverse @ observed) * inverse).sum() + spread.log().sum()
@@ -226,7 +225,7 @@ def choose_shrinkage(correlation: Tensor, observed: Tensor) -> tuple[float, floa
 def calibrate_plan(
     plan: Plan, stream: Iterable[tuple[Tensor, Tensor | None]], like: Tensor, kind: str, shrinkage: float | None
 ) -> tuple[dict[str, Tensor], CalibrationReport]:
-    """Fits the base of a plan to the latents of data; every tenth row is held out to choose the shrinkage by.
+    """Fits the base of a plan to the latents of data. Every tenth row is held out, to choose the shrinkage.
 
     Returns:
         The tensors of a :class:`Calibration` (none if it would make held-out data less likely), and the report.
@@ -252,36 +251,36 @@ def calibrate_plan(
     if held_out.count < 2 or moments.count < 2:
         raise InputError(f"calibrate needs at least 20 data points, got {index}")
     base = gaussian_of(plan.base, shapes, like)
-    for collected in (moments, held_out, losses):  # every process comes to the same decision
+    for collected in (moments, held_out, losses):  # so that every process decides the same
         collected.reduce()
     tensors, rho, after = fit_affine(moments, held_out, base, kind, shrinkage)
     base_nll, energy = losses.mean.tolist()
     before, gain = energy + plan.log_z(event_shape, like.double()).item(), base_nll - after
     if gain < 0:
         return {}, CalibrationReport(before, before, 1.0, "none")
-    moments.merge(held_out.count, held_out.mean, held_out.scatter)  # the choice is made: now all data count
+    moments.merge(held_out.count, held_out.mean, held_out.scatter)  # the shrinkage is chosen: refit to all data
     tensors, rho, _ = fit_affine(moments, held_out, base, kind, rho if kind == "full" else None)
     return {name: t.to(like) for name, t in tensors.items()}, CalibrationReport(before, before - gain, rho, kind)
 
 
 def last_layer(plan: Plan) -> FullStep:
-    """The layer at the end of a flow that can take a calibration in: a FullLinear with numbers of its own.
+    """The last layer of a flow, into which a calibration can be folded: a FullLinear with parameters of its own.
 
     Raises:
-        InputError: If the flow ends otherwise.
+        InputError: If the last step is something else.
     """
     last = plan.steps[-1] if plan.steps else None
     if not (isinstance(last, FullStep) and isinstance(last.module, FullLinear) and not last.inverted):
         where = "nothing" if last is None else last.where
-        raise InputError(f"only a FullLinear at the end of the flow can take a calibration in; it ends with {where}")
+        raise InputError(f"a calibration can be folded only into a last FullLinear; the flow ends with {where}")
     if last.module.bias is None:
-        raise InputError(f"{last.where} has no bias, and cannot take a calibration in")
+        raise InputError(f"no calibration can be folded into {last.where}: it has no bias")
     if not {"weight", "bias"} <= dict(last.module.named_parameters(recurse=False)).keys():
-        raise InputError(f"{last.where} computes its weight (a parametrization), and cannot take a calibration in")
+        raise InputError(f"no calibration can be folded into {last.where}: it computes its weight (a parametrization)")
     tied = [part.where for part in plan.parts() if part is not last and share_memory(part.module, last.module)]
     if tied:
         raise InputError(
-            f"{last.where} shares its numbers with other parts of the flow, which would change with it\n  "
+            f"{last.where} shares its parameters with other parts of the flow, which would change with it\n  "
             + "\n  ".join(tied)
             + "\nCalibrate without fold=True, or untie them."
         )
@@ -289,7 +288,7 @@ def last_layer(plan: Plan) -> FullStep:
 
 
 def share_memory(one: Any, other: Any) -> bool:
-    """Whether two modules have numbers in common, so that editing one edits the other.
+    """Whether two modules share tensors, so that editing one edits the other.
 
     Example:
         >>> a, b = nn.Linear(2, 2), nn.Linear(2, 2)
@@ -308,12 +307,12 @@ def _memory(tensor: Tensor) -> tuple[torch.device, int]:
 
 @torch.no_grad()
 def fold(tensors: Mapping[str, Tensor], layer: FullLinear) -> None:
-    """Puts the map of a calibration into the last layer of a flow."""
+    """Folds the map of a calibration into the last layer of a flow."""
     matrix = tensors["to_base"]
     if len(matrix) != layer.features:
         raise InputError(
-            f"the last FullLinear acts on {layer.features} features at a time, and cannot take in a calibration of all "
-            f"{len(matrix)} latents; calibrate with fold=False"
+            f"the last FullLinear acts on {layer.features} features at a time, so a calibration of all {len(matrix)} "
+            "latents cannot be folded into it; calibrate with fold=False"
         )
     matrix = torch.diag(matrix) if matrix.dim() == 1 else matrix
     assert layer.bias is not None

@@ -1,13 +1,13 @@
 """The Gaussianising start of deep models: layer by layer, in closed form.
 
-Each full layer whitens what reaches it; the elementwise nonlinearity after it then makes each feature as Gaussian as it
-can (:mod:`~ebflow_plugin.closed_form.bending`); what comes out is data for the next layer. That is Gaussianization
+Each full layer whitens its input. The elementwise nonlinearity after it makes each feature as Gaussian as it can
+(:mod:`~ebflow_plugin.closed_form.marginals`), and its output is the data of the next layer. This is Gaussianization
 (Chen and Gopinath 2000; with fixed rotations Laparra et al. 2011; as a trained flow Meng et al. 2020), here with
-symmetric whitenings: their basis, nearest to that of the data, is worth more than rotated ones.
+symmetric whitenings: their basis, the nearest to that of the data, does better than rotated ones.
 
-Every fifth row is held out. A layer is fitted to the others, and kept if it makes those more likely: a bend that does
-not, of one feature or of all, is made straight. The last whitening counts all rows, and so do the others where there
-are ten rows a feature: the held-out rows then judge the bends alone.
+Every fifth row is held out. A layer is fitted to the other rows, and kept if it makes the held-out rows more likely. A
+marginal map that does not, of one feature or of all, is replaced by a nearly affine one. The last whitening uses all
+rows, and so do the others if there are ten rows per feature: the held-out rows then judge the marginal maps only.
 
 Example:
     >>> import ebflow_plugin as ebf
@@ -30,10 +30,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from ebflow_plugin.closed_form.bending import Bend, fit_bend
 from ebflow_plugin.closed_form.calibration import choose_shrinkage, share_memory
 from ebflow_plugin.closed_form.initialization import (
-    agreed,
+    broadcast,
     first_full_layer,
     refuse_dependent,
     rows_of,
@@ -41,6 +40,7 @@ from ebflow_plugin.closed_form.initialization import (
     start_together,
     whiten_layer,
 )
+from ebflow_plugin.closed_form.marginals import MarginalMap, fit_marginals
 from ebflow_plugin.closed_form.moments import Moments
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.layers import FullLinear
@@ -53,9 +53,9 @@ from ebflow_plugin.plan.step import LinearStep
 
 __all__ = ["LayerStart", "StartReport", "gaussianize"]
 
-ROWS = 5000  # to twice as many, that a bend is fitted to
-HELD_OUT = 5  # every fifth row
-ENOUGH = 10  # rows a feature, with which a layer between others needs no shrinkage
+ROWS = 5000  # a marginal map is fitted to this many rows, up to twice as many
+HELD_OUT = 5  # every fifth row is held out
+ENOUGH = 10  # with this many rows per feature, a hidden layer needs no shrinkage
 
 Batches = Iterator[tuple[Tensor, Tensor | None]]
 
@@ -66,11 +66,12 @@ class LayerStart:
 
     Attributes:
         where: The layer.
-        nll: The mean NLL in nats, of rows that no bend saw, of a model that ends with this layer; nor did a whitening,
-            where there are fewer than ten rows a feature.
-        shrinkage: How far the covariance was moved towards its diagonal, 0 to 1: what those rows like best, or 0 for
-            a layer between others if there are enough rows.
-        bent: How many features the nonlinearity after the layer bends; None where none is fitted.
+        nll: The mean held-out NLL in nats of a model that ends with this layer. No marginal map was fitted to the
+            held-out rows; nor was a whitening, if there are fewer than ten rows per feature.
+        shrinkage: How far the covariance was shrunk towards its diagonal, 0 to 1: the best value for the held-out
+            rows, or 0 for a hidden layer if there are enough rows.
+        bent: The number of features that the nonlinearity after the layer is fitted to; None if there is no
+            nonlinearity to fit.
 
     Example:
         >>> LayerStart("0  FullLinear", nll=7.5, shrinkage=0.0, bent=3).nll
@@ -85,7 +86,7 @@ class LayerStart:
 
 @dataclass(frozen=True)
 class StartReport:
-    """How far each layer of a Gaussianising start came. No gradient step was taken.
+    """The held-out likelihood after each layer of a Gaussianising start. No gradient step was taken.
 
     Attributes:
         layers: The full layers, in order.
@@ -114,7 +115,7 @@ class StartReport:
 
 
 def chain(plan: Plan) -> list[int]:
-    """The places of the full layers that can start together, a nonlinearity after each but the last.
+    """The indices of the full layers that can start together, with a nonlinearity after each but the last.
 
     Raises:
         InputError: If there are fewer than two.
@@ -126,21 +127,21 @@ def chain(plan: Plan) -> list[int]:
     if not isinstance(first.module, FullLinear) or first.module.bias is None:
         raise InputError(
             "gaussianize=True needs a FullLinear with a bias, whose features have scales and shifts of their own; "
-            f"{first.where} is none. Keep whiten=True alone."
+            f"{first.where} is none. Use whiten=True alone."
         )
     if len(places) == 1:
         after = plan.steps[places[0] + 1] if places[0] + 1 < len(plan.steps) else None
         found = "nothing" if after is None else after.where
         raise InputError(
             "gaussianize=True needs an elementwise nonlinearity, such as SinhArcsinh, after the first full layer, and "
-            "another FullLinear with a bias and numbers of its own after that; "
-            f"{found} stands there. Keep whiten=True alone."
+            "another FullLinear with a bias and parameters of its own after that; "
+            f"found {found}. Use whiten=True alone."
         )
     return places
 
 
 def _next_layer(plan: Plan, places: list[int]) -> int | None:
-    """The next full layer of a chain, after a nonlinearity and perhaps ActNorms, permutations, fixed linear steps."""
+    """The next full layer of a chain: after a nonlinearity, and possibly ActNorms, permutations, fixed linear steps."""
     last = places[-1]
     if last + 1 >= len(plan.steps) or not isinstance(plan.steps[last + 1], ElementwiseStep):
         return None
@@ -153,28 +154,28 @@ def _next_layer(plan: Plan, places: list[int]) -> int | None:
             tied = any(share_memory(layer, plan.steps[other].module) for other in places)
             return place if fit and not tied else None
         trainable = isinstance(step.module, nn.Module) and any(p.requires_grad for p in step.module.parameters())
-        moved = isinstance(step, (InitialisedAffineStep, IsometryStep))
-        if not isinstance(step, LinearStep) or step.takes != 1 or step.gives != 1 or (trainable and not moved):
+        allowed = isinstance(step, (InitialisedAffineStep, IsometryStep))
+        if not isinstance(step, LinearStep) or step.takes != 1 or step.gives != 1 or (trainable and not allowed):
             return None
     return None
 
 
 class Passes:
-    """Data on their way through a plan, place by place.
+    """The activations of the data at one step of a plan after another.
 
-    A tensor is kept as far as it came, so that each pass takes the steps from there only; what a loader loads is
-    not, and takes all steps in each pass.
+    With ``keep``, the activations of a pass are cached, and the next pass continues from there. Otherwise each pass
+    applies all steps to the data again.
 
     Arguments:
         plan: The plan.
-        data: Goes through the data.
-        keep: Whether to keep what a pass made of them.
+        data: Iterates over the data.
+        keep: Whether to cache the activations.
     """
 
     def __init__(self, plan: Plan, data: Callable[[], Batches], keep: bool) -> None:
         self.plan, self.data, self.keep = plan, data, keep
         self.first: tuple[Tensor, Tensor | None] | None = None
-        self._place, self._kept = 0, list[tuple[Tensor, Tensor | None, Tensor]]()
+        self._place, self._cached = 0, list[tuple[Tensor, Tensor | None, Tensor]]()
 
     @property
     def event_shape(self) -> tuple[int, ...]:
@@ -183,26 +184,26 @@ class Passes:
         return tuple(self.first[0].shape[1:])
 
     def to(self, place: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """What reaches a step, and the log-dets of the nonlinear steps before it, with shape ``(B,)``; in batches."""
+        """The inputs of a step, and the log-dets of the nonlinear steps before it, with shape ``(B,)``, in batches."""
         part = replace(self.plan, steps=self.plan.steps[self._place : place])
-        begun = False
+        started = False
         for index, (x, context, log_det) in enumerate(self._batches()):
-            if not begun:
+            if not started:
                 start_together(part, x, context)
-                begun = True
+                started = True
             (value,), added = part.encode(x, self.plan.embed(context))
             total = log_det if added is None else log_det + added
-            if self.keep and index < len(self._kept):
-                self._kept[index] = value, context, total
+            if self.keep and index < len(self._cached):
+                self._cached[index] = value, context, total
             elif self.keep:
-                self._kept.append((value, context, total))
+                self._cached.append((value, context, total))
             yield value, total
         if self.keep:
             self._place = place
 
     def _batches(self) -> Iterator[tuple[Tensor, Tensor | None, Tensor]]:
-        if self._kept:
-            yield from list(self._kept)
+        if self._cached:
+            yield from list(self._cached)
             return
         for x, context in self.data():
             self.first = self.first or (x, context)
@@ -210,7 +211,7 @@ class Passes:
 
 
 class Thinned:
-    """Rows of a stream of unknown length, evenly spread over it: some ``count`` to twice as many.
+    """Evenly spaced rows of a stream of unknown length: between ``count`` and twice as many.
 
     Example:
         >>> thinned = Thinned(2)
@@ -225,7 +226,7 @@ class Thinned:
         self._parts: list[Tensor] = []
 
     def add(self, rows: Tensor) -> None:
-        """Takes rows in, with any event shape."""
+        """Adds rows with any event shape."""
         self._parts.append(rows[-self.seen % self.stride :: self.stride].clone())
         self.seen += len(rows)
         while sum(map(len, self._parts)) > 2 * self.count:
@@ -233,12 +234,12 @@ class Thinned:
             self.stride *= 2
 
     def rows(self) -> Tensor:
-        """What was kept."""
+        """The selected rows."""
         return torch.cat(self._parts)
 
 
 class Arrived:
-    """What one pass tells of the data that reach a layer: of the rows to fit to, and of those held out."""
+    """Statistics of the input of a layer, from one pass: of the rows to fit to, and of the held-out rows."""
 
     def __init__(self, step: FullStep, stream: Iterable[tuple[Tensor, Tensor]]) -> None:
         self.fit, self.held, self.log_dets = Moments(), Moments(), Moments(diagonal=True)
@@ -258,41 +259,41 @@ class Arrived:
                 self.log_dets.add(log_det[held, None])
         if self.held.count < 2:
             raise InputError(f"gaussianize=True needs at least {2 * HELD_OUT} data points, got {index}")
-        for moments in (self.fit, self.held, self.log_dets):  # every process comes to the same decision
+        for moments in (self.fit, self.held, self.log_dets):  # so that every process decides the same
             moments.reduce()
         self.sample, self.others = sample.rows(), others.rows()
 
     def judge(self, where: str) -> tuple[float, float]:
-        """The shrinkage that held-out rows like best, and their NLL with a Gaussian of the others' moments."""
+        """The shrinkage that minimises the held-out NLL of a Gaussian with the moments of ``fit``, and that NLL."""
         if not bool(torch.isfinite(self.fit.scatter).all()):
-            raise InputError(f"what reaches {where} holds NaN or inf; ebflow_plugin.verify(flow, x) finds where")
+            raise InputError(f"the input of {where} holds NaN or inf; ebflow_plugin.verify(flow, x) finds where")
         spread = spreads(self.fit, where)
         scales = torch.outer(spread, spread)
         correlation = self.fit.covariance() / scales
         rho, nll = choose_shrinkage(correlation, self.held.second_moments(self.fit.mean) / scales)
-        if rho > 0 and self.fit.count > 2 * len(spread):  # more than rows that are too few
+        if rho > 0 and self.fit.count > 2 * len(spread):  # a shrinkage that too few rows do not explain
             refuse_dependent(torch.linalg.eigvalsh(correlation), self.fit.count, where)
         return rho, self.times * (nll + spread.log().sum().item()) - self.log_dets.mean.item()
 
 
 @torch.no_grad()
 def gaussianize(plan: Plan, data: Callable[[], Batches], keep: bool, progress: bool = False) -> StartReport:
-    """Starts every full layer of a chain as a whitening, and every nonlinearity between them as a Gaussianising bend.
+    """Initialises every full layer of a chain to a whitening, and every nonlinearity between to a marginal map.
 
-    One pass over the data a layer, O(N·D² + D³). A bend that makes held-out rows less likely is made straight, and all
-    that follow it: they would be fitted to the same data.
+    One pass over the data per layer, O(N·D² + D³). If a marginal map makes the held-out rows less likely, it and all
+    later ones become nearly affine: those would be fitted to the same data.
 
     Arguments:
         plan: The plan.
-        data: Goes through the data.
-        keep: Whether the values that reach a layer are kept for the next pass, in as much memory as the data take.
-        progress: Shows a bar.
+        data: Iterates over the data.
+        keep: Whether to cache the activations for the next pass, in as much memory as the data take.
+        progress: Shows a progress bar.
     """
     places, passes = chain(plan), Passes(plan, data, keep)
     started: list[LayerStart] = []
-    linear, since = 0.0, 0  # the log-det of linear steps so far; where the last pass ended
+    linear, since = 0.0, 0  # the log-det of the linear steps so far; where the last pass ended
     shape: tuple[int, ...] | None = None
-    white: tuple[Tensor, Tensor] | None = None  # the last layer before its bend
+    white: tuple[Tensor, Tensor] | None = None  # weight and bias of the last layer, before its marginal map
     for number, place in enumerate(shown(places, progress, "Gaussianising start")):
         step = plan.steps[place]
         assert isinstance(step, FullStep)
@@ -304,22 +305,22 @@ def gaussianize(plan: Plan, data: Callable[[], Batches], keep: bool, progress: b
             layer = plan.steps[since - 1].module
             layer.weight.copy_(white[0])
             layer.bias.copy_(white[1])
-            started += _pass_on(plan, places[number - 1 :], passes, arrived.shape, started.pop())
+            started += _straighten(plan, places[number - 1 :], passes, arrived.shape, started.pop())
             break
         enough = arrived.fit.count >= ENOUGH * len(arrived.fit.mean)
-        if enough or place == places[-1]:  # now all rows count; few rows must not be seen before they judge again
+        if enough or place == places[-1]:  # few held-out rows must stay unseen, since they judge later layers too
             arrived.fit.merge(arrived.held.count, arrived.held.mean, arrived.held.scatter)
         if place != places[-1] and enough:
-            rho = 0.0  # the basis of a shrunk covariance is nearer to that of the layer before, where all is done
+            rho = 0.0  # shrinkage keeps the basis near that of the layer before, whose features are Gaussian already
         linear += between + arrived.times * whiten_layer(step, arrived.fit, rho)
         bent = None
         if place != places[-1]:
             white = step.module.weight.clone(), step.module.bias.clone()
-            bend = _nonlinearity(plan, place)
+            nonlinearity = _nonlinearity(plan, place)
             sample, others = step.module.transform(arrived.sample), step.module.transform(arrived.others)
-            found = fit_bend(bend, sample, others)
-            fitted = Bend(*agreed(found.scale, found.shift, found.log_tail, found.skewness, found.helps))
-            linear += arrived.times * fitted.write(bend, step.module)
+            own = fit_marginals(nonlinearity, sample, others)
+            fitted = MarginalMap(*broadcast(own.scale, own.shift, own.log_tail, own.skewness, own.helps))
+            linear += arrived.times * fitted.write(nonlinearity, step.module)
             bent = int(fitted.helps.sum())
         started.append(LayerStart(step.where, nll, rho, bent))
         since, shape = place + 1, arrived.shape
@@ -329,31 +330,32 @@ def gaussianize(plan: Plan, data: Callable[[], Batches], keep: bool, progress: b
 
 
 def _nonlinearity(plan: Plan, place: int) -> ElementwiseStep:
-    """The one after a layer of a chain."""
+    """The nonlinearity after a layer of a chain."""
     step = plan.steps[place + 1]
     assert isinstance(step, ElementwiseStep)
     return step
 
 
-def _pass_on(
+def _straighten(
     plan: Plan, places: list[int], passes: Passes, shape: tuple[int, ...], last: LayerStart
 ) -> list[LayerStart]:
-    """Makes straight the bend after the first of some layers, which whitens, and all that follow.
+    """Makes the marginal maps after some layers nearly affine.
 
-    Each later layer undoes the scales and shifts since the one before it, so that it passes on what that one made.
+    The first layer whitens. Each later layer inverts the map since the one before it, so that the whitened features
+    pass through unchanged.
 
     Returns:
-        How these layers started, from the first one on; ``last`` is what is known of that.
+        The starts of these layers; ``last`` is that of the first one so far.
     """
     started = [replace(last, bent=0)]
     assert passes.first is not None
     for before, place in pairwise(places):
-        bend, layer = _nonlinearity(plan, before), plan.steps[place].module
-        straight = Bend.straight(bend, layer.bias)
-        straight.write(bend, plan.steps[before].module)
+        nonlinearity, layer = _nonlinearity(plan, before), plan.steps[place].module
+        straight = MarginalMap.straight(nonlinearity, layer.bias)
+        straight.write(nonlinearity, plan.steps[before].module)
         start_together(replace(plan, steps=plan.steps[:place]), *passes.first)
         part, size = replace(plan, steps=plan.steps[before + 1 : place]), layer.features
-        # The straight map takes a whitened y, scaled and shifted, to M y + c: c and the columns of M from unit vectors.
+        # The nearly affine map takes a whitened y to M y + c: zero shows c, and unit vectors the columns of M.
         units = torch.eye(size + 1, size).to(layer.bias).roll(1, 0)
         probes = straight.scale * units + straight.shift
         wide = probes.reshape(size + 1, *(1 for _ in shape[:-1]), size).expand(size + 1, *shape)
@@ -367,5 +369,5 @@ def _pass_on(
 
 
 def _linear_log_det(plan: Plan, since: int, place: int, shape: tuple[int, ...], arrived: Arrived) -> float:
-    """The log-det of linear steps from one place to another: ActNorms, permutations and fixed ones."""
+    """The log-det of the linear steps between two places: ActNorms, permutations and fixed ones."""
     return -float(replace(plan, steps=plan.steps[since:place]).log_z(shape, arrived.fit.mean))

@@ -1,4 +1,4 @@
-"""Starting well: the first full layer begins as the whitening map of what reaches it."""
+"""The whitening start: the first full layer is initialised to the whitening map of its input."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.step import own_tensors
 
 __all__ = [
-    "agreed",
+    "broadcast",
     "first_full_layer",
     "refuse_dependent",
     "rows_of",
@@ -29,19 +29,19 @@ __all__ = [
     "whiten_layer",
 ]
 
-ROUNDING = 1e-10  # below this part of the largest, an eigenvalue has lost most of its digits
+ROUNDING = 1e-10  # an eigenvalue below this fraction of the largest has lost most of its digits
 
 
 def first_full_layer(plan: Plan) -> int:
-    """The place of the first full layer, after nothing but ActNorms, permutations and other fixed steps.
+    """The index of the first full layer, which only ActNorms, permutations and other fixed steps may precede.
 
     Raises:
-        InputError: If there is none that can become a whitening map.
+        InputError: If no full layer can become the whitening map.
     """
-    for place, step in enumerate(plan.steps):
+    for index, step in enumerate(plan.steps):
         if isinstance(step, FullStep):
             _refuse_unfit(step)
-            return place
+            return index
         if step.takes != 1 or step.gives != 1:
             raise InputError(f"the whitening start needs a full layer that sees all data; {step.where} comes first")
         trainable = isinstance(step.module, nn.Module) and any(p.requires_grad for p in step.module.parameters())
@@ -59,7 +59,7 @@ def first_full_layer(plan: Plan) -> int:
 
 
 def _refuse_unfit(step: FullStep) -> None:
-    """Refuses a full layer whose numbers cannot be set to those of a whitening map, before anything is edited."""
+    """Refuses a full layer whose parameters cannot be set to a whitening map, before anything is edited."""
     if step.inverted:
         raise InputError(f"{step.where} cannot start as a whitening map: data pass through its inverse")
     names = {"weight"} if step.module.bias is None else {"weight", "bias"}
@@ -68,9 +68,9 @@ def _refuse_unfit(step: FullStep) -> None:
 
 
 def rows_of(step: FullStep, value: Tensor) -> Tensor:
-    """What the rows of a full layer's matrix act on: rows of features, or cells of stride × stride pixels of images.
+    """The vectors that a full layer's matrix multiplies: rows of features, or cells of stride × stride pixels.
 
-    A convolution is whitened in each cell on its own: the best map of its form that needs no more than one tap a pixel.
+    A convolution whitens each cell separately: the best map of its form with one tap per pixel.
     """
     layer = step.module
     if isinstance(layer, FullLinear):
@@ -92,12 +92,12 @@ def whiten(plan: Plan, stream: Iterable[tuple[Tensor, Tensor | None]]) -> None:
 
     Arguments:
         plan: The plan.
-        stream: The data, gone through once.
+        stream: The data, in one pass.
     """
-    place = first_full_layer(plan)
-    layer = plan.steps[place]
+    index = first_full_layer(plan)
+    layer = plan.steps[index]
     assert isinstance(layer, FullStep)
-    before = replace(plan, steps=plan.steps[:place])
+    before = replace(plan, steps=plan.steps[:index])
     moments = Moments()
     first: tuple[Tensor, Tensor | None] | None = None
     for x, context in stream:
@@ -113,38 +113,38 @@ def whiten(plan: Plan, stream: Iterable[tuple[Tensor, Tensor | None]]) -> None:
 
 
 def start_together(plan: Plan, x: Tensor, context: Tensor | None) -> None:
-    """Lets the steps of a plan start from a batch; in a distributed run they start as those of the first process."""
+    """Initialises the steps of a plan from a batch; in a distributed run all processes take those of the first."""
     plan.initialize(x, context)
     for step in plan.steps:
         if isinstance(step, InitialisedAffineStep):
-            mine = tuple(own_tensors(step.module))
-            for tensor, first in zip(mine, agreed(*mine), strict=True):
+            own = tuple(own_tensors(step.module))
+            for tensor, first in zip(own, broadcast(*own), strict=True):
                 tensor.copy_(first)
 
 
-def agreed(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """What the first process of a distributed run found, in all of them."""
+def broadcast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors of the first process of a distributed run, in all of its processes."""
     if not (distributed.is_available() and distributed.is_initialized()):
         return tensors
     shared = [tensor.detach().cpu() for tensor in tensors]
     distributed.broadcast_object_list(shared, src=0)
-    return tuple(mine.to(tensor) for mine, tensor in zip(shared, tensors, strict=True))
+    return tuple(first.to(tensor) for first, tensor in zip(shared, tensors, strict=True))
 
 
 @torch.no_grad()
 def whiten_layer(step: FullStep, moments: Moments, shrinkage: float = 0.0) -> float:
-    """Makes a full layer the (symmetric) whitening map of what reaches it: C^(-1/2) (x - m).
+    """Sets a full layer to the symmetric whitening map of its input: C^(-1/2) (x - m).
 
     Returns:
         The log-determinant of C^(-1/2).
     """
     layer = step.module
     if not bool(torch.isfinite(moments.scatter).all()):
-        raise InputError(f"what reaches {step.where} holds NaN or inf; ebflow_plugin.verify(flow, x) finds where")
+        raise InputError(f"the input of {step.where} holds NaN or inf; ebflow_plugin.verify(flow, x) finds where")
     weight, log_det = whitening(moments, step.where, shrinkage)
     bias = -weight @ moments.mean
     if layer.bias is None and bool((moments.mean.abs() > 1e-6 * moments.covariance().diagonal().sqrt()).any()):
-        raise InputError(f"{step.where} needs a bias to take off the mean of the data")
+        raise InputError(f"{step.where} needs a bias to subtract the mean of the data")
     if isinstance(layer, FullLinear):
         layer.weight.copy_(weight)
     else:
@@ -168,8 +168,8 @@ def spreads(moments: Moments, where: str) -> Tensor:
     constant = (spread <= 1e-12 * moments.mean.abs()).nonzero().flatten().tolist()
     if constant:
         raise SingularError(
-            f"features {constant[:5]} of what reaches {where} are constant over {moments.count} data points, so that "
-            "nothing can whiten them; dequantize the data, or leave these features out"
+            f"features {constant[:5]} of the input of {where} are constant over {moments.count} data points, and "
+            "cannot be whitened; dequantize the data, or leave these features out"
         )
     return spread
 
@@ -177,13 +177,13 @@ def spreads(moments: Moments, where: str) -> Tensor:
 def whitening(moments: Moments, where: str, shrinkage: float = 0.0) -> tuple[Tensor, float]:
     """The symmetric whitening matrix, C^(-1/2), and its log-determinant.
 
-    Where the scales of the features are so far apart that rounding swallows the small eigenvalues of C, it is R^(-1/2)
-    after a division by the standard deviations, with the correlations R.
+    If the scales of the features differ so much that the small eigenvalues of C are lost to rounding, the features are
+    divided by their standard deviations first, and the matrix is R^(-1/2) with the correlations R.
 
     Arguments:
-        moments: Those of what is to be whitened.
-        where: What is to whiten it.
-        shrinkage: How far C is moved towards its diagonal first, 0 to 1.
+        moments: The moments of the data to whiten.
+        where: The whitening step, for messages.
+        shrinkage: How far C is shrunk towards its diagonal first, 0 to 1.
 
     Raises:
         SingularError: If the data have no variance in some direction.
@@ -204,7 +204,7 @@ def refuse_dependent(values: Tensor, count: int, where: str) -> None:
     flat = int((values <= 1e-12 * values.max()).sum())
     if flat:
         raise SingularError(
-            f"the features of what reaches {where} are linearly dependent over {count} data points: "
-            f"{flat} of {len(values)} directions have no variance of their own, so that nothing can whiten them; "
-            "dequantize the data, or give more of it"
+            f"the features of the input of {where} are linearly dependent over {count} data points: "
+            f"{flat} of {len(values)} directions have no variance of their own, and cannot be whitened; "
+            "dequantize the data, or pass more of it"
         )

@@ -1,4 +1,4 @@
-"""Mean and covariance of what a stream of batches becomes inside a model, in one pass and in float64."""
+"""Mean and covariance of activations over a stream of batches, in one pass and in float64."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from ebflow_plugin.plan.inputs import pair
 
 __all__ = ["Moments", "batches", "in_memory", "meet", "refuse_one_shot"]
 
-CHUNK = 1000  # rows that go through a model, or into a scatter, at once
-PATIENCE = timedelta(minutes=2)  # for other processes
+CHUNK = 1000  # rows per forward pass, and per update of a scatter matrix
+PATIENCE = timedelta(minutes=2)  # how long to wait for other processes
 
 
 class Moments:
-    """Count, mean and scatter of rows, merged part by part so that large means lose no digits.
+    """Count, mean and scatter matrix of rows, merged chunk by chunk, which is stable for large means.
 
-    Small batches wait until there are enough of them: merging two scatters costs as much as hundreds of rows.
+    Small batches are buffered until they fill a chunk: merging two scatters costs as much as hundreds of rows.
 
     Arguments:
-        diagonal: Whether the scatter of each feature is enough. O(D) a row instead of O(D²).
+        diagonal: Keeps only the diagonal of the scatter: O(D) per row in place of O(D²).
 
     Example:
         >>> rows = torch.randn(10, 2, dtype=torch.float64) + 1e6
@@ -41,36 +41,36 @@ class Moments:
         self._merged = 0
         self._mean = torch.zeros(0, dtype=torch.float64)
         self._scatter = torch.zeros(0 if diagonal else (0, 0), dtype=torch.float64)
-        self._waiting: list[Tensor] = []
-        self._rows = 0  # that wait
+        self._buffer: list[Tensor] = []
+        self._buffered = 0  # rows in the buffer
 
     @property
     def count(self) -> int:
         """The number of rows."""
-        return self._merged + self._rows
+        return self._merged + self._buffered
 
     @property
     def mean(self) -> Tensor:
         """Their mean, with shape ``(D,)``."""
-        self._settle()
+        self._flush()
         return self._mean
 
     @property
     def scatter(self) -> Tensor:
         """The sum of outer products of their deviations, with shape ``(D, D)``, or its diagonal, ``(D,)``."""
-        self._settle()
+        self._flush()
         return self._scatter
 
     def add(self, rows: Tensor) -> None:
-        """Takes in rows with shape ``(N, D)``."""
-        self._waiting.append(rows.detach().to(torch.float64, copy=True))  # a loader may use its memory again
-        self._rows += len(rows)
-        if self.diagonal or self._rows >= CHUNK:  # merging a diagonal costs no more than a row
-            self._settle()
+        """Adds rows with shape ``(N, D)``."""
+        self._buffer.append(rows.detach().to(torch.float64, copy=True))  # a loader may reuse its memory
+        self._buffered += len(rows)
+        if self.diagonal or self._buffered >= CHUNK:  # merging a diagonal costs no more than a row
+            self._flush()
 
     def merge(self, count: int, mean: Tensor, scatter: Tensor) -> None:
-        """Takes in rows of which only the moments are known."""
-        self._settle()
+        """Adds rows by their moments."""
+        self._flush()
         if self._merged == 0:
             self._merged, self._mean, self._scatter = count, mean, scatter
             return
@@ -80,10 +80,10 @@ class Moments:
         self._mean = self._mean + shift * (count / total)
         self._merged = total
 
-    def _settle(self) -> None:
-        """Merges the rows that wait."""
-        if self._waiting:
-            rows, self._waiting, self._rows = torch.cat(self._waiting), [], 0
+    def _flush(self) -> None:
+        """Merges the buffered rows."""
+        if self._buffer:
+            rows, self._buffer, self._buffered = torch.cat(self._buffer), [], 0
             mean = rows.mean(0)
             deviations = rows - mean
             scatter = deviations.square().sum(0) if self.diagonal else deviations.T @ deviations
@@ -93,7 +93,7 @@ class Moments:
         return vector.square() if self.diagonal else torch.outer(vector, vector)
 
     def reduce(self) -> None:
-        """Merges the moments of all processes of a distributed run, so that each has those of the whole data."""
+        """Merges the moments of all processes of a distributed run, so that each has those of all data."""
         if not (distributed.is_available() and distributed.is_initialized()):
             return
         every: list[Any] = [None] * distributed.get_world_size()
@@ -104,35 +104,35 @@ class Moments:
             self.merge(count, mean.to(device), scatter.to(device))
 
     def covariance(self, unbiased: bool = True) -> Tensor:
-        """The covariance, with the shape of the scatter; the maximum-likelihood one with ``unbiased=False``."""
+        """The covariance, with the shape of the scatter; ``unbiased=False`` is the maximum-likelihood estimate."""
         least = 2 if unbiased else 1
         if self.count < least:
             raise InputError(f"a covariance needs at least {least} data points, got {self.count}")
         return self.scatter / (self.count - int(unbiased))
 
     def second_moments(self, around: Tensor) -> Tensor:
-        """The mean of the squares, or outer products, of deviations from a point; with the shape of the scatter."""
+        """The mean outer product (or square) of deviations from a point, with the shape of the scatter."""
         return self.covariance(unbiased=False) + self._outer(self.mean - around)
 
 
-_met: Counter[str] = Counter()  # how often the processes met for each call: the next meeting needs a new name
+_met: Counter[str] = Counter()  # meetings per call so far: each meeting needs a new key in the store
 
 
 def meet(call: str, patience: timedelta = PATIENCE) -> None:
-    """Waits for all processes of a distributed run, before a call that they can only make together.
+    """Waits for all processes of a distributed run, before a collective call.
 
-    Whoever calls alone gets an error instead of waiting for an answer that never comes. Asks the store that the
-    processes met at first, which needs no answer from processes that are busy elsewhere; without one, nothing is asked.
+    A process that makes the call alone raises an error, where the collective itself would hang. The processes meet
+    through the store of the default process group, which needs no reply from processes that are busy elsewhere.
 
     Arguments:
-        call: What all of them are to call.
-        patience: How long to wait for the last of them.
+        call: The name of the call.
+        patience: How long to wait for the last process.
 
     Raises:
-        EBFlowError: If some do not come; it names them.
+        EBFlowError: If some processes do not arrive in time; the message names them.
 
     Example:
-        >>> meet("model.calibrate()")  # one process: nobody to wait for
+        >>> meet("model.calibrate()")  # a single process does not wait
     """
     if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
         return
@@ -143,24 +143,24 @@ def meet(call: str, patience: timedelta = PATIENCE) -> None:
     try:
         store.wait(names, patience)
     except RuntimeError as error:  # a timeout
-        lacking = [rank for rank, name in enumerate(names) if not store.check([name])]
-        if not lacking:
+        missing = [rank for rank, name in enumerate(names) if not store.check([name])]
+        if not missing:
             raise
         store.delete_key(mine)
         raise EBFlowError(
-            f"{call} is for all of the {world} processes together, and {', '.join(map(str, lacking))} did not come "
-            f"within {patience.total_seconds():g} s. Call it in every process, each with its own part of the data (if "
-            "one is slow to come: torch.distributed.barrier() before it)."
+            f"{call} must be called by all {world} processes together, and {', '.join(map(str, missing))} did not call "
+            f"it within {patience.total_seconds():g} s. Call it in every process, each with its own part of the data "
+            "(if one is slow: torch.distributed.barrier() before it)."
         ) from error
     _met[call] += 1
 
 
 def batches(data: Any, check: Callable[[Tensor, Tensor | None], Tensor]) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Goes through data in batches: a tensor, a pair of a tensor and its context, or a loader of either.
+    """Iterates over data in batches: a tensor, a pair of a tensor and its context, or a loader of either.
 
     Arguments:
         data: The data.
-        check: Refuses bad batches; gives x to go on with.
+        check: Raises on an invalid batch, and returns x to use.
     """
     if isinstance(data, Tensor):
         parts: Iterable[Any] = data.split(CHUNK)
@@ -171,7 +171,7 @@ def batches(data: Any, check: Callable[[Tensor, Tensor | None], Tensor]) -> Iter
     else:
         raise InputError(
             f"data must be a tensor, a pair (x, context) or a loader of these, got {type(data).__name__}; "
-            "torch.as_tensor makes a tensor of an array"
+            "torch.as_tensor turns an array into a tensor"
         )
     empty = True
     for part in parts:
@@ -186,23 +186,23 @@ def batches(data: Any, check: Callable[[Tensor, Tensor | None], Tensor]) -> Iter
 
 def in_memory(data: Any) -> bool:
     """Whether data are a tensor, or a pair of a tensor and its context."""
-    pair_of = isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, Tensor) for part in data)
-    return isinstance(data, Tensor) or pair_of
+    is_pair = isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, Tensor) for part in data)
+    return isinstance(data, Tensor) or is_pair
 
 
 def refuse_one_shot(data: Any) -> None:
-    """Refuses an iterator, which is empty after it was gone through.
+    """Raises if data are an iterator, which is exhausted after one pass.
 
     Raises:
-        InputError: If it is one.
+        InputError: If they are.
 
     Example:
         >>> refuse_one_shot(iter([torch.zeros(2, 3)]))
         Traceback (most recent call last):
-        ebflow_plugin.errors.InputError: gaussianize=True goes through the data once a layer, and list_iterator ...
+        ebflow_plugin.errors.InputError: gaussianize=True needs one pass over the data per layer, and list_iterator ...
     """
     if isinstance(data, Iterator):
         raise InputError(
-            f"gaussianize=True goes through the data once a layer, and {type(data).__name__} ends after the first "
-            "time; give a tensor, a list of batches or a loader"
+            f"gaussianize=True needs one pass over the data per layer, and {type(data).__name__} is exhausted after "
+            "the first; pass a tensor, a list of batches or a loader"
         )

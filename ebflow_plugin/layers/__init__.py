@@ -1,7 +1,8 @@
-"""The maps that the flow libraries lack, with their arithmetic written once.
+"""The arithmetic of the layers that the flow libraries lack, shared by all adapters.
 
-An adapter mixes these modules with its library's base class and adds that library's ``forward`` and ``inverse``; they
-define neither. In: data. Out: ``transform``, the density direction, ``invert``, which undoes it, and log-determinants.
+An adapter combines these modules with its library's base class and adds that library's ``forward`` and ``inverse``,
+which they do not define. In: data. Out: ``transform``, the density direction, ``invert``, its inverse, and
+log-determinants.
 """
 
 from ebflow_plugin.layers.full_conv2d import FullConv2d

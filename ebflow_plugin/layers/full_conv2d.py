@@ -9,7 +9,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from ebflow_plugin.errors import InputError
-from ebflow_plugin.layers.initial_values import fill_orthogonal, known_init
+from ebflow_plugin.layers.initial_values import empty_parameters, fill_orthogonal, known_init
 from ebflow_plugin.linalg.circular import conv_operator
 from ebflow_plugin.linalg.convolution import conv_matrix
 from ebflow_plugin.linalg.dense import KeptLU
@@ -20,14 +20,14 @@ __all__ = ["FullConv2d"]
 
 
 class FullConv2d(nn.Module):
-    r"""A convolution with an unconstrained kernel, for any setting that keeps the number of elements.
+    r"""A convolution with an unconstrained kernel, for any setting that preserves the number of elements.
 
     .. math:: z = w \star y + b
 
-    The log-determinant is :math:`\log |\det \hat W|` of the :math:`D \times D` matrix that the convolution is (Table
-    A.2 of the paper, convolutional). The matrix is never built where it has structure
-    (:mod:`ebflow_plugin.linalg.convolution`). ``log_det`` and the factors for ``invert`` are kept until the kernel or
-    the size of the image changes, unless the kernel wants a gradient (:class:`~ebflow_plugin.linalg.dense.KeptLU`).
+    The log-determinant is :math:`\log |\det \hat W|` of the :math:`D \times D` matrix of the convolution (Table A.2 of
+    the paper, convolutional). The matrix is not built if it has structure (:mod:`ebflow_plugin.linalg.convolution`).
+    ``log_det`` and the factors for ``invert`` are cached until the kernel or the size of the image changes, unless the
+    kernel requires a gradient (:class:`~ebflow_plugin.linalg.dense.KeptLU`).
 
     Arguments:
         in_channels: The number of input channels.
@@ -35,22 +35,22 @@ class FullConv2d(nn.Module):
         kernel_size: The height and width of the kernel.
         stride: The vertical and horizontal stride.
         padding: One number, (vertical, horizontal), or (left, right, top, bottom). By default such that the output
-            has a pixel for each cell of stride x stride pixels of the input: half of what the kernel exceeds the
-            stride by on either side, the odd one at the end.
+            has one pixel for each cell of stride x stride pixels of the input: half of the difference of kernel and
+            stride on either side, with an odd one at the end.
         dilation: The vertical and horizontal distance of the kernel's taps.
         groups: The number of groups of channels that do not mix.
         bias: Whether there is a bias for each output channel.
         padding_mode: ``zeros``, ``circular``, ``reflect`` or ``replicate``.
-        init: How the kernel begins. ``identity``: each output channel copies one element of its cell, so that the map
-            is the identity for stride 1 and takes space to depth otherwise (in the order of
+        init: The initialisation of the kernel. ``identity``: each output channel copies one element of its cell, so
+            that the map is the identity for stride 1 and space-to-depth otherwise (in the order of
             ``torch.nn.functional.pixel_unshuffle``); ``negative_identity``: the same, negated; ``orthogonal``: a random
             orthogonal mixing of the elements of a cell; ``normal``: the identity plus independent entries of
-            standard deviation 0.1 over the root of the fan-in, which are small since a convolution with a kernel of
-            noise alone is nearly singular. Where the output channels do not match the cells, only ``normal`` is
-            possible, and means entries of variance one over the fan-in. The bias begins at zero.
-        generator: The source of random numbers for ``init``.
-        device: Where the parameters are.
-        dtype: Their type.
+            standard deviation 0.1 over the root of the fan-in, which are small since a convolution with a purely
+            random kernel is nearly singular. If the output channels do not match the cells, only ``normal`` is
+            possible, with entries of variance one over the fan-in. The bias is initialised to zero.
+        generator: The random generator of ``init``.
+        device: The device of the parameters.
+        dtype: Their dtype.
 
     The order of the arguments is that of ``torch.nn.Conv2d``.
 
@@ -92,14 +92,13 @@ class FullConv2d(nn.Module):
         )
         self.init = known_init(init)
         shape = (self.setting.out_channels, in_channels // groups, *self.setting.kernel_size)
-        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(shape[0], device=device, dtype=dtype)) if bias else None
+        self.weight, self.bias = empty_parameters(shape, bias, device, dtype)
         self._lu = KeptLU(conv_matrix)
         self.reset_parameters(generator)
 
     @torch.no_grad()
     def reset_parameters(self, generator: Generator | None = None) -> None:
-        """Begins anew, as ``init`` says."""
+        """Initialises the parameters again, by ``init``."""
         setting, taps = self.setting, self.setting.cell_taps()
         fan_in = math.prod(self.weight.shape[1:])
         if self.bias is not None:
@@ -108,8 +107,8 @@ class FullConv2d(nn.Module):
             if self.init != "normal":
                 raise InputError(
                     f"init={self.init!r} needs an output channel, and a tap of the kernel, for each element of a cell "
-                    f"of stride x stride pixels, which {setting} has not. Use init='normal' if you mean it; the order "
-                    "is (in_channels, out_channels, kernel_size), as in torch.nn.Conv2d."
+                    f"of stride x stride pixels, which {setting} does not have. Use init='normal' if this is intended; "
+                    "the order is (in_channels, out_channels, kernel_size), as in torch.nn.Conv2d."
                 )
             nn.init.normal_(self.weight, std=fan_in**-0.5, generator=generator)
             return
@@ -144,7 +143,7 @@ class FullConv2d(nn.Module):
         return convolve_transposed(y, self.weight, self.setting.geometry(shape[1:]))
 
     def invert(self, y: Tensor) -> Tensor:
-        r"""Returns the images that ``transform`` takes to ``y``, with shape :math:`(B, C', H', W')`.
+        r"""Returns the images that ``transform`` maps to ``y``, with shape :math:`(B, C', H', W')`.
 
         Raises:
             SingularError: The convolution has no inverse.
@@ -159,14 +158,14 @@ class FullConv2d(nn.Module):
         r"""Returns :math:`\log |\det|` of ``transform`` for images with shape :math:`(C, H, W)`, a scalar.
 
         Raises:
-            SingularError: The convolution has no inverse, and its kernel wants no gradient. In a graph the result is
-                ``-inf``, since a training step must not wait for the device.
+            SingularError: The convolution has no inverse, and its kernel requires no gradient. In a graph the result
+                is ``-inf``, since a training step must not synchronise with the device.
             InputError: It has no structure, and is too large for a dense factorisation.
         """
         return self._lu.log_abs_det(self.weight, self.setting.geometry(event_shape))
 
     def operator(self, event_shape: tuple[int, ...]) -> Operator:
-        """Returns the linear part, for images with shape (C, H, W), as something that multiplies."""
+        """Returns the linear part as an operator, for images with shape (C, H, W)."""
         return conv_operator(single_at_least(self.weight), self.setting.geometry(event_shape))
 
     def output_shape(self, event_shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -178,7 +177,7 @@ class FullConv2d(nn.Module):
         return self.setting.geometry(self.setting.input_shape(event_shape)).shape
 
     def extra_repr(self) -> str:
-        """Describes the layer in the text of a model."""
+        """Describes the layer in the ``repr`` of a model."""
         fields = ", ".join(f"{name}={value!r}" for name, value in vars(self.setting).items())
         return f"{fields}, bias={self.bias is not None}, init={self.init!r}"
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from ebflow_plugin.errors import InputError
-from ebflow_plugin.layers.initial_values import fill_orthogonal, known_init
+from ebflow_plugin.layers.initial_values import empty_parameters, fill_orthogonal, known_init
 from ebflow_plugin.linalg.dense import KeptLU
 from ebflow_plugin.linalg.geometry import positive_integer
 from ebflow_plugin.linalg.operators import Operator, dense_operator, single_at_least
@@ -24,17 +24,18 @@ class FullLinear(nn.Module):
 
     The log-determinant is :math:`\log |\det W|` (Table A.2 of the paper, fully-connected).
 
-    Cost: :math:`O(D^2)` for each vector transformed. ``log_det`` and the first ``invert`` are :math:`O(D^3)`; what they
-    compute is kept until the weight changes, unless the weight wants a gradient.
+    Cost: :math:`O(D^2)` for each vector. ``log_det`` and the first ``invert`` are :math:`O(D^3)`; their results are
+    cached until the weight changes, unless the weight requires a gradient.
 
     Arguments:
         features: The number :math:`D` of features.
         bias: Whether there is a bias.
-        init: How the weight begins: ``identity``, ``negative_identity`` (as in the paper's models), ``orthogonal``
-            (random), or ``normal`` (independent entries of variance :math:`1 / D`). The bias begins at zero.
-        generator: The source of random numbers for ``init``.
-        device: Where the parameters are.
-        dtype: Their type.
+        init: The initialisation of the weight: ``identity``, ``negative_identity`` (as in the paper's models),
+            ``orthogonal`` (random), or ``normal`` (independent entries of variance :math:`1 / D`). The bias is
+            initialised to zero.
+        generator: The random generator of ``init``.
+        device: The device of the parameters.
+        dtype: Their dtype.
 
     Example:
         >>> layer = FullLinear(3, init="negative_identity")
@@ -58,14 +59,13 @@ class FullLinear(nn.Module):
         super().__init__()
         features = self.features = positive_integer("features", features)
         self.init = known_init(init)
-        self.weight = nn.Parameter(torch.empty(features, features, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(features, device=device, dtype=dtype)) if bias else None
+        self.weight, self.bias = empty_parameters((features, features), bias, device, dtype)
         self._lu = KeptLU()
         self.reset_parameters(generator)
 
     @torch.no_grad()
     def reset_parameters(self, generator: Generator | None = None) -> None:
-        """Begins anew, as ``init`` says."""
+        """Initialises the parameters again, by ``init``."""
         if self.init == "normal":
             nn.init.normal_(self.weight, std=self.features**-0.5, generator=generator)
         else:
@@ -87,7 +87,7 @@ class FullLinear(nn.Module):
         return y @ self.weight
 
     def invert(self, y: Tensor) -> Tensor:
-        r"""Returns the ``x``, with shape :math:`(*, D)`, that ``transform`` takes to ``y``.
+        r"""Returns the ``x``, with shape :math:`(*, D)`, that ``transform`` maps to ``y``.
 
         Raises:
             SingularError: The weight has no inverse.
@@ -100,14 +100,14 @@ class FullLinear(nn.Module):
         r"""Returns :math:`\log |\det|` of ``transform`` for events with shape :math:`(*, D)`, a scalar.
 
         Raises:
-            SingularError: The weight has no inverse, and wants no gradient. In a graph the result is ``-inf``, since
-                a training step must not wait for the device.
+            SingularError: The weight has no inverse, and requires no gradient. In a graph the result is ``-inf``,
+                since a training step must not synchronise with the device.
         """
         self._check(event_shape)
         return self._lu.log_abs_det(self.weight) * math.prod(event_shape[:-1])
 
     def operator(self, event_shape: tuple[int, ...]) -> Operator:
-        r"""Returns :math:`W`, for events with shape :math:`(*, D)`, as something that multiplies."""
+        r"""Returns :math:`W` as an operator, for events with shape :math:`(*, D)`."""
         self._check(event_shape)
         return dense_operator(single_at_least(self.weight), times=math.prod(event_shape[:-1]))
 
@@ -121,7 +121,7 @@ class FullLinear(nn.Module):
         return self.output_shape(event_shape)
 
     def extra_repr(self) -> str:
-        """Describes the layer in the text of a model."""
+        """Describes the layer in the ``repr`` of a model."""
         return f"{self.features}, bias={self.bias is not None}, init={self.init!r}"
 
     def _check(self, shape: tuple[int, ...]) -> None:

@@ -1,4 +1,4 @@
-"""An elementwise map that bends both tails, with numbers of its own for each feature."""
+"""The sinh-arcsinh map: an elementwise nonlinearity with parameters for the tails and the skewness of each feature."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class SinhArcsinh(nn.Module):
         z_i = \sinh(w_i), \quad w_i = \delta_i \operatorname{arsinh}(y_i) - \epsilon_i, \qquad
         \log |\det| = \sum_i \log \delta_i + \log \cosh w_i - \tfrac12 \log(1 + y_i^2)
 
-    With :math:`\delta < 1` heavy tails become lighter, :math:`|z| \sim |y|^\delta`, on both sides, so that a row far
-    out stays finite however many layers follow; :math:`\epsilon` takes out skewness. It begins as the identity,
+    With :math:`\delta < 1` heavy tails become lighter, :math:`|z| \sim |y|^\delta`, on both sides, so that outliers
+    stay finite however many layers follow; :math:`\epsilon` removes skewness. It is initialised to the identity,
     :math:`\delta = 1, \epsilon = 0`; ``model.initialize(data, gaussianize=True)`` fits it in closed form.
 
     Cost: :math:`O(D)`, the inverse too.
 
     Arguments:
         features: The number :math:`D` of features, in the last dimension.
-        device: Where the parameters are.
-        dtype: Their type.
+        device: The device of the parameters.
+        dtype: Their dtype.
 
     Attributes:
         log_tail: :math:`\log \delta`, with shape ``(D,)``.
@@ -55,12 +55,12 @@ class SinhArcsinh(nn.Module):
         return torch.sinh(self._angle(x))
 
     def invert(self, y: Tensor) -> Tensor:
-        """Returns the ``x`` that ``transform`` takes to ``y``."""
+        """Returns the ``x`` that ``transform`` maps to ``y``."""
         self._check(y)
         return torch.sinh((torch.asinh(y) + self.skewness) * torch.exp(-self.log_tail))
 
     def log_det(self, x: Tensor) -> Tensor:
-        """Returns the log-determinant at ``x``, with shape (B, ..., D), for each sample: shape (B,)."""
+        """Returns the log-determinant of each sample of ``x``, with shape (B, ..., D): shape (B,)."""
         return self.slope(x).log().flatten(1).sum(1)
 
     def slope(self, x: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ class SinhArcsinh(nn.Module):
         return tail * torch.cosh(angle) * inner, turn - pull, second
 
     def extra_repr(self) -> str:
-        """Describes the layer in the text of a model."""
+        """Describes the layer in the ``repr`` of a model."""
         return str(self.features)
 
     def _angle(self, x: Tensor) -> Tensor:

@@ -21,9 +21,9 @@ class SmoothLeakyReLU(nn.Module):
         \log |\det| = \sum_i \log(\alpha + (1 - \alpha) \sigma(y_i))
 
     This is the smooth leaky ReLU of Table A.2 of the paper. The residual form adds :math:`y`, so that the slope lies
-    between :math:`1 + \alpha` and 2. All derivatives exist, so that it suits every objective.
+    between :math:`1 + \alpha` and 2. All derivatives exist, so it can be used with every objective.
 
-    Cost: :math:`O(D)`. The inverse takes a fixed number of Newton steps, and waits for nothing.
+    Cost: :math:`O(D)`. The inverse takes a fixed number of Newton steps, without synchronising with the device.
 
     Arguments:
         alpha: The slope at minus infinity, in (0, 1].
@@ -39,7 +39,7 @@ class SmoothLeakyReLU(nn.Module):
         torch.Size([1])
     """
 
-    # Four reach double precision from the start that _start gives, for every alpha down to 1e-300 (measured).
+    # Four reach double precision from the point of _start, for every alpha down to 1e-300 (measured).
     steps = 6
 
     def __init__(self, alpha: float = 0.3, residual: bool = False) -> None:
@@ -55,7 +55,7 @@ class SmoothLeakyReLU(nn.Module):
         return self._slope * x + (1 - self.alpha) * F.softplus(x, threshold=40.0)
 
     def log_det(self, x: Tensor) -> Tensor:
-        """Returns the log-determinant at ``x``, with shape (B, ...), for each sample: shape (B,)."""
+        """Returns the log-determinant of each sample of ``x``, with shape (B, ...): shape (B,)."""
         each = self.slope(x).log()
         return each.flatten(1).sum(1) if each.dim() > 1 else each
 
@@ -71,28 +71,28 @@ class SmoothLeakyReLU(nn.Module):
         return slope, first, first * (1 - 2 * share - first)
 
     def invert(self, y: Tensor) -> Tensor:
-        """Returns the ``x`` that ``transform`` takes to ``y``.
+        """Returns the ``x`` that ``transform`` maps to ``y``.
 
-        Precise to rounding for every finite ``y``, and differentiable: derivatives up to the third are exact, in
+        Accurate to rounding for every finite ``y``, and differentiable: derivatives up to the third are exact, in
         reverse and in forward mode.
         """
         bend = 1 - self.alpha
         if bend == 0:
             return y / self._slope
         goal = y.detach()
-        # softplus lies between relu and relu + log 2, which brackets the root
+        # Softplus lies between relu and relu + log 2, which brackets the root.
         low, high = self._straight(goal - bend * math.log(2)), self._straight(goal)
         x = self._start(goal)
         for _ in range(self.steps):
             x = torch.minimum(torch.maximum(self._newton(x, goal), low), high)
-        # A Newton step with a graph, taken at the root, has the right first derivative. Each further one doubles the
-        # number of right derivatives and adds one: two give three, as the gradient of a score-matching loss needs.
+        # A Newton step with a graph, taken at the root, has the correct first derivative. Each further step doubles the
+        # number of correct derivatives and adds one: two steps have three, as the gradient of score matching needs.
         for _ in range(2):
             x = self._newton(x, y)
         return x
 
     def extra_repr(self) -> str:
-        """Describes the layer in the text of a model."""
+        """Describes the layer in the ``repr`` of a model."""
         return f"alpha={self.alpha}, residual={self.residual}"
 
     @property
@@ -103,27 +103,28 @@ class SmoothLeakyReLU(nn.Module):
         return x - (self.transform(x) - goal) / self.slope(x)
 
     def _straight(self, y: Tensor) -> Tensor:
-        """Inverts the activation with relu in the place of softplus."""
+        """The inverse of the activation with relu in place of softplus."""
         return torch.where(y > 0, y / (self._slope + 1 - self.alpha), y / self._slope)
 
     def _start(self, y: Tensor) -> Tensor:
         r"""Returns a point near the root, from where Newton's method converges in a few steps.
 
-        The function is convex and increasing, so that Newton's method comes to the right of the root in one step, and
-        from there down to it; but far from it, where a small alpha leaves an exponential, it moves by 1 a step only.
-        For a root below zero, softplus lies between :math:`e^x \log 2` and :math:`e^x`. With :math:`e^x` in its place
-        the root is at :math:`y / s - t`, where :math:`t + \log t = y / s + \log((1 - \alpha) / s)` and :math:`s` is
-        the slope; the true root lies at most :math:`-\log\log 2 = 0.37` above it.
+        The function is convex and increasing, so Newton's method lands to the right of the root after one step, and
+        descends from there. But far from the root, where for a small alpha the function is nearly exponential, it moves
+        only by 1 per step. For a root below zero, softplus lies between :math:`e^x \log 2` and :math:`e^x`. With
+        :math:`e^x` in its place the root is :math:`y / s - t`, where
+        :math:`t + \log t = y / s + \log((1 - \alpha) / s)` and :math:`s` is the slope; the true root lies at most
+        :math:`-\log\log 2 = 0.37` above it.
         """
         slope, bend = self._slope, 1 - self.alpha
         shift = math.log(bend) - math.log(slope)
         line = y / slope
         right = (line + shift).clamp(max=torch.finfo(y.dtype).max)
-        # t by its asymptotes and Newton steps; below -1, t = exp(right) is near enough
+        # t by its asymptotes and Newton steps; below -1, t = exp(right) is accurate enough.
         middle = right.clamp(min=-1)
         t = torch.where(middle > 1, middle - middle.clamp(min=1).log(), middle.clamp(max=1).exp())
         for _ in range(2):
             t = t * ((1 + middle - t.log()) / (1 + t))
         t = torch.where(right < -1, right.clamp(max=0).exp(), t)
-        bent = torch.where(t < 1, line - t, t.log() - shift)  # equal, but each loses digits where the other does not
-        return torch.where(y < bend * math.log(2), bent, self._straight(y))
+        curved = torch.where(t < 1, line - t, t.log() - shift)  # equal, but each loses digits where the other does not
+        return torch.where(y < bend * math.log(2), curved, self._straight(y))

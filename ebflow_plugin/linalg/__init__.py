@@ -1,5 +1,5 @@
-"""Linear algebra: what a linear step needs, with no notion of a flow.
+"""Linear algebra for linear steps, independent of flows.
 
 In: matrices and convolutions, as weights or as products with vectors. Out: log-determinants, solves, estimates; the
-memo that keeps a factorisation until its tensors change; random vectors on the device of a generator.
+memo that caches a factorisation until its tensors change; random vectors on the device of a generator.
 """

@@ -1,6 +1,6 @@
-r"""Golub-Kahan bidiagonalisation: what products with a linear map tell of its singular values.
+r"""Golub-Kahan bidiagonalisation: the singular values of a linear map from products with it.
 
-The same as Lanczos on :math:`W^\top W` in exact arithmetic, but it never squares the condition number of W.
+The same as Lanczos on :math:`W^\top W` in exact arithmetic, but it does not square the condition number of W.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ class LinearMap:
     """The linear part W of an affine function of a batch, and its transpose, on flattened rows.
 
     Arguments:
-        function: The function, of ``(B, *shape)``.
+        function: The function of ``(B, *shape)``.
         shape: The event shape of its input.
-        rows: Vectors with shape ``(B, D)``: as many as it will be given, with their device and dtype.
+        rows: A tensor with the shape ``(B, D)``, device and dtype of the rows that it will be applied to.
     """
 
     def __init__(self, function: Callable[[Tensor], Tensor], shape: Shape, rows: Tensor) -> None:
         self._function, self._shape = function, shape
         with torch.inference_mode(False), torch.enable_grad():
-            # The function is affine: one graph, at zero, transposes for every vector that comes.
+            # The function is affine, so one graph, at zero, serves all products with the transpose.
             self._zero = rows.new_zeros(len(rows), *shape).requires_grad_()
             self._offset = function(self._zero)
 
@@ -46,12 +46,12 @@ class LinearMap:
 
 
 class Bands(NamedTuple):
-    """The bidiagonal matrices B of P starts.
+    """The bidiagonal matrices B of P starting vectors.
 
     Attributes:
-        diagonal: With shape ``(P, m)``.
-        above: The entries above it, with shape ``(P, m - 1)``.
-        complete: Whether there was nothing left to find: the singular values of B are then among those of W.
+        diagonal: The diagonals, with shape ``(P, m)``.
+        above: The entries above them, with shape ``(P, m - 1)``.
+        complete: Whether the Krylov spaces are complete: the singular values of B are then singular values of W.
     """
 
     diagonal: Tensor
@@ -59,7 +59,7 @@ class Bands(NamedTuple):
     complete: bool
 
     def matrices(self, size: int | None = None) -> Tensor:
-        """The leading parts of B, in float64, with shape ``(P, size, size)``."""
+        """The leading blocks of B, in float64, with shape ``(P, size, size)``."""
         size = self.diagonal.shape[1] if size is None else size
         matrix = torch.diag_embed(self.diagonal[:, :size].double())
         return matrix if size < 2 else matrix + torch.diag_embed(self.above[:, : size - 1].double(), offset=1)
@@ -70,19 +70,20 @@ def bidiagonalise(
 ) -> Bands:
     """Golub-Kahan from each row of ``start``: W V = U B with B upper bidiagonal, the columns of V orthonormal.
 
-    ``2 · iterations`` products, and :math:`O(P m^2 D)` for the reorthogonalisation. One wait for the device a step.
+    ``2 · iterations`` products, and :math:`O(P m^2 D)` for the reorthogonalisation. Synchronises with the device once
+    per step.
 
     Arguments:
         linear: The map W.
-        start: Where to begin, with shape ``(P, D)``.
-        iterations: At most how many steps, at most D.
-        enough: Asked at 8, 16, 32, … steps with what was found and D: whether to stop.
+        start: The starting vectors, with shape ``(P, D)``.
+        iterations: The largest number of steps, at most D.
+        enough: Called after 8, 16, 32, … steps with the bands so far and D; stops if it returns True.
 
     Example:
         >>> weight = torch.tensor([3.0, 2.0, 1.0]).diag()
         >>> rows = torch.ones(1, 3)
-        >>> found = bidiagonalise(LinearMap(lambda x: x @ weight.T, (3,), rows), rows, 3)
-        >>> torch.linalg.svdvals(found.matrices()[0]).round(decimals=4).tolist()
+        >>> bands = bidiagonalise(LinearMap(lambda x: x @ weight.T, (3,), rows), rows, 3)
+        >>> torch.linalg.svdvals(bands.matrices()[0]).round(decimals=4).tolist()
         [3.0, 2.0, 1.0]
     """
     right = start / start.norm(dim=1, keepdim=True)
@@ -91,20 +92,20 @@ def bidiagonalise(
     size = left.norm(dim=1)
     diagonal: list[Tensor] = [size]
     above: list[Tensor] = []
-    scale = size.clone()  # of W, from below: what is noise beside it counts as nothing
+    scale = size.clone()  # a lower bound of the norm of W, for the rounding error
     noise = 16 * torch.finfo(start.dtype).eps
     for k in range(1, iterations):
         basis[:, k - 1] = right
         left = left / size.clamp_min(torch.finfo(start.dtype).tiny)[:, None]
         right = linear.transposed(left) - size[:, None] * right
-        found = basis[:, :k]
-        for _ in range(2):  # twice is enough
-            right = right - torch.einsum("pkd,pk->pd", found, torch.einsum("pkd,pd->pk", found, right))
+        previous = basis[:, :k]
+        for _ in range(2):  # Gram-Schmidt twice is enough
+            right = right - torch.einsum("pkd,pk->pd", previous, torch.einsum("pkd,pd->pk", previous, right))
         link = right.norm(dim=1)
         alive = link > noise * scale
         if not bool(alive.any()):
             return Bands(torch.stack(diagonal, 1), torch.stack(above, 1) if above else start[:, :0], True)
-        # A finished probe goes on with zeros, and with numbers on the diagonal that no quadrature sees.
+        # A finished probe continues with zeros, and with diagonal entries of quadrature weight zero.
         link = link * alive
         right = torch.where(alive[:, None], right / link.clamp_min(torch.finfo(start.dtype).tiny)[:, None], 0.0)
         left = linear(right) - link[:, None] * left

@@ -1,7 +1,7 @@
-r"""The circular twin of a convolution: the same kernel on a torus, which the Fourier transform inverts.
+r"""The circular twin of a convolution: the same kernel with circular padding, inverted by the Fourier transform.
 
-A convolution with zero (or reflecting, or repeating) padding differs from its twin near the edges alone, so that the
-inverse of the twin, :math:`M`, is nearly its own. Seen by cells of stride x stride pixels, one for each output pixel,
+A convolution with zero, reflect or replicate padding differs from its circular twin only near the edges, so the inverse
+:math:`M` of the twin approximates its own. In cells of stride x stride pixels, one for each output pixel,
 
 .. math:: y_o(p) = \sum_{i, t} w_{o i t}\, x_{i, r_t}(p + q_t), \qquad t \cdot \text{dilation} - \text{padding}
           = q_t \cdot \text{stride} + r_t
@@ -24,20 +24,20 @@ from ebflow_plugin.linalg.operators import Approximation, Operator, dense_operat
 
 __all__ = ["circular_twin", "conv_operator"]
 
-# A frequency whose inverse is larger than one over this, beside the mean, is left alone: where the inverse
-# preconditions, and where it takes noise out of a trace (measured on MNIST: 56 times the variance of a batch in the
-# worst layer, 96 with the first limit, 83 without any control).
+# A frequency whose inverse is larger than one over this, relative to the mean, is not inverted: in the preconditioner,
+# and in the control variate of a trace (measured on MNIST: 56 times the variance of a batch in the worst layer, 96 with
+# the first limit, 83 without a control variate).
 SINGULAR, UNLIKE = 1e-3, 0.1
 
 
 def conv_operator(weight: Tensor, geometry: Geometry) -> Operator:
-    """A convolution, with the inverse of its circular twin if it has one, else with its transpose.
+    """A convolution as an operator, approximated by the inverse of its circular twin, or else by its transpose.
 
-    Where each output pixel reads its own pixels alone (a 1 x 1 kernel, say), it is a dense matrix for each group.
+    If each output pixel reads only its own cell (a 1 x 1 kernel, say), it is a dense matrix for each group.
 
     Arguments:
         weight: The kernel, with shape (out channels, C / groups, kernel height, kernel width).
-        geometry: What the convolution does with it.
+        geometry: The geometry of the convolution.
 
     Example:
         >>> from ebflow_plugin.linalg.geometry import Setting
@@ -69,20 +69,20 @@ def conv_operator(weight: Tensor, geometry: Geometry) -> Operator:
 
 
 def has_twin(geometry: Geometry) -> bool:
-    """Whether the image consists of whole cells, one for each output pixel."""
+    """Whether the image consists of complete cells, one for each output pixel."""
     return all(axis.out * axis.stride == axis.size for axis in (geometry.rows, geometry.columns))
 
 
 def circular_twin(weight: Tensor, geometry: Geometry) -> Approximation:
     r"""Inverts the circular twin of a convolution.
 
-    Cost: :math:`O(HW (k C^2 + C^3))` to make it, a Fourier transform and :math:`O(HW C^2)` for each image. Nothing
-    waits for the device. Frequencies at which the twin is nearly singular are left as they are, up to a scale, sooner
-    for the control than for the solve.
+    Cost: :math:`O(HW (k C^2 + C^3))` once, a Fourier transform and :math:`O(HW C^2)` for each image. Nothing
+    synchronises with the device. Frequencies at which the twin is nearly singular are only scaled; the threshold is
+    stricter for the control variate than for the solve.
 
     Arguments:
         weight: The kernel, with shape (out channels, C / groups, kernel height, kernel width).
-        geometry: What the convolution does with it; :func:`has_twin` must hold.
+        geometry: The geometry of the convolution; :func:`has_twin` must hold.
 
     Example:
         >>> from ebflow_plugin.linalg.geometry import Setting
@@ -106,7 +106,7 @@ def circular_twin(weight: Tensor, geometry: Geometry) -> Approximation:
 
     def trace() -> Tensor:
         down, across = (_counts(axis, inverse.dtype, inverse.device) for axis in (rows, columns))
-        # The half spectrum: a column of frequencies stands for its conjugate too, unless it is its own.
+        # In the half spectrum, a column of frequencies counts for its conjugate too, unless it is its own.
         twice = torch.arange(wide.shape[0], device=fixed.device) * 2 % columns.out != 0
         part = torch.einsum("ubm,gnmiabo->gnuiao", across[..., : len(twice)] * (1 + twice), bounded.unflatten(3, cell))
         return (torch.einsum("tan,gnuiao->goitu", down, part).real.flatten(0, 1) * weight).sum()
@@ -115,7 +115,7 @@ def circular_twin(weight: Tensor, geometry: Geometry) -> Approximation:
 
 
 def _waves(axis: Axis, like: Tensor, frequencies: int) -> Tensor:
-    """What a tap on a pixel of a cell adds at each frequency: (frequencies, taps, pixels of a cell), complex."""
+    """The Fourier factor of each tap, on its pixel of a cell: (frequencies, taps, pixels of a cell), complex."""
     place = torch.arange(axis.kernel, device=like.device) * axis.dilation - axis.before
     cell = torch.div(place, axis.stride, rounding_mode="floor")
     frequency = torch.arange(frequencies, device=like.device)
@@ -127,9 +127,9 @@ def _waves(axis: Axis, like: Tensor, frequencies: int) -> Tensor:
 
 
 def _guarded_inverses(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """The inverse of each block, with a multiple of the identity in the place of those that are nearly singular.
+    """The inverse of each block, with a multiple of the identity in place of nearly singular ones.
 
-    Twice: with the limits :data:`SINGULAR` and :data:`UNLIKE`.
+    Two versions, with the thresholds :data:`SINGULAR` and :data:`UNLIKE`.
     """
     size = blocks.shape[-1]
     parts = torch.view_as_real(blocks)
@@ -137,15 +137,15 @@ def _guarded_inverses(blocks: Tensor) -> tuple[Tensor, Tensor]:
     inverse = blocks.reciprocal() if size == 1 else torch.linalg.inv_ex(blocks).inverse
     length = torch.view_as_real(inverse).square().sum((-3, -2, -1)).sqrt()[..., None, None]
     unit = torch.eye(size, dtype=blocks.dtype, device=blocks.device) / scale
-    kept = torch.where(length * scale * SINGULAR < size, inverse, unit)
-    return kept, torch.where(length * scale * UNLIKE < size, kept, unit)
+    guarded = torch.where(length * scale * SINGULAR < size, inverse, unit)
+    return guarded, torch.where(length * scale * UNLIKE < size, guarded, unit)
 
 
 @lru_cache(maxsize=64)
 def _counts(axis: Axis, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """How many outputs a tap serves from a cell so far ahead, and a pixel of that cell, as a function of the frequency.
+    """The number of outputs for which a tap reads a pixel at each cell offset, Fourier-transformed over the offset.
 
-    Its shape is (taps, pixels of a cell, frequencies): what the diagonal of a product with the twin's inverse sums.
+    Its shape is (taps, pixels of a cell, frequencies). The trace of a product with the twin's inverse sums over it.
     """
     counts = torch.zeros(axis.kernel, axis.stride, axis.out, dtype=torch.float64)
     for place, sources in enumerate(axis.sources()):

@@ -52,16 +52,16 @@ def structure(geometry: Geometry) -> Literal["patches", "fourier", "band", "dens
             return "patches"
         if all(axis.mode == "circular" for axis in axes):
             return "fourier"
-    width = min(sum(bandwidths(group)), sum(bandwidths(group.turned)))
-    return "band" if width + Band.panel <= group.size else "dense"  # measured: the faster one, with and without a graph
+    width = min(sum(bandwidths(group)), sum(bandwidths(group.transposed)))
+    return "band" if width + Band.panel <= group.size else "dense"  # the faster one (measured with and without a graph)
 
 
 def conv_matrix(weight: Tensor, geometry: Geometry) -> Matrix:
-    """Returns the matrix of a convolution, whose solver takes and gives images.
+    """Returns the matrix of a convolution, whose solver maps images to images.
 
     Arguments:
         weight: The kernel, with shape (out channels, C / groups, kernel height, kernel width).
-        geometry: What the convolution does with it; its output must have as many elements as its input.
+        geometry: The geometry of the convolution; its output must have as many elements as its input.
 
     Example:
         >>> from ebflow_plugin.linalg.geometry import Setting
@@ -99,17 +99,17 @@ class _Groups:
 
 
 class _Cells:
-    """A convolution that treats all cells of stride x stride pixels alike.
+    """A convolution that is the same for all cells of stride x stride pixels.
 
     One output pixel belongs to each cell. If cells do not mix (``patches``), the matrix is block-diagonal with equal
-    blocks; if they mix on a torus (``fourier``), the Fourier transform over the cells makes it block-diagonal, with a
-    block for each frequency. The blocks come from convolving the unit vectors of a single cell.
+    blocks. If they mix on a torus (``fourier``), the Fourier transform over the cells makes it block-diagonal, with a
+    block for each frequency. The blocks are computed by convolving the unit vectors of a single cell.
     """
 
     def __init__(self, weight: Tensor, geometry: Geometry, kind: Literal["patches", "fourier"]) -> None:
         self.geometry, self.kind = geometry, kind
         rows, columns = geometry.rows, geometry.columns
-        if kind == "patches":  # one cell stands for all
+        if kind == "patches":  # one cell is enough
             rows, columns = replace(rows, size=rows.stride), replace(columns, size=columns.stride)
             geometry = replace(geometry, rows=rows, columns=columns)
         block = geometry.out_channels
@@ -124,7 +124,7 @@ class _Cells:
         _, rows, columns = self.geometry.out_shape
         if self.kind == "patches":
             return each.sum() * (rows * columns)
-        # The half spectrum: a column of frequencies stands for its conjugate too, unless it is its own.
+        # In the half spectrum, a column of frequencies counts for its conjugate too, unless it is its own.
         times = torch.full_like(each, 2.0)
         times[:, 0] = 1.0
         if columns % 2 == 0:
@@ -132,7 +132,7 @@ class _Cells:
         return (each * times).sum()
 
     def inverse(self) -> Solver:
-        solver, geometry, kind = self.blocks.inverse(), self.geometry, self.kind  # not self: it holds the blocks
+        solver, geometry, kind = self.blocks.inverse(), self.geometry, self.kind  # no closure over self, and its blocks
         _, rows, columns = geometry.out_shape
 
         def solve(y: Tensor) -> Tensor:
@@ -154,16 +154,16 @@ def _from_cells(cells: Tensor, geometry: Geometry) -> Tensor:
 
 
 class _Pixels:
-    """A convolution as a matrix over the elements of an image, the channels of a pixel together.
+    """A convolution as a matrix over the elements of an image, pixel by pixel, with the channels innermost.
 
-    In this order the kernel's short reach makes a band. Pixels go row by row or column by column, whichever makes the
+    In this order a small kernel makes a banded matrix. Pixels run row by row or column by column, whichever makes the
     narrower band.
     """
 
     def __init__(self, weight: Tensor, geometry: Geometry, kind: Literal["band", "dense"]) -> None:
-        self.by_columns = sum(bandwidths(geometry.turned)) < sum(bandwidths(geometry))
+        self.by_columns = sum(bandwidths(geometry.transposed)) < sum(bandwidths(geometry))
         if self.by_columns:
-            weight, geometry = weight.mT, geometry.turned
+            weight, geometry = weight.mT, geometry.transposed
         self.weight, self.geometry = weight, geometry
         self.row_sources = torch.tensor(geometry.rows.sources(), device=weight.device)
         self.column_sources = torch.tensor(geometry.columns.sources(), device=weight.device)
@@ -177,7 +177,7 @@ class _Pixels:
         return self.matrix.log_abs_det()
 
     def inverse(self) -> Solver:
-        solver, by_columns = self.matrix.inverse(), self.by_columns  # not self: it holds the dense matrix
+        solver, by_columns = self.matrix.inverse(), self.by_columns  # no closure over self, and its dense matrix
         channels, rows, columns = self.geometry.shape
 
         def solve(y: Tensor) -> Tensor:
@@ -198,7 +198,7 @@ class _Pixels:
                 f"{DENSE_LIMIT / 2**30:.1f} GB, ebflow_plugin.linalg.convolution.DENSE_LIMIT. Use a smaller "
                 "kernel, or circular padding with a stride that divides the image."
             )
-        step = 1024  # rows at a time, so that the indices stay small beside the matrix
+        step = 1024  # rows at a time, so that the index tensors stay small
         return torch.cat([self._entries(row, min(row + step, size), 0, size) for row in range(0, size, step)])
 
     def _entries(self, start: int, stop: int, first: int, width: int) -> Tensor:
@@ -213,8 +213,8 @@ class _Pixels:
         place = ((high * columns + wide) * channels + channel - first).flatten(1)
         reads = ((high >= 0) & (wide >= 0)).expand(-1, channels, -1, -1).flatten(1)
         value = self.weight[row % out_channels].flatten(1)
-        # A tap on zero padding adds a zero somewhere, so that all shapes are known beforehand. Taps can share a pixel
-        # where the padding reflects or repeats, so that entries are added up.
+        # A tap on zero padding adds a zero to some entry, so that all shapes are static. Taps can share a pixel with
+        # reflect or replicate padding, so entries are added up.
         return value.new_zeros(stop - start, width).scatter_add(1, place.where(reads, 0), value.where(reads, 0))
 
 
@@ -223,7 +223,7 @@ def bandwidths(geometry: Geometry) -> tuple[int, int]:
     """Returns the numbers of diagonals below and above the main one, with the pixels row by row."""
     out_channels, _, out_columns = geometry.out_shape
     channels, _, columns = geometry.shape
-    # column - row of an entry is a sum of what the channels and each of the axes add to it
+    # The offset (column - row) of an entry is a sum of contributions of the channels and of each axis.
     least, most = 1 - out_channels, channels - 1
     steps = ((columns * channels, out_columns * out_channels), (channels, out_channels))
     for axis, (step, out_step) in zip((geometry.rows, geometry.columns), steps, strict=True):

@@ -1,13 +1,13 @@
 r"""Log-determinants and solves of large square matrices: dense, and banded.
 
-Both are plain torch: they run on any device, inside or outside of a graph, and differentiate to any order.
+Both are plain torch: they run on any device, inside or outside a graph, and can be differentiated to any order.
 
-Outside of a graph a matrix is factorised once, and a singular one is refused with a
-:class:`~ebflow_plugin.errors.SingularError`, which waits for the device. Inside of a graph
-:meth:`~Matrix.log_abs_det` is part of a training step and must not wait: a singular matrix gives ``-inf`` there,
-which the loss shows. A solve always refuses, though in a graph it notices only a pivot that is exactly zero.
+Outside a graph a matrix is factorised once. A singular one raises :class:`~ebflow_plugin.errors.SingularError`, a check
+that synchronises with the device. Inside a graph, :meth:`~Matrix.log_abs_det` is part of a training step and must not
+synchronise: a singular matrix returns ``-inf`` there, which the loss shows. A solve always checks, though in a graph it
+notices only a pivot that is exactly zero.
 
-:class:`KeptLU` makes the choice between the two for a weight that may or may not be in training.
+:class:`KeptLU` chooses between the two for a weight that may or may not be trained.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class Matrix(Protocol):
-    r"""A square matrix :math:`A` that knows its determinant and its inverse.
+    r"""A square matrix :math:`A` with a determinant and an inverse.
 
     Example:
         >>> matrix: Matrix = Dense(torch.tensor([[2.0, 0.0], [0.0, 4.0]]))
@@ -43,7 +43,7 @@ class Matrix(Protocol):
         r"""Returns :math:`\log |\det A|`."""
 
     def inverse(self) -> Solver:
-        r"""Factorises :math:`A` and returns the map :math:`b \mapsto A^{-1} b`, to be kept and called many times."""
+        r"""Factorises :math:`A` and returns the map :math:`b \mapsto A^{-1} b`, for many calls."""
 
 
 class Dense:
@@ -53,8 +53,8 @@ class Dense:
 
     Arguments:
         matrix: The entries, real or complex, with shape :math:`(*, D, D)`.
-        scale: The size of the terms of which each entry is a sum, with shape :math:`(D, D)`: a pivot that is
-            rounding noise beside them counts as zero. The entries themselves by default.
+        scale: The magnitude of the terms that each entry is a sum of, with shape :math:`(D, D)`. A pivot below their
+            rounding error counts as zero. By default the magnitude of the entries.
 
     Example:
         >>> matrix = Dense(torch.tensor([[0.0, 2.0], [1.0, 0.0]]))
@@ -99,16 +99,16 @@ class Dense:
 
 
 class Band:
-    r"""A banded matrix, which is never built: it gives out pieces of its rows.
+    r"""A banded matrix, which is never built: a function returns parts of its rows.
 
-    The matrix is eliminated with partial pivoting, a panel of columns at a time. A window that holds all rows which
-    reach into the panel moves down the diagonal, so that the work is done by matrix products and the
-    memory of :meth:`log_abs_det` is that of one window, :math:`(l + w)(l + u + w)` numbers for :math:`l` lower and
-    :math:`u` upper diagonals and panels of :math:`w` columns. :meth:`inverse` keeps :math:`D (2 l + u + w)` numbers.
+    The matrix is factorised with partial pivoting, one panel of columns at a time. A window of all rows that are
+    nonzero in the panel moves down the diagonal, so that the work is done by matrix products and the memory of
+    :meth:`log_abs_det` is that of one window, :math:`(l + w)(l + u + w)` numbers for :math:`l` lower and :math:`u`
+    upper diagonals and panels of :math:`w` columns. :meth:`inverse` stores :math:`D (2 l + u + w)` numbers.
 
     Cost: :math:`O(D\, l\, (l + u))` for the determinant and for :meth:`inverse`, :math:`O(D (2 l + u))` for each
     vector solved. In a graph the backward pass through the elimination takes 1.5 to 2.1 times the factorisation
-    (measured, 3 x 32 x 32 to 48 x 8 x 8 with 7 x 7 kernels): what a selected inversion of the band would take too.
+    (measured, 3 x 32 x 32 to 48 x 8 x 8 with 7 x 7 kernels), which a selected inversion of the band would take too.
 
     Arguments:
         size: The number :math:`D` of rows and of columns.
@@ -127,8 +127,8 @@ class Band:
         tensor([[1., 1., 1.]])
     """
 
-    # Wide enough for matrix products to pay, narrow enough for the panel's own factorisation not to dominate: of
-    # 32, 64, 128 and 256, the fastest at D = 3,072 and 12,288 with 3x3 and 7x7 kernels.
+    # Wide enough for efficient matrix products, narrow enough that the panel's own factorisation does not dominate:
+    # the fastest of 32, 64, 128 and 256 at D = 3,072 and 12,288 with 3x3 and 7x7 kernels.
     panel = 128
 
     def __init__(self, size: int, lower: int, upper: int, rows: Callable[[int, int, int, int], Tensor]) -> None:
@@ -139,7 +139,7 @@ class Band:
 
     def log_abs_det(self) -> Tensor:
         r"""Returns :math:`\log |\det A|`, with shape :math:`()`."""
-        # a clone, since a view would hold on to all panels
+        # Clones, since views would keep all panels in memory.
         pivots, scale = zip(*((panel.lu.diagonal().clone(), panel.scale) for panel in self._panels()), strict=True)
         diagonal = torch.cat(pivots)
         if not is_traced(diagonal):
@@ -179,20 +179,20 @@ class Band:
             rest = window[order, width:]
             upper = torch.linalg.solve_triangular(lu[:width], rest[:width], upper=False, unitriangular=True)
             yield _Panel(lu, order, upper, torch.minimum(row_scale[:width], column_scale[:width]))
-            # In place where no graph needs the old values: windows are large, and copies half of the time.
+            # In place where no graph needs the old values: copies of the large windows took half of the time.
             update = torch.addmm if is_traced(rest) else Tensor.addmm_
             window = update(rest[width:], lu[width:], upper, alpha=-1)
             row_scale, column_scale = row_scale[width:], column_scale[width:]
 
 
 class KeptLU:
-    r"""The log-determinant and the inverse of the matrix of a weight, kept until the weight changes.
+    r"""The log-determinant and the inverse of the matrix of a weight, cached until the weight changes.
 
-    If the weight is differentiated, in whatever mode, they are computed on every call, in the weight's own
-    precision (single at least). If not, they are computed once, in double precision: in single precision the round
-    trip through a random 784 x 784 weight loses ten times as many digits, and the log-determinant is wrong by 1e-4.
+    If the weight is differentiated, in any mode, they are computed on every call, in the weight's own precision (at
+    least single). If not, they are computed once, in double precision: in single precision the round trip through a
+    random 784 x 784 weight has a ten times larger error, and the log-determinant is wrong by 1e-4.
 
-    A copy, or a pickle, keeps nothing.
+    A copy or a pickle has an empty cache.
 
     Arguments:
         matrix: ``matrix(weight, *setting)`` builds the matrix; a setting is anything hashable.
@@ -210,7 +210,7 @@ class KeptLU:
 
     def __init__(self, matrix: Callable[..., Matrix] = Dense) -> None:
         self._matrix = matrix
-        # Apart, since a solver holds factors as large as the matrix, and a log-determinant is a number.
+        # Two memos, since a solver holds factors as large as the matrix, and a log-determinant is one number.
         self._log_abs_det: Memo[Tensor] = Memo()
         self._solver: Memo[Solver] = Memo()
 
@@ -218,10 +218,10 @@ class KeptLU:
         r"""Returns :math:`\log |\det A|` in the weight's type."""
         with without_autocast(weight):
             value = self._get(self._log_abs_det, lambda matrix: matrix.log_abs_det(), weight, setting)
-        return value.to(weight.dtype, copy=True)  # a copy, so that nobody can edit what is kept
+        return value.to(weight.dtype, copy=True)  # a copy, so that a caller cannot edit the cached value
 
     def solve(self, weight: Tensor, y: Tensor, *setting: Hashable) -> Tensor:
-        r"""Returns :math:`A^{-1} y` in the type of ``y``, which has the shape that the matrix' solver takes.
+        r"""Returns :math:`A^{-1} y` in the type of ``y``, for ``y`` with the shape that the matrix's solver takes.
 
         Raises:
             SingularError: The matrix has no inverse.
@@ -236,7 +236,7 @@ class KeptLU:
             return compute(self._matrix(weight.to(precision), *setting))
 
         def outside() -> T:
-            # What is kept may enter a graph later on, which an inference tensor cannot.
+            # The cached value may enter a graph later, which an inference tensor cannot.
             with torch.inference_mode(False), torch.no_grad():
                 return compute(self._matrix(weight.detach().to(precision), *setting))
 
@@ -248,7 +248,7 @@ def _precision(weight: Tensor) -> torch.dtype:
 
 
 def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
-    """Autocast would turn the products inside of a factorisation, but not the rest, to half precision."""
+    """Disables autocast, which would run the products inside a factorisation, but not the rest, in half precision."""
     kind = tensor.device.type
     return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
@@ -257,11 +257,11 @@ class _Panel(NamedTuple):
     lu: Tensor  # (rows of the window, width of the panel): L below the diagonal, U on and above it
     order: Tensor  # the rows of the window in the order in which partial pivoting takes them
     upper: Tensor  # (width of the panel, rest of the window): the rows of U, right of the panel
-    scale: Tensor  # (width of the panel): what a pivot is compared with
+    scale: Tensor  # (width of the panel): the scale that a pivot is compared with
 
 
 def _substitute(panels: list[_Panel], columns: Tensor) -> Tensor:
-    """Solves for ``columns``, with shape (D, N), down through L and up through U."""
+    """Solves for ``columns``, with shape (D, N), by forward and back substitution."""
     solved: list[Tensor] = []
     carried, below = columns[:0], 0
     for lu, order, _, _ in panels:
@@ -280,9 +280,9 @@ def _substitute(panels: list[_Panel], columns: Tensor) -> Tensor:
 
 
 def is_traced(tensor: Tensor) -> bool:
-    """Whether what is computed from a tensor must not be kept: somebody differentiates it, or it stands for many.
+    """Whether results of a tensor must not be cached, because it is differentiated or batched by a transform.
 
-    That is reverse mode, forward mode (a dual tensor, whatever grad mode says), and all of ``torch.func``.
+    That is reverse mode, forward mode (a dual tensor, whatever the grad mode), and all of ``torch.func``.
 
     Example:
         >>> is_traced(torch.eye(2)), is_traced(torch.eye(2).requires_grad_())
@@ -299,7 +299,7 @@ def is_traced(tensor: Tensor) -> bool:
 
 
 def is_readable(tensor: Tensor) -> bool:
-    """Whether a tensor has one value that Python can look at: none on the meta device, and none inside of vmap.
+    """Whether Python can read the values of a tensor: not on the meta device, and not inside vmap.
 
     Example:
         >>> is_readable(torch.eye(2)), is_readable(torch.eye(2, device="meta"))
@@ -313,11 +313,11 @@ def is_readable(tensor: Tensor) -> bool:
 
 
 def _order(lu: Tensor, pivots: Tensor) -> Tensor:
-    """Returns the rows of the factorised matrix in the order of the rows of L, with shape (*, rows)."""
+    """The row order of partial pivoting: which row of the matrix is each row of L, with shape (*, rows)."""
     permutation = torch.lu_unpack(lu.detach(), pivots, unpack_data=False)[0]
     permutation = permutation.real if permutation.is_complex() else permutation
     numbers = torch.arange(permutation.shape[-1], device=lu.device, dtype=permutation.dtype)
-    return (numbers @ permutation).long()  # a product, since argmax along the rows takes ten times as long
+    return (numbers @ permutation).long()  # a product: argmax along the rows takes ten times as long
 
 
 _ADVICE = (
@@ -331,7 +331,7 @@ def _name(size: int) -> str:
 
 
 def _refuse_singular(pivots: Tensor, scale: Tensor, size: int) -> None:
-    """Raises if a pivot is zero, is not finite, or is rounding noise beside the entries of its row and column."""
+    """Raises if a pivot is zero, not finite, or below the rounding error of the entries of its row and column."""
     if not is_readable(pivots):
         return
     pivots, scale = pivots.abs().flatten(), scale.flatten()
@@ -342,7 +342,7 @@ def _refuse_singular(pivots: Tensor, scale: Tensor, size: int) -> None:
     if not bool(pivots.isfinite().all()):
         raise SingularError(
             f"{_name(size)} holds NaN or infinite values, or overflows when it is "
-            "factorised. Look for the step at which its parameters stopped being finite."
+            "factorised. Find the training step at which its parameters stopped being finite."
         )
     first = int(bad.nonzero()[0])
     raise SingularError(

@@ -1,4 +1,4 @@
-"""What a two-dimensional convolution does, apart from its kernel: which pixel reads which, and what shapes it takes.
+"""The geometry of a two-dimensional convolution: which pixels each output pixel reads, and which shapes it accepts.
 
 :class:`Setting` is a convolution as the user describes it; with an image size it becomes a :class:`Geometry`, which has
 two :class:`Axis`.
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ebflow_plugin.errors import InputError, suggest
-from ebflow_plugin.linalg.random import as_whole
+from ebflow_plugin.linalg.random import as_integer
 
 __all__ = ["Axis", "Geometry", "Setting", "convolve", "convolve_transposed", "positive_integer"]
 
@@ -32,7 +32,7 @@ class Axis:
     Arguments:
         size: The number of input pixels.
         kernel: The number of taps.
-        stride: The step between the places of two output pixels.
+        stride: The step between the positions of two output pixels.
         dilation: The step between two taps.
         before: The number of padding pixels before the first pixel.
         after: The number of padding pixels after the last pixel.
@@ -120,13 +120,13 @@ class Geometry:
         return math.prod(self.shape)
 
     @property
-    def turned(self) -> Geometry:
+    def transposed(self) -> Geometry:
         """The same convolution of the transposed image."""
         return replace(self, rows=self.columns, columns=self.rows)
 
     @property
     def group(self) -> Geometry:
-        """The convolution that one group does."""
+        """The convolution of one group."""
         channels, out_channels = self.channels // self.groups, self.out_channels // self.groups
         return replace(self, channels=channels, out_channels=out_channels, groups=1)
 
@@ -176,7 +176,7 @@ class Setting:
         dilation: int | Pair = 1,
         groups: int = 1,
     ) -> Setting:
-        """Checks what the user says, and fills in what was left out."""
+        """Checks the user's options, and fills in defaults."""
         in_channels = positive_integer("in_channels", in_channels)
         groups = positive_integer("groups", groups)
         kernel_size, stride = _pair("kernel_size", kernel_size), _pair("stride", stride)
@@ -226,12 +226,12 @@ class Setting:
         """
         if len(out_shape) != 3 or out_shape[0] != self.out_channels:
             raise InputError(
-                f"the convolution gives images with {self.out_channels} channels, shape ({self.out_channels}, H, W), "
+                f"the convolution returns images with {self.out_channels} channels, shape ({self.out_channels}, H, W), "
                 f"but got shape {tuple(out_shape)}."
             )
         _, out_height, out_width = out_shape
         size = math.prod(out_shape)
-        # With a stride, several heights give the same number of output rows. Whole cells come first.
+        # With a stride, several heights have the same number of output rows. Complete cells come first.
         for height in (out_height * self.stride[0], *range(1, size // self.in_channels + 1)):
             width, rest = divmod(size, self.in_channels * height) if height else (0, 1)
             if rest == 0:
@@ -270,7 +270,7 @@ def convolve(x: Tensor, weight: Tensor, geometry: Geometry, bias: Tensor | None 
     Arguments:
         x: The images, with shape (B, C, H, W).
         weight: The kernel, with shape (out channels, C / groups, kernel height, kernel width).
-        geometry: What the convolution does with it.
+        geometry: The geometry of the convolution.
         bias: A constant for each output channel.
 
     Example:
@@ -282,7 +282,7 @@ def convolve(x: Tensor, weight: Tensor, geometry: Geometry, bias: Tensor | None 
                   [2., 4., 4.]]]])
     """
     rows, columns = geometry.rows, geometry.columns
-    padding = _own_padding(geometry)
+    padding = _conv_padding(geometry)
     if padding is None:
         x = _pad(x, geometry)
     stride, dilation = (rows.stride, columns.stride), (rows.dilation, columns.dilation)
@@ -290,7 +290,7 @@ def convolve(x: Tensor, weight: Tensor, geometry: Geometry, bias: Tensor | None 
 
 
 def convolve_transposed(y: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
-    """Applies the transpose of :func:`convolve`: images with the shape of its output become images of its input's.
+    """Applies the transpose of :func:`convolve`: from images with the shape of its output to those of its input.
 
     Example:
         >>> import torch
@@ -300,7 +300,7 @@ def convolve_transposed(y: Tensor, weight: Tensor, geometry: Geometry) -> Tensor
                   [4., 4., 2.],
                   [2., 2., 1.]]]])
     """
-    padding, axes = _own_padding(geometry), (geometry.rows, geometry.columns)
+    padding, axes = _conv_padding(geometry), (geometry.rows, geometry.columns)
     stride, dilation = [axis.stride for axis in axes], [axis.dilation for axis in axes]
     unread = [axis.size + axis.before + axis.after - axis.extent - (axis.out - 1) * axis.stride for axis in axes]
     full = F.conv_transpose2d(y, weight, None, stride, padding or 0, unread, geometry.groups, dilation)
@@ -311,8 +311,8 @@ def convolve_transposed(y: Tensor, weight: Tensor, geometry: Geometry) -> Tensor
     return x
 
 
-def _own_padding(geometry: Geometry) -> Pair | None:
-    """The padding that a convolution does by itself, without a copy; None if it must be done before."""
+def _conv_padding(geometry: Geometry) -> Pair | None:
+    """The ``padding`` argument of ``conv2d``; None if the image must be padded before, in a copy."""
     rows, columns = geometry.rows, geometry.columns
     if rows.mode == "zeros" and rows.before == rows.after and columns.before == columns.after:
         return rows.before, columns.before
@@ -326,16 +326,16 @@ def _pad(x: Tensor, geometry: Geometry) -> Tensor:
 
 
 def _automatic_padding(kernel_size: Pair, stride: Pair, dilation: Pair) -> Sides:
-    """Returns the padding that gives one output pixel for each cell of stride x stride pixels."""
+    """Returns the padding that yields one output pixel for each cell of stride x stride pixels."""
     sides: list[int] = []
     for kernel, step, gap in zip(kernel_size, stride, dilation, strict=True):
         total = gap * (kernel - 1) + 1 - step
         if total < 0:
             raise InputError(
-                f"the kernel {kernel_size} with dilation {dilation} is smaller than the stride {stride}, so that some "
+                f"the kernel {kernel_size} with dilation {dilation} is smaller than the stride {stride}, so some "
                 "pixels would never be read."
             )
-        # Without a stride a multiple of the dilation, so that a tap falls on the output's own pixel.
+        # With stride 1 a multiple of the dilation, so that a tap falls on the output's own pixel.
         before = gap * ((kernel - 1) // 2) if step == 1 else total // 2
         sides += [before, total - before]
     top, bottom, left, right = sides
@@ -343,21 +343,21 @@ def _automatic_padding(kernel_size: Pair, stride: Pair, dilation: Pair) -> Sides
 
 
 def positive_integer(name: str, value: object) -> int:
-    """Returns a size as an int, whatever type of integer it is, or raises an error that names it.
+    """Returns a positive integer of any type as an int, or raises an error that names it.
 
     Example:
         >>> positive_integer("groups", 0)
         Traceback (most recent call last):
         ebflow_plugin.errors.InputError: groups must be a positive integer, got 0.
     """
-    number = as_whole(value)
+    number = as_integer(value)
     if number is None or number < 1:
         raise InputError(f"{name} must be a positive integer, got {value!r}.")
     return number
 
 
 def _pair(name: str, value: int | Pair) -> Pair:
-    both = value if as_whole(value) is None and not isinstance(value, bool) else (value, value)
+    both = value if as_integer(value) is None and not isinstance(value, bool) else (value, value)
     if not isinstance(both, tuple | list) or len(both) != 2:
         raise InputError(f"{name} must be an integer, or one for the height and one for the width, got {value!r}.")
     return positive_integer(name, both[0]), positive_integer(name, both[1])
@@ -367,7 +367,7 @@ def _sides(value: int | Pair | Sides) -> Sides:
     given = value if isinstance(value, tuple | list) else (value,) * 4
     if len(given) == 2:
         given = (given[1], given[1], given[0], given[0])
-    sides = [side for one in given if (side := as_whole(one)) is not None and side >= 0]
+    sides = [side for one in given if (side := as_integer(one)) is not None and side >= 0]
     if len(given) != 4 or len(sides) != 4:
         raise InputError(
             "padding must be a non-negative integer, (vertical, horizontal), or (left, right, top, bottom); "

@@ -1,8 +1,8 @@
-r"""Solves of large linear systems by products alone: GMRES for many right-hand sides at once.
+r"""GMRES: solves of large linear systems from products alone, for many right-hand sides at once.
 
-GMRES looks for the solution of :math:`A x = b` in the space that b, A b, A² b, … span, and takes the point of it with
-the smallest residual. Each right-hand side has a space of its own; the products are batched. With a right
-preconditioner M the system is :math:`A M y = b`, :math:`x = M y`, whose residual is that of :math:`A x = b` itself.
+GMRES minimises the residual of :math:`A x = b` over the Krylov space spanned by b, A b, A² b, …. Each right-hand side
+has a space of its own; the products are batched. With a right preconditioner M the system is :math:`A M y = b`,
+:math:`x = M y`, which has the same residual as :math:`A x = b`.
 
 References:
     | GMRES: A Generalized Minimal Residual Algorithm for Solving Nonsymmetric Linear Systems (Saad and Schultz, 1986)
@@ -21,19 +21,19 @@ from ebflow_plugin.errors import InputError
 
 __all__ = ["Solution", "gmres"]
 
-LOOK_EVERY = {"cpu": 1}  # iterations between two looks at the residuals; elsewhere a look waits for the device:
-LOOK_EVERY_ELSEWHERE = 4
-FIRST_VECTORS = 12  # of the basis that memory is taken for; it doubles when they are used up
-SAFETY = 0.9  # of the tolerance is aimed at, since rounding parts the residual of the recurrence from the true one
+CHECK_EVERY = {"cpu": 1}  # iterations between two checks of the residuals, by device
+CHECK_EVERY_ELSEWHERE = 4  # since a check synchronises with the device
+FIRST_VECTORS = 12  # the number of basis vectors allocated at first; doubled when they are used up
+SAFETY = 0.9  # a factor of the tolerance, since rounding separates the residual of the recurrence from the true one
 
 
 class Solution(NamedTuple):
-    """What :func:`gmres` found.
+    """The result of :func:`gmres`.
 
     Attributes:
         x: The solutions, with the shape of the right-hand sides.
-        residuals: The norm of ``b - A x`` over that of ``b``, of the returned x, for each right-hand side.
-        iterations: How many products with A it took, apart from the last one, for the residuals.
+        residuals: The norm of ``b - A x`` over that of ``b``, for each right-hand side.
+        iterations: The number of products with A, without the last one, for the residuals.
     """
 
     x: Tensor
@@ -54,21 +54,22 @@ def gmres(
 
     Cost for P rows of D numbers and m iterations: m + 1 products with A, and as many with M, of P rows each,
     :math:`O(P m^2 D)` for the reorthogonalisation, :math:`O(P m D)` memory. The small least-squares problem is solved
-    on the host: it waits for the device once in four iterations (in each on the CPU, where that is free).
+    on the host, which synchronises with the device once in four iterations (in every iteration on the CPU, where that
+    is free).
 
-    It does not raise where it does not converge, nor where A is singular or not finite: the residuals tell.
+    It does not raise if it does not converge, or if A is singular or not finite: check the residuals.
 
     Arguments:
         product: The map of rows :math:`b \mapsto A b`, with shape ``(P, D)``.
         right: The right-hand sides, with shape ``(P, D)``.
-        precondition: The map of rows :math:`b \mapsto M b`, with :math:`M \approx A^{-1}`; a fixed, linear one.
-        tolerance: The relative residual that ends it, once all rows are below.
-        iterations: At most how many products.
+        precondition: The map of rows :math:`b \mapsto M b`, with :math:`M \approx A^{-1}`, fixed and linear.
+        tolerance: Stops when the relative residuals of all rows are below this.
+        iterations: The largest number of products.
 
     Example:
         >>> matrix = torch.tensor([[2.0, 1.0], [0.0, 4.0]])
-        >>> found = gmres(lambda rows: rows @ matrix.T, torch.tensor([[3.0, 4.0]]))
-        >>> found.x.round(decimals=4), bool(found.residuals < 1e-6), found.iterations
+        >>> solution = gmres(lambda rows: rows @ matrix.T, torch.tensor([[3.0, 4.0]]))
+        >>> solution.x.round(decimals=4), bool(solution.residuals < 1e-6), solution.iterations
         (tensor([[1., 1.]]), True, 2)
     """
     if right.dim() != 2:
@@ -78,34 +79,34 @@ def gmres(
     if right.is_meta or rows == 0 or size == 0:
         return Solution(torch.zeros_like(right), torch.zeros_like(length), 0)
     tiny = torch.finfo(right.dtype).tiny
-    noise = 16 * math.sqrt(size) * torch.finfo(right.dtype).eps  # of sums of so many terms
+    noise = 16 * math.sqrt(size) * torch.finfo(right.dtype).eps  # the relative rounding error of sums of D terms
     iterations = min(iterations, size)
-    every = LOOK_EVERY.get(right.device.type, LOOK_EVERY_ELSEWHERE)
+    every = CHECK_EVERY.get(right.device.type, CHECK_EVERY_ELSEWHERE)
     basis = right.new_empty(rows, min(iterations, FIRST_VECTORS) + 1, size)
     basis[:, 0] = right / length.clamp_min(tiny)[:, None]
     problems = [_LeastSquares(noise) for _ in range(rows)]
-    unseen: list[Tensor] = []
+    pending: list[Tensor] = []
     done = 0
     for place in range(iterations):
-        if place + 1 == basis.shape[1]:  # most solves end long before
+        if place + 1 == basis.shape[1]:  # rare: most solves converge before
             basis = torch.cat([basis, torch.empty_like(basis)], 1)
         vector = basis[:, place]
         vector = product(vector if precondition is None else precondition(vector))
         before = torch.linalg.vector_norm(vector, dim=1)
-        known = basis[:, : place + 1]
-        along = torch.zeros_like(known[:, :, 0])
-        for _ in range(2):  # twice is enough
-            part = torch.bmm(known, vector[:, :, None])
-            vector = vector - torch.bmm(part.mT, known)[:, 0]
+        previous = basis[:, : place + 1]
+        along = torch.zeros_like(previous[:, :, 0])
+        for _ in range(2):  # Gram-Schmidt twice is enough
+            part = torch.bmm(previous, vector[:, :, None])
+            vector = vector - torch.bmm(part.mT, previous)[:, 0]
             along = along + part[:, :, 0]
         link = torch.linalg.vector_norm(vector, dim=1)
-        link = torch.where(link > noise * before, link, 0.0)  # nothing is left: the space holds the solution
+        link = torch.where(link > noise * before, link, 0.0)  # zero: the space contains the solution
         basis[:, place + 1] = torch.where(link[:, None] > 0, vector / link.clamp_min(tiny)[:, None], 0.0)
-        unseen.append(torch.cat([along, link[:, None]], 1))
+        pending.append(torch.cat([along, link[:, None]], 1))
         done = place + 1
         if done % every == 0 or done == iterations:
-            _show(problems, unseen)
-            unseen = []
+            _add_columns(problems, pending)
+            pending = []
             if all(problem.settled(SAFETY * tolerance) for problem in problems):
                 break
     weights = torch.tensor([problem.solve(done) for problem in problems], dtype=right.dtype)
@@ -118,21 +119,21 @@ def gmres(
 
 
 class _LeastSquares:
-    """min ‖e₁ - H y‖ for a Hessenberg matrix H that grows by a column at a time, by Givens rotations, in floats."""
+    """min ‖e₁ - H y‖ for a Hessenberg matrix H that grows column by column, by Givens rotations, in Python floats."""
 
     def __init__(self, noise: float) -> None:
-        self.noise = noise  # beside the size of a column, what counts as nothing
-        self.columns: list[list[float]] = []  # of R
+        self.noise = noise  # relative to its column, an entry below this counts as zero
+        self.columns: list[list[float]] = []  # the columns of R
         self.right = [1.0]
         self.rotations: list[tuple[float, float]] = []
-        self.ended = False  # whether the space holds all that there is, or something is not finite
+        self.ended = False  # whether the Krylov space is complete, or something is not finite
 
     def settled(self, tolerance: float) -> bool:
-        """Whether more columns are of no use."""
+        """Whether it has converged, or more columns cannot help."""
         return self.ended or abs(self.right[-1]) <= tolerance
 
     def add(self, column: Sequence[float]) -> None:
-        """Takes a column, with the entry below the diagonal."""
+        """Adds a column, including the entry below the diagonal."""
         if self.ended:
             return
         if not all(map(math.isfinite, column)):
@@ -147,7 +148,7 @@ class _LeastSquares:
         size = math.hypot(corner, below)
         self.ended = below == 0.0
         if size <= self.noise * scale:
-            self.ended = True  # A is singular: the column adds nothing, and y has no part of it
+            self.ended = True  # A is singular: the column adds nothing, and is left out of y
             return
         cosine, sine = corner / size, below / size
         self.rotations.append((cosine, sine))
@@ -156,17 +157,17 @@ class _LeastSquares:
         self.right += [cosine * last, -sine * last]
 
     def solve(self, count: int) -> list[float]:
-        """Returns y, filled up with zeros to so many entries."""
-        found = self.right[: len(self.columns)]
+        """Returns y, padded with zeros to ``count`` entries."""
+        y = self.right[: len(self.columns)]
         for place in reversed(range(len(self.columns))):
-            found[place] /= self.columns[place][place]
+            y[place] /= self.columns[place][place]
             for row in range(place):
-                found[row] -= self.columns[place][row] * found[place]
-        return found + [0.0] * (count - len(found))
+                y[row] -= self.columns[place][row] * y[place]
+        return y + [0.0] * (count - len(y))
 
 
-def _show(problems: Sequence[_LeastSquares], columns: Sequence[Tensor]) -> None:
-    """Returns new columns to the least-squares problems, with one wait for the device."""
+def _add_columns(problems: Sequence[_LeastSquares], columns: Sequence[Tensor]) -> None:
+    """Adds new columns to the least-squares problems, with one synchronisation with the device."""
     sizes = [column.shape[1] for column in columns]
     for problem, entries in zip(problems, torch.cat(list(columns), 1).tolist(), strict=True):
         start = 0

@@ -1,7 +1,7 @@
-"""A value computed from tensors, kept until one of them changes.
+"""A cache of a value computed from tensors, valid until one of them changes.
 
-Factorisations and determinants cost O(D^3); their tensors change only when an optimiser, a checkpoint or the
-user's own hand writes into them. :class:`Memo` notices all of these.
+Factorisations and determinants cost O(D^3); their tensors change only when an optimiser, a checkpoint or the user
+writes into them. :class:`Memo` notices all of these.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from torch import Tensor
 __all__ = ["Memo"]
 
 T = TypeVar("T")
-SMALL = 10_000  # elements of a tensor that is not worth a reduction of its own
+SMALL = 10_000  # tensors of up to this many elements share one reduction
 
 
 class Memo(Generic[T]):
-    """Keeps one value until the tensors that it came from change.
+    """Caches one value until the tensors it depends on change.
 
     A change is noticed by identity (a swapped parameter, ``.to(dtype)``), by the version counter (an optimiser
     step, ``load_state_dict``, an edit under ``no_grad``) and, with ``contents=True``, by a checksum, since an edit
-    through ``tensor.data`` raises no version counter. The checksum reads every element once and waits for the
-    device; use ``contents=False`` where waiting is not allowed.
+    through ``tensor.data`` does not raise the version counter. The checksum reads every element once and synchronises
+    with the device; use ``contents=False`` where that is not allowed.
 
-    Threads may share a memo: each gets the value of its own tensors and key, computed once more at worst.
+    Threads may share a memo: each receives the value of its own tensors and key, computed once more at worst.
 
-    The value is dropped when the memo is copied or pickled: it belongs to the original's tensors.
+    A copy or a pickle of a memo holds no value, since the value belongs to the original's tensors.
 
     Example:
         >>> weight = torch.eye(2)
@@ -45,27 +45,27 @@ class Memo(Generic[T]):
         self.clear()
 
     def clear(self) -> None:
-        """Forgets the value."""
-        self._kept: tuple[tuple[Any, ...], T] | None = None
+        """Drops the value."""
+        self._cached: tuple[tuple[Any, ...], T] | None = None
 
     def get(self, tensors: Sequence[Tensor], compute: Callable[[], T], key: Hashable = None) -> T:
-        """Returns the kept value, or computes it if ``key`` or a tensor changed.
+        """Returns the cached value, or computes it if ``key`` or a tensor changed.
 
         Arguments:
-            tensors: All that the value depends on.
-            compute: Computes the value. Called outside of any graph's concern: keep detached tensors.
-            key: What else the value depends on (a shape, a method).
+            tensors: All tensors that the value depends on.
+            compute: Computes the value, which should hold no graph: it outlives the call.
+            key: Anything else that the value depends on (a shape, a method).
         """
         if any(tensor.is_meta for tensor in tensors):
             return compute()  # a meta tensor has no contents to compare
-        # Identities, not references: torch refuses to swap a tensor that somebody holds a weak reference to. An
-        # identity that is used again goes with the same contents here, for which the value is right too.
+        # Ids, not references: torch refuses to swap a tensor that has a weak reference. If an id is reused, equal
+        # checksums mean equal contents, for which the value is right too.
         state = (key, *(_stamp(tensor) for tensor in tensors), self._checksum(tensors))
-        kept = self._kept  # once: another thread may put its own in its place at any time
-        if kept is not None and kept[0] == state:
-            return kept[1]
+        cached = self._cached  # read once: another thread may replace it at any time
+        if cached is not None and cached[0] == state:
+            return cached[1]
         value = compute()
-        self._kept = (state, value)
+        self._cached = (state, value)
         return value
 
     def _checksum(self, tensors: Sequence[Tensor]) -> tuple[float, ...]:
@@ -76,7 +76,7 @@ class Memo(Generic[T]):
         kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for part in small:
             kinds.setdefault((part.device, part.dtype), []).append(part.reshape(-1))
-        for same in kinds.values():  # one tensor of many small ones: a hundred layers are not a hundred reductions
+        for same in kinds.values():  # many small tensors share one reduction
             parts.append(torch.cat(same).to(torch.float64))
         sums = [total for part in parts for total in _weighted_sums(part)]
         return tuple(torch.stack([total.to(sums[0].device) for total in sums]).tolist())
@@ -94,9 +94,9 @@ def _stamp(tensor: Tensor) -> tuple[Hashable, ...]:
 
 
 def _weighted_sums(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Two numbers that change with any one entry (the sum), and when entries change places (a bilinear form).
+    """Two checksums: the sum, which changes with any entry, and a bilinear form, which changes if entries swap places.
 
-    The vectors of the form differ, since with twice the same one a matrix and its transpose have the same value.
+    The two vectors of the form differ: with equal ones a matrix and its transpose would have the same checksum.
     """
     if not tensor.is_floating_point():
         tensor = tensor.to(torch.float64)

@@ -1,8 +1,8 @@
-r"""Linear maps that are known by their products: what estimates of their log-determinants need.
+r"""Linear maps as operators, for estimates of their log-determinants from products alone.
 
 An :class:`Operator` is the linear part W of a layer. Its :class:`Approximation` is a matrix :math:`M \approx W^{-1}`
-that costs as little as a product: it preconditions solves with W, and takes most of the noise out of an estimated
-trace, since :math:`\operatorname{tr}(M W)` is known and only what is left has to be estimated.
+that is as cheap to apply as W. It preconditions solves with W, and removes most of the variance of an estimated trace:
+:math:`\operatorname{tr}(M W)` is known, and only the remainder is estimated.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Approximation:
-    r"""A matrix near :math:`W^{-1}`, for two purposes; constant: no gradient flows through it.
+    r"""A matrix near :math:`W^{-1}`, for two purposes. No gradient flows through it.
 
-    What preconditions best is not what takes most of the noise out of a trace: directions in which W is nearly
-    singular must be there in the first, and do harm in the second.
+    The best preconditioner is not the best control variate: it must include the directions in which W is nearly
+    singular, which add variance to the trace.
 
     Attributes:
-        solve: Preconditions: the map of a batch of outputs of W to a batch of inputs.
-        control: The map :math:`v \mapsto M v` whose trace is known; None if there is none.
-        trace: Returns :math:`\operatorname{tr}(M W)` of it, differentiable in the parameters of W.
+        solve: The preconditioner: maps a batch of outputs of W to a batch of inputs.
+        control: The control variate :math:`v \mapsto M v`, whose trace is known; None if there is none.
+        trace: Returns :math:`\operatorname{tr}(M W)` of ``control``, differentiable in the parameters of W.
     """
 
     solve: Callable[[Tensor], Tensor]
@@ -41,13 +41,13 @@ class Operator:
     r"""The linear part W of a layer, or of each of the equal blocks that a layer consists of.
 
     Attributes:
-        shape: The shape of what W is applied to.
-        out_shape: The shape of what comes out.
+        shape: The event shape of the input of W.
+        out_shape: The event shape of its output.
         product: The map :math:`x \mapsto W x` of a batch, differentiable in the parameters of W.
-        operations: How many multiplications a product takes, about.
-        approximate: Makes the approximate inverse for the present parameters.
+        operations: The approximate number of multiplications in a product.
+        approximate: Computes the approximate inverse at the current parameters.
         like: A tensor with the device and dtype of W.
-        times: How many equal blocks the layer has: its log-determinant is so many times that of W.
+        times: The number of equal blocks in the layer, whose log-determinant is this many times that of W.
         matrix: W itself, with shape ``(*, D, D)``, if it is dense.
 
     Example:
@@ -67,14 +67,14 @@ class Operator:
 
 
 def dense_operator(matrix: Tensor, times: int = 1) -> Operator:
-    r"""A dense matrix, or independent blocks, with :math:`c W^\top` for an approximate inverse.
+    r"""A dense matrix, or independent blocks, with :math:`c W^\top` as the approximate inverse.
 
-    That is exact for orthogonal matrices; :math:`c = D / \|W\|_F^2` makes it the multiple of :math:`W^\top` that is
-    nearest to :math:`W^{-1}`.
+    The factor :math:`c = D / \|W\|_F^2` makes it the multiple of :math:`W^\top` nearest to :math:`W^{-1}`. It is exact
+    for orthogonal matrices and their multiples.
 
     Arguments:
-        matrix: The matrix, with shape ``(D, D)``, or blocks that act side by side, with shape ``(G, D, D)``.
-        times: On how many vectors it acts, one after the other.
+        matrix: The matrix, with shape ``(D, D)``, or the blocks of a block-diagonal one, with shape ``(G, D, D)``.
+        times: The number of vectors that it acts on.
     """
     shape = tuple(matrix.shape[:-1])
 
@@ -88,18 +88,18 @@ def dense_operator(matrix: Tensor, times: int = 1) -> Operator:
     )
 
 
-def dense_inverse(matrix: Tensor, near: Tensor) -> Approximation:
-    """The approximate inverse of a dense matrix by a constant one.
+def dense_inverse(matrix: Tensor, approximate: Tensor) -> Approximation:
+    """An approximate inverse of a dense matrix that is itself dense.
 
     Arguments:
         matrix: W, with shape ``(*, D, D)``.
-        near: M, with the same shape.
+        approximate: M, with the same shape, constant.
     """
 
     def solve(v: Tensor) -> Tensor:
-        return _multiply(near, v)
+        return _multiply(approximate, v)
 
-    return Approximation(solve, control=solve, trace=lambda: (near.mT * matrix).sum())
+    return Approximation(solve, control=solve, trace=lambda: (approximate.mT * matrix).sum())
 
 
 def _multiply(matrix: Tensor, rows: Tensor) -> Tensor:
@@ -108,5 +108,5 @@ def _multiply(matrix: Tensor, rows: Tensor) -> Tensor:
 
 
 def single_at_least(weight: Tensor) -> Tensor:
-    """A weight in single precision if it is kept in less: a solve needs the digits."""
+    """A weight in at least single precision, which a solve needs."""
     return weight.to(torch.promote_types(weight.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""What all that draws numbers shares: seeds and states, the draws, chunks of rows, checked options, progress bars."""
+"""Helpers of everything random: seeds and states, draws, chunks of rows, checked options, progress bars."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ebflow_plugin.errors import InputError
 
 __all__ = [
     "RandomState",
-    "as_whole",
+    "as_integer",
     "at_least",
     "check_generator",
     "gaussian_like",
@@ -33,24 +33,24 @@ RandomState = dict[str, Any]
 
 
 def at_least(low: int, name: str, value: object) -> int:
-    """Returns an integer that is large enough, or raises an error that names the option.
+    """Returns an integer of at least ``low``, or raises an error that names the option.
 
     Example:
         >>> at_least(2, "chains", 1)
         Traceback (most recent call last):
         ebflow_plugin.errors.InputError: chains must be an integer, at least 2, got 1
     """
-    number = as_whole(value)
+    number = as_integer(value)
     if number is None or number < low:
         raise InputError(f"{name} must be an integer, at least {low}, got {value!r}")
     return number
 
 
-def as_whole(value: object) -> int | None:
-    """Returns an integer of any type as an int: those of numpy, and all else that can be an index; None for others.
+def as_integer(value: object) -> int | None:
+    """Returns an integer of any type (numpy's, say) as an int; None for anything that cannot be an index.
 
     Example:
-        >>> as_whole(3), as_whole(3.0), as_whole(True), as_whole(torch.tensor([3]))
+        >>> as_integer(3), as_integer(3.0), as_integer(True), as_integer(torch.tensor([3]))
         (3, None, None, None)
     """
     if isinstance(value, (bool, Tensor)) or type(value).__name__ in ("bool_", "bool"):
@@ -62,7 +62,7 @@ def as_whole(value: object) -> int | None:
 
 
 def check_generator(generator: object) -> None:
-    """Refuses anything but a generator or None.
+    """Raises if a value is neither a generator nor None.
 
     Example:
         >>> check_generator(0)
@@ -74,7 +74,7 @@ def check_generator(generator: object) -> None:
 
 
 def mix(*parts: object) -> int:
-    """A seed for each purpose: the same parts give the same number, other parts an unrelated one.
+    """Derives a seed by hashing: equal parts yield equal seeds, other parts unrelated ones.
 
     Example:
         >>> mix(0, "epoch", 1) == mix(0, "epoch", 1), mix(0, "epoch", 1) == mix(0, "epoch", 2)
@@ -84,7 +84,7 @@ def mix(*parts: object) -> int:
 
 
 def random_state(device: torch.device, generators: Sequence[Generator]) -> RandomState:
-    """The state of torch's own generators and of these."""
+    """The state of torch's global generators and of the given ones."""
     return {
         "cpu": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
@@ -93,7 +93,7 @@ def random_state(device: torch.device, generators: Sequence[Generator]) -> Rando
 
 
 def set_random_state(state: RandomState, device: torch.device, generators: Sequence[Generator]) -> None:
-    """Undoes whatever was drawn since :func:`random_state`."""
+    """Restores the state that :func:`random_state` returned."""
     torch.set_rng_state(state["cpu"])
     if device.type == "cuda" and state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"], device)
@@ -101,38 +101,38 @@ def set_random_state(state: RandomState, device: torch.device, generators: Seque
         generator.set_state(saved)
 
 
-def _home(x: Tensor, generator: Generator | None) -> torch.device:
-    """Where to draw: at the generator, which may live elsewhere than x."""
+def _draw_device(x: Tensor, generator: Generator | None) -> torch.device:
+    """The device to draw on: that of the generator, which may differ from that of x."""
     check_generator(generator)
     return x.device if generator is None else generator.device
 
 
 def gaussian_like(x: Tensor, generator: Generator | None) -> Tensor:
-    """Draws standard normal numbers, on the device and in the dtype of x; the generator may live elsewhere."""
-    device = _home(x, generator)
+    """Draws standard normal numbers with the device and dtype of x; the generator may be on another device."""
+    device = _draw_device(x, generator)
     drawn = torch.randn(x.shape, generator=generator, device=device, dtype=x.dtype)
     return drawn.to(x.device, non_blocking=True)
 
 
 def uniform_like(x: Tensor, generator: Generator | None) -> Tensor:
-    """Draws numbers from [0, 1), on the device and in the dtype of x; the generator may live elsewhere."""
-    device = _home(x, generator)
+    """Draws uniform numbers from [0, 1) with the device and dtype of x; the generator may be on another device."""
+    device = _draw_device(x, generator)
     drawn = torch.rand(x.shape, generator=generator, device=device, dtype=x.dtype)
     return drawn.to(x.device, non_blocking=True)
 
 
 def signs(shape: tuple[int, ...], like: Tensor, generator: Generator | None) -> Tensor:
-    """Draws -1 and 1 with equal chances (Rademacher), on the device and in the dtype of ``like``."""
-    device = _home(like, generator)
+    """Draws Rademacher signs, -1 and 1 with equal probability, with the device and dtype of ``like``."""
+    device = _draw_device(like, generator)
     bits = torch.randint(2, shape, generator=generator, device=device)
     return bits.to(like.device).to(like.dtype) * 2 - 1
 
 
 def shown(items: Iterable[T], progress: bool, title: str, total: int | None = None) -> Iterator[T]:
-    """Passes items on, with a progress bar if asked for.
+    """Iterates over items, with a progress bar if ``progress``.
 
     Raises:
-        InputError: If a bar is asked for and ``rich`` is not installed.
+        InputError: If ``progress``, and ``rich`` is not installed.
     """
     if not progress:
         return iter(items)
@@ -144,7 +144,7 @@ def shown(items: Iterable[T], progress: bool, title: str, total: int | None = No
 
 
 def rows_in_chunks(count: int, size: int | None) -> Iterator[slice]:
-    """Cuts ``count`` rows into slices of at most ``size`` rows; None for one slice.
+    """Splits ``count`` rows into slices of at most ``size`` rows; None for one slice.
 
     Example:
         >>> list(rows_in_chunks(5, 2))
@@ -158,7 +158,7 @@ def rows_in_chunks(count: int, size: int | None) -> Iterator[slice]:
 def over_rows(
     function: Callable[[Tensor, Tensor | None], Tensor], x: Tensor, context: Tensor | None, size: int | None
 ) -> Tensor:
-    """Applies a function of rows, a chunk at a time, without a graph, so that memory stays bounded."""
+    """Applies a function of rows, one chunk at a time, without a graph, so that memory stays bounded."""
     if len(x) == 0:
         with torch.no_grad():
             return function(x, context)

@@ -1,4 +1,4 @@
-"""Streams of random numbers, for libraries whose sampling takes no generator."""
+"""Seeded random numbers for libraries whose sampling takes no generator."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["seeded_by"]
 
 
 def seeded_by(generator: Generator | None) -> AbstractContextManager[object]:
-    """Lets a generator decide what torch draws in this thread, inside of the ``with``.
+    """Seeds all random operations of torch in this thread from a generator, inside a ``with`` block.
 
-    One number is drawn from the generator. The global state is neither read nor written, not for a moment, so that
-    other threads neither disturb these draws nor are disturbed by them.
+    One number is drawn from the generator. The global random state is neither read nor written, so other threads
+    neither disturb these draws nor are disturbed by them.
 
     Example:
         >>> with seeded_by(torch.Generator().manual_seed(0)):
@@ -38,7 +38,7 @@ def seeded_by(generator: Generator | None) -> AbstractContextManager[object]:
 
 
 class _Streams(TorchDispatchMode):
-    """Returns every operation that draws a generator of its device. Modes belong to a thread; global ones do not."""
+    """Passes a generator to every random operation, one per device. A dispatch mode is local to its thread."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -51,17 +51,17 @@ class _Streams(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
-        given = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
+        tensor = next((one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)), None)
         named = kwargs.get("device")
-        device = torch.device(named) if named is not None else torch.device("cpu") if given is None else given.device
+        device = torch.device(named) if named is not None else torch.device("cpu") if tensor is None else tensor.device
         seeded = _with_generator(func)
         if seeded is not None:
             return seeded(*args, **kwargs, generator=self._generator(device))
-        if func.overloadpacket in (torch.ops.aten.randn_like, torch.ops.aten.rand_like):  # of an older torch
+        if func.overloadpacket in (torch.ops.aten.randn_like, torch.ops.aten.rand_like):  # in older versions of torch
             drawn = torch.empty_like(*args, **kwargs)
             fill = drawn.normal_ if func.overloadpacket is torch.ops.aten.randn_like else drawn.uniform_
             return fill(generator=self._generator(device))
-        raise InputError(f"{func} draws numbers, and takes no generator: sample without generator=")
+        raise InputError(f"{func} draws random numbers, and takes no generator: sample without generator=")
 
     def _generator(self, device: torch.device) -> Generator | None:
         if device.type == "meta":
@@ -73,12 +73,12 @@ class _Streams(TorchDispatchMode):
 
 @lru_cache(maxsize=256)
 def _with_generator(func: OpOverload) -> OpOverload | None:
-    """The operation itself if it takes a generator, or its twin that does."""
+    """The operation itself if it takes a generator, or its overload that does."""
     names = [argument.name for argument in func._schema.arguments]
     if "generator" in names:
         return func
     for overload in func.overloadpacket.overloads():
-        twin: OpOverload = getattr(func.overloadpacket, overload)
-        if sorted(argument.name for argument in twin._schema.arguments) == sorted([*names, "generator"]):
-            return twin
+        other: OpOverload = getattr(func.overloadpacket, overload)
+        if sorted(argument.name for argument in other._schema.arguments) == sorted([*names, "generator"]):
+            return other
     return None

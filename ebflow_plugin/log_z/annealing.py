@@ -18,7 +18,6 @@ __all__ = ["annealed"]
 
 Shape = tuple[int, ...]
 
-KEPT = 2**24  # numbers of draws that are kept to be looked at
 NARROW = "found the model wider than its draws reach"
 
 
@@ -42,10 +41,10 @@ def annealed(
     :math:`\beta_t` from 0 to 1, one Metropolis-adjusted Hamiltonian transition at each; the weight of a chain is
     :math:`\prod_t f_{t}(x_{t - 1}) / f_{t-1}(x_{t - 1})`. Unbiased for Z, whatever the transitions.
 
-    The chains run in the coordinates in which q is N(0, I), so that a fitted q is their preconditioner. The step size
-    at each temperature comes from a pilot run that is thrown away, which is what keeps the weights unbiased.
+    The chains run in the coordinates in which q is N(0, I), so a fitted q is their preconditioner. The step size at
+    each temperature is tuned in a separate pilot run, which keeps the weights unbiased.
 
-    The weights, and where the chains end, are looked at as for :func:`importance`.
+    The weights, and the ends of the chains, are checked as for :func:`importance`.
 
     Cost: ``steps · chains · leapfrogs`` gradients of the energy, and a quarter more for the pilot.
 
@@ -55,12 +54,12 @@ def annealed(
         like: A tensor with the device and dtype to compute in.
         steps: The number of temperatures.
         chains: The number of chains, at least two.
-        leapfrogs: Leapfrog steps in a transition; one makes it a Langevin step (MALA).
+        leapfrogs: Leapfrog steps in a transition; a single one makes it a Langevin step (MALA).
         start: The Gaussian q; N(0, I) by default.
-        step_size: The leapfrog step, if no pilot shall find it.
-        batch_size: At most how many chains at a time.
+        step_size: The leapfrog step size; tuned by a pilot run by default.
+        batch_size: The largest number of chains at a time.
         generator: Draws the chains.
-        progress: Shows a bar.
+        progress: Shows a progress bar.
 
     References:
         | Annealed Importance Sampling (Neal, 1998): https://arxiv.org/abs/physics/9803008
@@ -91,9 +90,9 @@ def annealed(
 
 
 class _Path:
-    """The way from N(0, I) to the energy, in the coordinates in which the Gaussian is N(0, I)."""
+    """The annealing path from the Gaussian to the energy, in the coordinates in which the Gaussian is N(0, I)."""
 
-    target = 0.7  # acceptance; between what is best for Langevin (0.574) and for long Hamiltonian paths (0.8)
+    target = 0.7  # acceptance rate: between the optima of Langevin (0.574) and of long Hamiltonian paths (0.8)
 
     def __init__(self, energy: Energy, start: Gaussian, leapfrogs: int) -> None:
         self._energy, self._leapfrogs = energy, leapfrogs
@@ -101,13 +100,13 @@ class _Path:
             self._start = Gaussian(start.mean.clone(), start.scale.clone())
 
     def energy(self, z: Tensor) -> Tensor:
-        """The energy in these coordinates, but for a constant."""
+        """The energy in these coordinates, up to a constant."""
         return self._energy(self._start.place(z))
 
     def weights(
         self, betas: list[float], sizes: list[float], count: int, generator: Generator | None, progress: bool
     ) -> tuple[Tensor, Tensor]:
-        """Where new chains end, and the logarithms of their weights."""
+        """The ends of new chains, and the logarithms of their weights."""
         z = self._noise(count, generator)
         log_weight = torch.zeros_like(z[:, 0])
         gap, slope = self._gap(z)
@@ -115,12 +114,12 @@ class _Path:
         for beta, size in shown(list(zip(betas, sizes, strict=True)), progress, "annealing"):
             log_weight = log_weight + (beta - before) * gap
             before = beta
-            if beta < 1.0:  # what moves after the last weight changes nothing
+            if beta < 1.0:  # a move after the last weight would not change it
                 z, gap, slope, _ = self._move(z, gap, slope, beta, size, generator)
         return z, log_weight
 
     def tune(self, betas: list[float], count: int, generator: Generator | None, progress: bool) -> list[float]:
-        """Finds the step size at each temperature, with chains of its own."""
+        """Tunes the step size at each temperature, with separate chains."""
         z = self._noise(count, generator)
         gap, slope = self._gap(z)
         size, sizes = z.shape[1] ** -0.25, []
@@ -145,7 +144,7 @@ class _Path:
     def _move(
         self, z: Tensor, gap: Tensor, slope: Tensor, beta: float, size: float, generator: Generator | None
     ) -> tuple[Tensor, Tensor, Tensor, float]:
-        """One Hamiltonian transition that leaves the density at ``beta`` as it is, and its mean acceptance."""
+        """One Hamiltonian transition that leaves the density at ``beta`` invariant, and its mean acceptance."""
         momentum = gaussian_like(z, generator)
         new, new_gap, new_slope = z, gap, slope
         kick = momentum + 0.5 * size * (beta * slope - z)
@@ -156,7 +155,7 @@ class _Path:
         kick = kick - 0.5 * size * (beta * new_slope - new)
         old = beta * gap - 0.5 * (z.square() + momentum.square()).sum(1)
         change = beta * new_gap - 0.5 * (new.square() + kick.square()).sum(1) - old
-        chance = torch.nan_to_num(change, nan=-math.inf).clamp_max(0.0).exp()  # outside of the support: stay
+        chance = torch.nan_to_num(change, nan=-math.inf).clamp_max(0.0).exp()  # NaN outside the support: reject
         taken = uniform_like(chance, generator) < chance
         z = torch.where(taken[:, None], new, z)
         return z, torch.where(taken, new_gap, gap), torch.where(taken[:, None], new_slope, slope), float(chance.mean())

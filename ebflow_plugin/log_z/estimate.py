@@ -1,4 +1,4 @@
-"""A number with its error bar."""
+"""A scalar with its standard error."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from ebflow_plugin.log_z.pareto import largest_believable_k, pareto_k
 
 __all__ = ["TRUSTED", "Estimate", "log_mean_exp", "mean_of"]
 
-# From which effective sample size on an error bar means something: this many, and this share of all. Below, errors of
-# 10 standard errors were measured.
+# The smallest effective sample size for which a standard error can be trusted: this many, and this share of all draws.
+# Below, errors of 10 standard errors were measured.
 TRUSTED, TRUSTED_SHARE = 10.0, 0.01
 
 
 class Estimate(Tensor):
-    r"""A scalar tensor that knows how far it may be off. Whatever is computed from it is a plain tensor.
+    r"""A scalar tensor with its standard error. Results of operations on it are plain tensors.
 
     Attributes:
-        std_error: The standard error: 0 for an exact value, inf for one that nobody should believe.
-        method: How the value was found.
-        effective_sample_size: How many independent draws the weights of a weighted estimate are worth; else None.
-        pareto_k: The shape of the tail of these weights, of which 0.7 and more is too heavy for a mean; None if there
-            are too few, or no weights. See :func:`~ebflow_plugin.log_z.pareto.pareto_k`.
+        std_error: The standard error: 0 for an exact value, inf for an unreliable one.
+        method: The method of estimation.
+        effective_sample_size: The effective sample size of a weighted estimate; else None.
+        pareto_k: The shape of the tail of its weights, which is too heavy for a mean from 0.7 on; None if there are
+            too few, or no weights. See :func:`~ebflow_plugin.log_z.pareto.pareto_k`.
 
     Example:
         >>> value = Estimate.of(torch.tensor(2.0), std_error=0.25, method="importance")
@@ -55,7 +55,7 @@ class Estimate(Tensor):
         effective_sample_size: float | None = None,
         pareto_k: float | None = None,
     ) -> Estimate:
-        """Returns a scalar its error. The graph of the value, if it has one, stays."""
+        """Attaches an error to a scalar. The value stays attached to its graph."""
         estimate = value.reshape(()).as_subclass(cls)
         estimate.std_error = std_error
         estimate.method = method
@@ -64,12 +64,12 @@ class Estimate(Tensor):
         return estimate
 
     def about(self, value: Tensor) -> Estimate:
-        """Another value with the error of this one: a copy, or one that a known constant was added to."""
+        """Another value with the error of this one: a copy, or a sum with a known constant."""
         return Estimate.of(value, self.std_error, self.method, self.effective_sample_size, self.pareto_k)
 
     @property
     def reliable(self) -> bool:
-        """Whether the standard error means something; if not, it is inf, and a warning said why."""
+        """Whether the standard error can be trusted; if not, it is inf, and a warning was issued."""
         return math.isfinite(self.std_error)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -89,23 +89,23 @@ class Estimate(Tensor):
         return self.about(copy.deepcopy(self.as_subclass(Tensor), memo))
 
 
-# So that torch.load reads an estimate that was saved; it holds a tensor, numbers and a name.
+# torch.load with weights_only=True then reads a saved estimate, which holds a tensor, numbers and a name.
 torch.serialization.add_safe_globals([Estimate])
 
 
 def log_mean_exp(log_weights: Tensor, method: str, doubt: str | None = None) -> Estimate:
     r"""Estimates :math:`\log \mathbb{E}[w]` from the logarithms of independent weights.
 
-    The standard error is that of the mean, relative to it (the delta method), and what the weights' tail may hold
-    beyond the largest one drawn. The effective sample size is :math:`(\sum w)^2 / \sum w^2`. Where that is below 10, or
-    1 % of the sample, or where the tail is too heavy for a mean (:mod:`ebflow_plugin.log_z.pareto`), a few weights
-    stand for all and the sample cannot tell what it missed: the value is nearly always too low, and its standard error
+    The standard error is that of the mean, relative to it (the delta method), plus what the weights' tail may hold
+    beyond the largest one drawn. The effective sample size is :math:`(\sum w)^2 / \sum w^2`. If that is below 10, or
+    1 % of the sample, or if the tail is too heavy for a mean (:mod:`ebflow_plugin.log_z.pareto`), a few weights
+    dominate and the sample does not show what it missed: the value is nearly always too low, and its standard error
     is inf, with a warning.
 
     Arguments:
-        log_weights: With shape ``(M,)``, at least two.
-        method: The name that the estimate gets.
-        doubt: What else speaks against the weights, as a half-sentence.
+        log_weights: The logarithms of the weights, with shape ``(M,)``, at least two.
+        method: The name of the method.
+        doubt: Another reason not to trust the weights, as the predicate of a sentence.
 
     Example:
         >>> log_mean_exp(torch.tensor([0.0, 0.0, 0.0]), "importance")
@@ -122,15 +122,15 @@ def log_mean_exp(log_weights: Tensor, method: str, doubt: str | None = None) -> 
     if size < min(max(TRUSTED, TRUSTED_SHARE * count), count / 4):
         doubt = f"has an effective sample size of {size:.1f} of {count}"
     elif shape is not None and shape > largest_believable_k(count) and size < count / 2:
-        # Where more than half of the draws count, the weights are alike, whatever the shape of what is left.
+        # With an effective sample size above half of the draws, the weights are alike, whatever the fitted shape.
         doubt = f"has weights with too heavy a tail for a mean of {count} (Pareto k = {shape:.2f})"
     elif shape is not None and error > 1e-12:
         # Beyond the largest of M weights a tail of shape k holds, in the mean, a further largest weight / (1 - k).
         error = math.hypot(error, (float(shares.max()) - 1.0 / count) / (1.0 - min(max(shape, 0.0), 0.9)))
     if doubt is not None:
         warnings.warn(
-            f"{method} {doubt}: the estimate is unreliable, most likely too low, and nobody knows by how much. Pass a "
-            "proposal nearer to the model (proposal=data, or proposal=model.sample(1000)), more steps of annealing, or "
+            f"{method} {doubt}: the estimate is unreliable, most likely too low by an unknown amount. Pass a proposal "
+            "nearer to the model (proposal=data, or proposal=model.sample(1000)), more steps of annealing, or "
             "method='lanczos'.",
             EstimateWarning,
             stacklevel=2,

@@ -1,4 +1,4 @@
-"""The exact log Z of a plan, kept until a parameter changes."""
+"""The exact log Z of a plan, cached until a parameter changes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ebflow_plugin.adapting.teaching import RegisteredLinearStep
+from ebflow_plugin.adapting.rules import RegisteredLinearStep
 from ebflow_plugin.linalg.dense import is_traced
 from ebflow_plugin.linalg.memo import Memo
 from ebflow_plugin.plan.plan import Plan
@@ -18,7 +18,7 @@ __all__ = ["Normalizer"]
 
 
 class Normalizer:
-    """Keeps the log Z of a plan until a parameter or buffer of one of its linear steps changes.
+    """Caches the log Z of a plan until a parameter or buffer of one of its linear steps changes.
 
     Example:
         >>> import ebflow_plugin as ebf
@@ -37,16 +37,16 @@ class Normalizer:
     def log_z(self, event_shape: Shape, like: Tensor) -> Tensor:
         """Returns log Z, a scalar with the device and dtype of ``like``.
 
-        Where a gradient can be asked for (grad mode is on and a linear step has parameters that require one, or they
-        are differentiated in forward mode) it is computed anew, with its graph: that is what maximum likelihood pays
-        for. Otherwise it is kept.
+        If a gradient may be needed (grad mode is on and a linear step has parameters that require one, or they are
+        differentiated in forward mode), it is computed on each call, with its graph: this is the cost of maximum
+        likelihood. Otherwise it is cached.
         """
         steps = self._linear_steps()
         sources = list({id(tensor): tensor for step in steps for tensor in own_tensors(step.module)}.values())
         if any(map(is_traced, sources)):
             return self.plan.log_z(event_shape, like)
         if any(isinstance(step, RegisteredLinearStep) for step in steps):
-            return self.plan.log_z(event_shape, like)  # nobody can tell what a user's layer depends on
+            return self.plan.log_z(event_shape, like)  # the dependencies of a registered class are unknown
         with torch.no_grad():
             key = (
                 event_shape,
@@ -61,7 +61,7 @@ class Normalizer:
 
 
 def _numbers(module: Any) -> Iterator[Hashable]:
-    """The plain numbers that a module holds, the scale of a Rescale, say."""
+    """The plain numbers that a module holds (the scale of a Rescale, say)."""
     for part in module.modules() if isinstance(module, nn.Module) else ():
         yield from (
             value for name, value in vars(part).items() if isinstance(value, (int, float)) and name != "training"

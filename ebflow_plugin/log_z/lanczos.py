@@ -4,10 +4,10 @@ r"""log|det W| of a linear map from products with it alone: stochastic Lanczos q
     \log|\det W| = \tfrac12 \operatorname{tr} \log(W^\top W)
                  = \tfrac12\, \mathbb{E}\,[ v^\top \log(W^\top W)\, v ], \qquad v \in \{-1, 1\}^D
 
-m steps of Lanczos from v give a small matrix whose eigenvalues and first eigenvector components are the nodes and
+m steps of Lanczos from v yield a small matrix whose eigenvalues and first eigenvector components are the nodes and
 weights of the Gauss quadrature for :math:`v^\top f(W^\top W)\, v`. Here Lanczos runs as Golub-Kahan
-bidiagonalisation, :math:`W V = U B`: the same thing in exact arithmetic, but it never squares the condition number of
-W, so that single precision goes as far as it can.
+bidiagonalisation, :math:`W V = U B`: the same in exact arithmetic, but it does not square the condition number of W,
+which matters in single precision.
 
 References:
     | Fast Estimation of tr(f(A)) via Stochastic Lanczos Quadrature (Ubaru, Chen and Saad, 2017)
@@ -30,7 +30,7 @@ from ebflow_plugin.linalg.random import at_least, rows_in_chunks, shown, signs
 
 __all__ = ["LogDet", "log_abs_det"]
 
-MEMORY = 512 * 2**20  # bytes of basis vectors at a time; more probes go in turns
+MEMORY = 512 * 2**20  # bytes of basis vectors at a time; more probes run in groups
 
 Shape = tuple[int, ...]
 
@@ -41,9 +41,9 @@ class LogDet:
 
     Attributes:
         value: The estimate.
-        variance: Of the mean over the probes.
-        bias: How far the quadrature may still be from its limit: the last changes, carried on, and rounding.
-        products: How many products with W and with its transpose were made, both counted.
+        variance: The variance of the mean over the probes.
+        bias: A bound on the remaining error of the quadrature, extrapolated from its last changes, and rounding.
+        products: The number of products with W and with its transpose together.
     """
 
     value: float
@@ -73,24 +73,24 @@ def log_abs_det(
     Cost: ``2 · probes · iterations`` products, :math:`O(P m^2 D)` for the reorthogonalisation, and
     :math:`O(P m D)` memory, at most :data:`MEMORY` at a time.
 
-    The error has two parts. Probes differ: their spread gives a standard error, which falls as
-    :math:`P^{-1/2}`. The quadrature of m nodes is not at its limit: it comes down to it from above, fast if W is well
-    conditioned and slowly if it is not; what is left is judged from the way so far.
+    The error has two parts. The spread of the probes determines a standard error, which falls as :math:`P^{-1/2}`. The
+    quadrature of m nodes approaches its limit from above, fast if W is well-conditioned and slowly if it is not; the
+    rest is extrapolated.
 
-    Where :math:`\|W\|_F^2 = \operatorname{tr} W^\top W` is known, :math:`\|W v\|^2`, which each probe has anyway, is a
-    control variate: what of the logarithm is linear in :math:`W^\top W` adds no variance. For maps near an orthogonal
-    one that is nearly all of it.
+    If :math:`\|W\|_F^2 = \operatorname{tr} W^\top W` is known, :math:`\|W v\|^2`, which each probe computes anyway, is
+    a control variate: the part of the logarithm that is linear in :math:`W^\top W` adds no variance. For nearly
+    orthogonal maps that is almost all of it.
 
     Arguments:
         function: An affine function of a batch, with as many outputs as inputs.
         shape: The event shape of its input.
         like: A tensor with the device and dtype to compute in.
-        probes: How many random vectors v, at least two.
-        iterations: At most how many steps of Lanczos for each, at least three. It stops at 8, 16, 32, … where more
-            steps would change far less than more probes, or where there is nothing left to find.
+        probes: The number of random vectors v, at least two.
+        iterations: The largest number of Lanczos steps for each, at least three. It stops at 8, 16, 32, … if more
+            steps would change far less than more probes, or if the Krylov space is complete.
         squares: The sum of the squares of the entries of W, if known.
         generator: Draws the vectors.
-        progress: Shows a bar.
+        progress: Shows a progress bar.
 
     Example:
         >>> weight = torch.tensor([[2.0, 0.0], [0.0, 0.5]], dtype=torch.float64)
@@ -103,16 +103,16 @@ def log_abs_det(
     dim = math.prod(shape)
     iterations = min(iterations, dim)
     group = max(1, MEMORY // (dim * iterations * like.element_size()))
-    found: list[list[_Rule]] = []
+    rules: list[list[_Rule]] = []
     products = 0
     for part in shown(list(rows_in_chunks(probes, group)), progress, "Lanczos"):
         start = signs((part.stop - part.start, dim), like, generator)
         bands = bidiagonalise(LinearMap(function, shape, start), start, iterations, partial(_settled, squares, probes))
-        found.append(_rules(bands))
+        rules.append(_rules(bands))
         products += 2 * len(start) * bands.diagonal.shape[1]
-    each = _values(found, squares, dim)
+    each = _values(rules, squares, dim)
     if not bool(torch.isfinite(each).all()):
-        raise SingularError("the map is singular, or not finite: products with it leave no finite logarithm")
+        raise SingularError("the map is singular, or not finite: it has no finite log-determinant")
     mean = each.mean(0).tolist()
     rounding = torch.finfo(like.dtype).eps * (dim + abs(mean[-1]))
     return LogDet(mean[-1], float(each[:, -1].var()) / probes, _tail(mean) + rounding, products)
@@ -126,7 +126,7 @@ class _Rule(NamedTuple):
 
 
 def _rules(bands: Bands) -> list[_Rule]:
-    """The rules with a quarter of the nodes that Lanczos found, with half of them, and with all."""
+    """The rules with a quarter of the Lanczos nodes, with half of them, and with all."""
     count = bands.diagonal.shape[1]
     rules = []
     for nodes in (count,) * 3 if bands.complete else (-(-count // 4), -(-count // 2), count):
@@ -136,12 +136,12 @@ def _rules(bands: Bands) -> list[_Rule]:
     return rules
 
 
-def _values(found: list[list[_Rule]], squares: float | None, dim: int) -> Tensor:
+def _values(groups: list[list[_Rule]], squares: float | None, dim: int) -> Tensor:
     """The three quadratures of log|det W| for each probe: ``(P, 3)``."""
-    each = torch.cat([torch.stack([(r.weights * r.nodes.log()).sum(1) * dim for r in rules], 1) for rules in found])
+    each = torch.cat([torch.stack([(r.weights * r.nodes.log()).sum(1) * dim for r in rules], 1) for rules in groups])
     if squares is None:
         return each
-    return each - _linear_part([rules[-1] for rules in found], squares / dim, dim)[:, None]
+    return each - _linear_part([rules[-1] for rules in groups], squares / dim, dim)[:, None]
 
 
 def _settled(squares: float | None, probes: int, bands: Bands, dim: int) -> bool:
@@ -151,12 +151,12 @@ def _settled(squares: float | None, probes: int, bands: Bands, dim: int) -> bool
 
 
 def _linear_part(rules: list[_Rule], mean_square: float, dim: int) -> Tensor:
-    r"""What :math:`c\,(v^\top W^\top W v - \operatorname{tr} W^\top W)` is for each probe; its mean is zero.
+    r"""The control variate :math:`c\,(v^\top W^\top W v - \operatorname{tr} W^\top W)` of each probe, of mean zero.
 
-    The slope c is that of the straight line nearest to the logarithm over the spectrum, as all probes together see it.
-    With :math:`r = \lambda / \bar\lambda` for each node, whose weighted mean is one, it is the mean of the chords'
-    slopes :math:`\log r / (r - 1)` with the weights :math:`(r - 1)^2`. Written so, it lies between the slopes of the
-    logarithm at both ends even where the nodes differ by rounding alone, as those of a scaled rotation do.
+    The slope c is that of the least-squares line to the logarithm over the spectrum, estimated from all probes. With
+    :math:`r = \lambda / \bar\lambda` for each node, whose weighted mean is one, it is the mean of the chords' slopes
+    :math:`\log r / (r - 1)` with the weights :math:`(r - 1)^2`. In this form it lies between the slopes of the
+    logarithm at both ends even if the nodes differ by rounding alone, as those of a scaled rotation do.
     """
     squares = torch.cat([rule.nodes.square().flatten() for rule in rules])
     weights = torch.cat([rule.weights.flatten() for rule in rules])
@@ -170,11 +170,11 @@ def _linear_part(rules: list[_Rule], mean_square: float, dim: int) -> Tensor:
 
 
 def _tail(mean: list[float]) -> float:
-    r"""What the quadrature still has to fall, judged from m/4, m/2 and m nodes.
+    r"""The remaining error of the quadrature, extrapolated from m/4, m/2 and m nodes.
 
-    Near a singular map it falls as 1/m, and each doubling takes half of what the one before took: all further ones
-    together are their geometric sum. Where it falls faster, that sum is more than what is left. It counts twice, since
-    a few very small singular values make it fall more slowly than it seems.
+    Near a singular map the error falls as 1/m, so each doubling removes half as much as the one before, and the rest
+    is a geometric sum. If it falls faster, that sum is an upper bound. It is doubled, since a few very small singular
+    values make the error fall more slowly than it seems.
     """
     before, last = abs(mean[1] - mean[0]), abs(mean[2] - mean[1])
     ratio = min(last / before, 0.75) if before > 0 else 0.0

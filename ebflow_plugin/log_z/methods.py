@@ -1,10 +1,11 @@
-"""The methods of :meth:`EBFlow.log_z <ebflow_plugin.EBFlow.log_z>`: exact, or estimated with an error bar."""
+"""The methods of :meth:`EBFlow.log_z <ebflow_plugin.EBFlow.log_z>`: exact, or estimated with a standard error."""
 
 from __future__ import annotations
 
 import inspect
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -28,7 +29,8 @@ from ebflow_plugin.plan.step import LinearStep, Shape
 
 __all__ = ["AFFORDABLE", "estimate_log_z"]
 
-# What "auto" factorises, for each layer: about a minute on one core of a CPU, and 2 GB. Dense layers up to D = 11,500.
+# The limit of "auto" for the factorisation of a layer: about a minute on one CPU core, and 2 GB. Dense layers up to
+# D = 11,500.
 AFFORDABLE = Cost(operations=1e12, memory=2 * 2**30)
 
 
@@ -39,19 +41,19 @@ def estimate_log_z(
 
     Arguments:
         model: The model.
-        exact: Keeps its exact log Z.
+        exact: The cache of its exact log Z.
         event_shape: The shape of one data point.
-        method: How to compute it.
+        method: The method.
         options: Options of the method.
 
     Raises:
-        InputError: If there is no such method, or an option has a value that it cannot have.
+        InputError: If the method is unknown, or an option has an invalid value.
         UnknownNameError: If the method has no such option.
     """
     if method == "auto":
         worst = [exact_cost(step, shapes) for step, shapes in _linear_steps(model.plan, event_shape)]
         method = "lanczos" if any(cost.exceeds(AFFORDABLE) for cost in worst) else "exact"
-        if method == "exact":  # options of the method that was not needed are no mistake
+        if method == "exact":  # the options of Lanczos are allowed, though not used
             _check_options("lanczos", options)
             options = {}
     if not isinstance(method, str) or method not in ("exact", *_METHODS):
@@ -112,17 +114,8 @@ def _importance(
     drawn_from = q is None or isinstance(q, Gaussian) or all(hasattr(q, name) for name in ("sample", "log_prob"))
     if not drawn_from:
         raise InputError(f"proposal must be a tensor of data, or have sample and log_prob, got {type(q).__name__}")
-    found = importance(
-        _energy(model, context),
-        _matched_shape(model, event_shape),
-        model.like(),
-        samples=samples,
-        proposal=q,
-        batch_size=batch_size,
-        generator=generator,
-        progress=progress,
-    )
-    return _in_data_space(model, event_shape, found)
+    run = partial(importance, samples=samples, proposal=q)
+    return _sampled(run, model, event_shape, context, batch_size, generator, progress)
 
 
 def _ais(
@@ -142,20 +135,8 @@ def _ais(
     start = _fitted(model, proposal, generator) if isinstance(proposal, Tensor) else proposal
     if start is not None and not isinstance(start, Gaussian):
         raise InputError(f"annealing starts from data or a Gaussian, got {type(start).__name__}")
-    found = annealed(
-        _energy(model, context),
-        _matched_shape(model, event_shape),
-        model.like(),
-        steps=steps,
-        chains=chains,
-        leapfrogs=leapfrogs,
-        start=start,
-        step_size=step_size,
-        batch_size=batch_size,
-        generator=generator,
-        progress=progress,
-    )
-    return _in_data_space(model, event_shape, found)
+    run = partial(annealed, steps=steps, chains=chains, leapfrogs=leapfrogs, start=start, step_size=step_size)
+    return _sampled(run, model, event_shape, context, batch_size, generator, progress)
 
 
 _METHODS: dict[str, Callable[..., Estimate]] = {
@@ -180,14 +161,14 @@ def _linear_steps(plan: Plan, event_shape: Shape) -> list[tuple[LinearStep, tupl
 
 
 def _is_cheap(step: LinearStep, shapes: tuple[Shape, ...]) -> bool:
-    """Whether a log-det is O(D), or that of small blocks: one matrix for each pixel, say."""
+    """Whether a log-det is O(D), or that of small blocks (one matrix for each pixel, say)."""
     size = step.determinant(shapes)
     return size is None or (size < prod(shapes[0]) and not exact_cost(step, shapes).exceeds(AFFORDABLE))
 
 
 @torch.no_grad()
 def _squares(step: LinearStep, shape: Shape) -> float | None:
-    """The sum of the squares of the entries of a step's matrix, in O(parameters), if it can be told."""
+    """The sum of the squares of the entries of a step's matrix, in O(parameters); None if it is not known."""
     if isinstance(step, MatrixStep):
         return float(step.weight().double().square().sum()) * prod(shape[1:])
     if isinstance(step, FullStep) and isinstance(step.module, FullLinear):
@@ -199,7 +180,7 @@ def _squares(step: LinearStep, shape: Shape) -> float | None:
     for axis in (geometry.rows, geometry.columns):
         taps = axis.sources()
         if any(len(seen := [pixel for pixel in row if pixel >= 0]) != len(set(seen)) for row in taps):
-            return None  # taps share a pixel, where the padding reflects or repeats: their entries add up
+            return None  # taps share a pixel, with reflect or replicate padding: their entries add up
         counts.append([sum(row[tap] >= 0 for row in taps) for tap in range(len(taps[0]))])
     weight = step.module.weight.double().square().sum((0, 1))
     times = torch.outer(*(torch.tensor(count, dtype=weight.dtype, device=weight.device) for count in counts))
@@ -213,7 +194,7 @@ def _energy(model: EnergyModel, context: Tensor | None) -> Callable[[Tensor], Te
         raise InputError(f"log_z needs a context of one row, got {got}; log Z is the same for all contexts")
 
     with torch.inference_mode(False):
-        context = None if context is None else context.clone()  # gradients pass by it
+        context = None if context is None else context.clone()  # no inference tensor, since gradients are computed
 
     def energy(x: Tensor) -> Tensor:
         return model.core.energy(x, None if context is None else context.expand(len(x), *context.shape[1:]))
@@ -231,8 +212,24 @@ def _matched_shape(model: EnergyModel, event_shape: Shape) -> Shape:
     return event_shape
 
 
-def _in_data_space(model: EnergyModel, event_shape: Shape, found: Estimate) -> Estimate:
-    """Adds the linear steps in front of the matched variable, which are fixed and known."""
+def _sampled(
+    run: Callable[..., Estimate],
+    model: EnergyModel,
+    event_shape: Shape,
+    context: Tensor | None,
+    batch_size: int | None,
+    generator: Generator | None,
+    progress: bool,
+) -> Estimate:
+    """Runs a method on the energy of the matched variable, and adds the fixed steps in front of it, which are known."""
+    found = run(
+        _energy(model, context),
+        _matched_shape(model, event_shape),
+        model.like(),
+        batch_size=batch_size,
+        generator=generator,
+        progress=progress,
+    )
     fixed = sum(_number(value) for _, value in model.prefix.log_dets(event_shape, model.like()))
     return found.about(model.like().new_tensor(float(found) - fixed))
 

@@ -1,4 +1,4 @@
-r"""How heavy the tail of importance weights is, and so whether their mean can be believed.
+r"""The tail of importance weights, which decides whether their mean can be trusted.
 
 References:
     | A New and Efficient Estimation Method for the Generalized Pareto Distribution (Zhang and Stephens, 2009)
@@ -17,25 +17,25 @@ from ebflow_plugin.linalg.random import over_rows, rows_in_chunks
 
 __all__ = ["largest_believable_k", "pareto_k", "too_narrow"]
 
-FEWEST = 5  # weights of a tail that a shape can be fitted to
-ENOUGH = 50  # draws that a standard error can be taken from
-STRETCH = 1.5  # where the ratio of a Gaussian that is wide enough has a small variance (0.2), and one too narrow shows
+FEWEST = 5  # the smallest number of tail weights to fit a shape to
+ENOUGH = 50  # the smallest number of draws for a standard error
+STRETCH = 1.5  # the ratio of a wide enough Gaussian has a small variance here (0.2), and a too narrow one shows
 SIGNIFICANT = 3.5  # standard errors of both halves together; about 1 in 200 false alarms (measured)
-LARGEST = 2000  # dimensions, of which a D x D matrix of gradients is decomposed in a second
+LARGEST = 2000  # the largest dimension: its D x D matrix of gradients is decomposed in a second
 
 
 def pareto_k(log_weights: Tensor) -> float | None:
-    r"""Fits a generalised Pareto distribution to the largest weights and gives its shape :math:`\hat k`.
+    r"""Fits a generalised Pareto distribution to the largest weights and returns its shape :math:`\hat k`.
 
-    Weights have :math:`1 / k` finite moments: below 1/2 their mean has a standard error, from 1 on it does not even
-    exist. The tail are the largest :math:`\min(M / 5, 3 \sqrt M)` of M weights. The shape is a posterior mean, drawn
-    towards 1/2 with the weight of ten observations.
+    Weights have :math:`1 / k` finite moments: for k below 1/2 their mean has a standard error, from 1 on the mean
+    does not exist. The tail is the largest :math:`\min(M / 5, 3 \sqrt M)` of M weights. The shape is a posterior mean,
+    with a prior at 1/2 that has the weight of ten observations.
 
     Arguments:
         log_weights: Logarithms of the weights, with shape ``(M,)``.
 
     Returns:
-        The shape; 0 if the weights of the tail are all alike; None if there are too few to tell.
+        The shape; 0 if the weights of the tail are all equal; None if there are too few.
 
     Example:
         >>> uniform = torch.rand(100_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -51,8 +51,8 @@ def pareto_k(log_weights: Tensor) -> float | None:
     excess = (weights[:size] - weights[size]).flip(0)  # ascending
     quartile = excess[max(0, round(size / 4) - 1)]
     if not float(quartile) > 1e-12:
-        alike = float(excess[-1]) <= 1e-12
-        return 0.0 if alike else math.inf  # at a distance, or of another order of magnitude
+        equal = float(excess[-1]) <= 1e-12
+        return 0.0 if equal else math.inf  # the largest weights are far from the rest
     steps = 20 + math.isqrt(size)
     grid = torch.arange(1, steps + 1, dtype=excess.dtype, device=excess.device) - 0.5
     rates = 1.0 / excess[-1] + (1.0 - (steps / grid).sqrt()) / (3.0 * quartile)
@@ -64,7 +64,7 @@ def pareto_k(log_weights: Tensor) -> float | None:
 
 
 def largest_believable_k(count: int) -> float:
-    """Up to which shape the mean of so many weights has an error that is small and known: 0.5 to 0.7.
+    """The largest shape for which the mean of ``count`` weights has a small and known error: 0.5 to 0.7.
 
     Example:
         >>> largest_believable_k(100), largest_believable_k(100_000)
@@ -76,16 +76,16 @@ def largest_believable_k(count: int) -> float:
 def too_narrow(
     energy: Callable[[Tensor], Tensor], x: Tensor, log_weights: Tensor, batch_size: int | None = None
 ) -> bool:
-    r"""Whether weighted draws miss the width of :math:`\exp(-E) / Z` in the direction in which it is flattest.
+    r"""Whether weighted draws are too narrow for :math:`\exp(-E) / Z` in the direction in which it is flattest.
 
-    Weights of draws that never came near to the tails can look harmless. But whatever Z is, stretching one direction v
-    about a centre m by a factor c leaves the integral as it is:
+    The weights can look harmless if no draw came near the tails. But whatever Z is, stretching one direction v about a
+    centre m by a factor c preserves the integral:
 
     .. math:: \mathbb{E}\Big[ c\, \frac{e^{-E(x')}}{e^{-E(x)}} \Big] = 1, \qquad
               x' = x + (c - 1)\, v\, v^\top (x - m)
 
-    and draws that are too narrow give more, up to c. The direction is the one with the smallest gradients; one half of
-    the draws finds it, the other half tests it, and then the other way round.
+    and for draws that are too narrow the mean is larger, up to c. The direction is the one with the smallest gradients.
+    It is found on one half of the draws and tested on the other, and vice versa.
 
     Cost: one gradient and one energy for each draw, and :math:`O(M D^2 + D^3)`.
 
@@ -93,11 +93,11 @@ def too_narrow(
         energy: :math:`E`, from ``(B, *shape)`` to ``(B,)``.
         x: Draws, with shape ``(M, *shape)``.
         log_weights: Their log-weights, with shape ``(M,)``.
-        batch_size: At most how many draws at a time.
+        batch_size: The largest number of draws at a time.
 
     Returns:
-        Whether they are, beyond 3.5 standard errors. False where there are fewer than 4·D draws: nothing can be told
-        then.
+        Whether the draws are too narrow, by more than 3.5 standard errors. False if there are fewer than 4·D draws,
+        which are too few for the test.
 
     Example:
         >>> x = torch.randn(200, 2, generator=torch.Generator().manual_seed(0))
@@ -114,15 +114,15 @@ def too_narrow(
         return energy(pairs[:, 0]) - energy(pairs[:, 1])
 
     halves, score = (slice(0, half), slice(half, None)), 0.0
-    for finds, tests in (halves, halves[::-1]):
-        slopes = gradient[finds]
+    for fit, test in (halves, halves[::-1]):
+        slopes = gradient[fit]
         direction = torch.linalg.eigh(slopes.mT @ slopes)[1][:, 0].to(rows.dtype)
-        shares = torch.softmax(logs[tests], 0)
-        points = rows[tests]
+        shares = torch.softmax(logs[test], 0)
+        points = rows[test]
         along = (points - shares.to(points.dtype) @ points) @ direction
-        stretched = (points + (STRETCH - 1.0) * along[:, None] * direction).reshape(x[tests].shape)
-        change = over_rows(difference, torch.stack((x[tests], stretched), 1), None, batch_size).double()
-        # a draw of weight zero has no say; a stretched one outside of the support has density zero
+        stretched = (points + (STRETCH - 1.0) * along[:, None] * direction).reshape(x[test].shape)
+        change = over_rows(difference, torch.stack((x[test], stretched), 1), None, batch_size).double()
+        # Draws of weight zero are ignored; a stretched draw outside the support has density zero.
         ratios = STRETCH * torch.where(shares > 0, change.nan_to_num(-math.inf), -math.inf).exp()
         mean = float(shares @ ratios)
         error = math.sqrt(float(shares.square() @ (ratios - mean).square()))

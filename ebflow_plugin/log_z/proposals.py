@@ -1,4 +1,4 @@
-"""Densities to begin from: what importance sampling draws from, and where annealing starts."""
+"""Proposal densities: importance sampling draws from them, and annealing starts from them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Gaussian", "Proposal", "draw_from"]
 
 
 class Proposal(Protocol):
-    """Any object with these two, a ``torch.distributions.Distribution`` for one, over whole events."""
+    """Any object with these two methods over complete events, such as a ``torch.distributions.Distribution``."""
 
     def sample(self, sample_shape: Any) -> Tensor:
         """Draws samples with shape ``(*sample_shape, *event_shape)``."""
@@ -27,10 +27,10 @@ class Proposal(Protocol):
 
 
 class Gaussian:
-    r"""A Gaussian over events of any shape, with mean m and covariance :math:`L L^\top`, given by m and L.
+    r"""A Gaussian over events of any shape, with mean m and covariance :math:`L L^\top`.
 
     Arguments:
-        mean: With the event shape.
+        mean: The mean m, with the event shape.
         scale: The standard deviations, with shape ``(D,)``, or the lower triangle L, with shape ``(D, D)``.
 
     Example:
@@ -48,9 +48,9 @@ class Gaussian:
 
     @classmethod
     def fit(cls, data: Tensor) -> Gaussian:
-        """The Gaussian with the moments of data, ``(N, *)``: all covariances if N is at least 2 D, else variances.
+        """The Gaussian with the moments of data ``(N, *)``: with a full covariance if N ≥ 2 D, else a diagonal one.
 
-        Cost: O(N·D² + D³) for all covariances, O(N·D) for the variances.
+        Cost: O(N·D² + D³) for a full covariance, O(N·D) for a diagonal one.
         """
         rows = data.detach().flatten(1)
         if len(rows) < 2:
@@ -61,7 +61,7 @@ class Gaussian:
             raise InputError("no Gaussian fits the data: a feature is constant, or not finite")
         if len(rows) < 2 * dim:
             return cls(mean.reshape(data.shape[1:]), spread)
-        scaled = (rows - mean) / spread  # correlations, so that one rounding rule serves all features
+        scaled = (rows - mean) / spread  # correlations, so that features of any scale are treated alike
         lower, failed = torch.linalg.cholesky_ex(scaled.mT @ scaled / (len(rows) - 1))
         if bool(failed):
             raise InputError("no Gaussian fits the data: its features are linearly dependent")
@@ -108,7 +108,7 @@ def standard_log_prob(noise: Tensor) -> Tensor:
 def draw_from(
     proposal: Gaussian | Proposal, count: int, shape: tuple[int, ...], like: Tensor, generator: Generator | None
 ) -> tuple[Tensor, Tensor]:
-    """Draws samples ``(count, *shape)`` and their log-densities ``(count,)``, and refuses anything else.
+    """Draws samples ``(count, *shape)`` and their log-densities ``(count,)``, and raises on other shapes.
 
     Example:
         >>> normal = torch.distributions.Normal(torch.zeros(2), torch.ones(2))
@@ -125,7 +125,7 @@ def draw_from(
     density = proposal.log_prob(x)
     if density.shape != (count,):
         raise InputError(
-            f"the proposal's log_prob gives shape {tuple(density.shape)} for {count} samples, not ({count},): wrap it "
-            "in torch.distributions.Independent"
+            f"the proposal's log_prob returns shape {tuple(density.shape)} for {count} samples, not ({count},): wrap "
+            "it in torch.distributions.Independent"
         )
     return x, density.to(like)

@@ -1,7 +1,7 @@
 """Objectives: losses of an EBFlow, each an ``nn.Module`` that is called on a batch.
 
     objective = SSM(model)              # or make_objective("ssm", model)
-    loss = objective(x)                 # a scalar; loss.backward() gives the flow's parameters their gradients
+    loss = objective(x)                 # a scalar; loss.backward() fills the gradients of the flow's parameters
 
 =========== ============================================================== ==================================
 name        formula (sum over dimensions, mean over the batch)             a training step costs
@@ -60,16 +60,16 @@ for _name, _cls in {
 
 
 def make_objective(name: str, model: EBFlow, **options: Any) -> Objective:
-    """Makes an objective by its name.
+    """Builds an objective by name.
 
     Arguments:
-        name: ``"ml"``, ``"relative_ml"``, ``"sml"``, ``"sm"``, ``"ssm"``, ``"fdssm"``, ``"dsm"``, in letters of
-            either case, or what :func:`register_objective` was given.
-        model: What :func:`~ebflow_plugin.wrap` returns.
+        name: ``"ml"``, ``"relative_ml"``, ``"sml"``, ``"sm"``, ``"ssm"``, ``"fdssm"``, ``"dsm"``, or a name registered
+            with :func:`register_objective`. Case is ignored.
+        model: A wrapped flow (:func:`~ebflow_plugin.wrap`).
         options: The options of the objective.
 
     Raises:
-        UnknownNameError: If there is no such objective, or it has no such option; it says which there are.
+        UnknownNameError: If the objective or one of the options is unknown. The message lists the valid names.
 
     Example:
         >>> import ebflow_plugin as ebf
@@ -87,14 +87,15 @@ def make_objective(name: str, model: EBFlow, **options: Any) -> Objective:
 
 
 def register_objective(name: str, *, force: bool = False) -> Callable[[T], T]:
-    """Registers an objective of your own, so that :func:`make_objective` makes it by name.
+    """Registers a custom objective under a name, for :func:`make_objective`.
 
     Decorates a subclass of :class:`Objective`, or a plain function ``f(model, x, context)`` that returns a scalar.
-    What the function takes besides are its options. It gets the model in data space, and no gradient flows to ``x``.
+    Further parameters of the function are its options. The function receives the model in data space, and no gradient
+    flows to ``x``.
 
     Arguments:
-        name: The name.
-        force: Replaces an earlier registration.
+        name: The name. Case is ignored.
+        force: Replaces an existing registration.
 
     Example:
         >>> import ebflow_plugin as ebf
@@ -110,19 +111,19 @@ def register_objective(name: str, *, force: bool = False) -> Callable[[T], T]:
     if not isinstance(name, str) or not name:
         raise InputError(f"the name of an objective is a string, got {name!r}; write @register_objective('name')")
 
-    def register(made: T) -> T:
-        if isinstance(made, type):
-            if not issubclass(made, Objective):
-                raise InputError(f"{made.__name__} is no subclass of ebflow_plugin.objectives.Objective")
-            _OBJECTIVES.add(name.lower(), made, force)
-        elif callable(made):
-            _OBJECTIVES.add(name.lower(), partial(FunctionObjective, function=made), force)
+    def register(target: T) -> T:
+        if isinstance(target, type):
+            if not issubclass(target, Objective):
+                raise InputError(f"{target.__name__} is no subclass of ebflow_plugin.objectives.Objective")
+            _OBJECTIVES.add(name.lower(), target, force)
+        elif callable(target):
+            _OBJECTIVES.add(name.lower(), partial(FunctionObjective, function=target), force)
         else:
-            raise InputError(f"an objective is a class or a function, got {made!r}")
-        return made
+            raise InputError(f"an objective is a class or a function, got {target!r}")
+        return target
 
     return register
 
 
-if not TYPE_CHECKING:  # a type checker knows the names without it, and would believe in every other
+if not TYPE_CHECKING:  # with a module __getattr__, a type checker would accept any name
     __getattr__ = renamed(__name__, {"objective": "make_objective"})

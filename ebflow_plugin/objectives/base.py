@@ -1,4 +1,4 @@
-r"""What all objectives share: options, the way from the data to the matched variable, and weighted sums."""
+r"""The base of all objectives: common options, the map from data to the matched variable, and weighted sums."""
 
 from __future__ import annotations
 
@@ -31,25 +31,26 @@ class Common(TypedDict, total=False):
 
 
 class Objective(nn.Module, ABC):
-    r"""A loss of an :class:`~ebflow_plugin.EBFlow`: called on a batch, it gives a scalar to minimise.
+    r"""A loss of an :class:`~ebflow_plugin.EBFlow`: called on a batch, it returns a scalar to minimise.
 
     It holds the model as a submodule, so that ``objective.parameters()`` are the flow's. Sums run over all dimensions
-    but the batch, means over the batch. Gradients reach the flow's parameters (an ``embedding_net`` included), and the
-    ``context``, so that an encoder in front of it is trained as by ``log_prob``; never the ``x`` that was given.
+    but the batch, means over the batch. Gradients reach the flow's parameters (an ``embedding_net`` included) and the
+    ``context``, so an encoder that produces the context is trained as with ``log_prob``. No gradient reaches ``x``.
     Objectives can be scaled and added: ``0.9 * SSM(model) + 0.1 * ML(model)``.
 
-    What is matched is the variable after the model's preprocessing (MaP), ``model.core``. A data-dependent
-    initialisation that is still due in training mode (ActNorm) happens first, on the clean batch.
+    The loss is computed on the matched variable, the data after the model's preprocessing (MaP), with ``model.core``.
+    In training mode, a pending data-dependent initialisation (ActNorm) runs first, on the batch before any noise.
 
-    A subclass gives :meth:`per_sample`.
+    A subclass implements :meth:`per_sample`.
 
     Arguments:
-        model: What :func:`~ebflow_plugin.wrap` returns.
-        generator: Draws everything random, the noise of a ``Dequantize`` included: the same seed gives the same
-            value. It may live on the CPU while the model does not. By default the global one of the model's device.
+        model: A wrapped flow (:func:`~ebflow_plugin.wrap`).
+        generator: The source of all randomness, including the noise of a ``Dequantize``: the same seed returns the
+            same value. It may live on the CPU while the model does not. By default the global generator of the
+            model's device.
         energy_weight: Adds :math:`\lambda\,\mathbb{E}[E(x)]`, the paper's regulariser (0.001 for its CIFAR-10 and
             CelebA models).
-        reduction: ``"mean"`` for a scalar, ``"none"`` for one value for each sample, with shape ``(B,)``.
+        reduction: ``"mean"`` for a scalar, ``"none"`` for one value per sample, with shape ``(B,)``.
 
     Example:
         >>> import ebflow_plugin as ebf
@@ -63,8 +64,8 @@ class Objective(nn.Module, ABC):
     """
 
     model: EBFlow
-    in_data_space: ClassVar[bool] = False  # whether the log-det of the preprocessing belongs to the value
-    _beside_energy = False  # while a sum calls this term beside one that sees the energy
+    in_data_space: ClassVar[bool] = False  # whether the value includes the log-det of the preprocessing
+    _beside_energy = False  # set while this is a term of a sum in which another term sees the energy
 
     def __init__(
         self,
@@ -96,11 +97,11 @@ class Objective(nn.Module, ABC):
         """Computes the loss of each sample.
 
         Arguments:
-            x: The matched variable, with shape ``(B, *)``: clean, detached, not empty.
-            context: The context, with ``B`` rows, and the graph that it came with.
+            x: The matched variable, with shape ``(B, *)``: without noise, detached, not empty.
+            context: The context, with ``B`` rows, still attached to its graph.
 
         Returns:
-            The values, and the energies of x if they were computed on the way (else None), each with shape ``(B,)``.
+            The values, and the energies of x if the computation yields them (else None), each with shape ``(B,)``.
         """
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
@@ -108,12 +109,12 @@ class Objective(nn.Module, ABC):
 
         Arguments:
             x: Data, with shape ``(B, *)``.
-            context: What the flow is conditioned on, with ``B`` rows.
+            context: The context of the flow, with ``B`` rows.
 
         Returns:
             A scalar, or the values of all samples with shape ``(B,)`` for ``reduction="none"``.
         """
-        if torch.is_inference_mode_enabled():  # its tensors cannot be part of the graph that a score needs
+        if torch.is_inference_mode_enabled():  # a score needs a graph, which inference tensors cannot be part of
             with torch.inference_mode(False), torch.no_grad():
                 return self.forward(x, context)
         plan, u, log_det = self.model.match(x, context, self.generator)
@@ -125,10 +126,10 @@ class Objective(nn.Module, ABC):
         if plan.waits_for_data():
             plan.initialize(u, context)
         plan.refuse()
-        doubt = None if self._beside_energy else self.learn(u, context)
+        warning = None if self._beside_energy else self.inspect_batch(u, context)
         values, energies = self.per_sample(u, context)
-        if doubt is not None:  # only now: where the loss fails too, its own error says why
-            warnings.warn(doubt, UnseenParameterWarning, stacklevel=5)
+        if warning is not None:  # after the loss: if that fails too, its own error is the one to see
+            warnings.warn(warning, UnseenParameterWarning, stacklevel=5)
         if self.energy_weight:
             energies = self.energies(u, context) if energies is None else energies
             values = values + self.energy_weight * energies
@@ -137,32 +138,32 @@ class Objective(nn.Module, ABC):
         return values.mean() if self.reduction == "mean" else values
 
     def energies(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        """E of points near the batch, with shape ``(B,)``: ``model.core.energy`` of what was checked already."""
+        """The energies of points near the batch, with shape ``(B,)``: ``model.core.energy`` without its checks."""
         return self.model.core_plan.energy(x, context)
 
     @property
     def sees_energy(self) -> bool:
-        """Whether the value depends on the energy itself, and not on the score alone."""
+        """Whether the loss depends on the energy itself, and not only on the score."""
         return self.in_data_space or self.energy_weight > 0
 
-    def learn(self, x: Tensor, context: Tensor | None) -> str | None:
-        """What an objective wants to know of its first batch, before :meth:`per_sample` sees it; by default nothing.
+    def inspect_batch(self, x: Tensor, context: Tensor | None) -> str | None:
+        """A hook that sees each batch before :meth:`per_sample`; by default it does nothing.
 
         Returns:
-            A warning to give once the loss is known, if there is one.
+            The text of a warning to raise after the loss is computed, or None.
         """
         return None
 
     def metrics(self) -> dict[str, Any]:
-        """What a training run shows beside the loss, as plain numbers, texts and dictionaries."""
+        """Values that a training run reports beside the loss, as plain numbers, strings and dictionaries."""
         return {}
 
     def state(self) -> dict[str, Any]:
-        """What the objective learnt from the batches so far, for a checkpoint; the weights are no part of it."""
+        """The statistics gathered from the batches so far, for a checkpoint; the weights are not included."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what :meth:`state` gave."""
+        """Restores what :meth:`state` returned."""
 
     def extra_repr(self) -> str:
         """Describes the options."""
@@ -170,7 +171,7 @@ class Objective(nn.Module, ABC):
         return f"reduction={self.reduction!r}{weight}"
 
     def in_words(self) -> str:
-        """Its name and options: a checkpoint must agree on them with the run that goes on from it."""
+        """The name and options, as one string. A run resumes only from a checkpoint with the same string."""
         return f"{type(self).__name__}({self.extra_repr()})"
 
     def __mul__(self, weight: float) -> WeightedSum:
@@ -184,7 +185,7 @@ class Objective(nn.Module, ABC):
         return WeightedSum([(1.0, self), (1.0, other)]) if isinstance(other, Objective) else NotImplemented
 
     def __radd__(self, other: object) -> Objective:
-        if isinstance(other, Real) and other == 0:  # sum() starts there
+        if isinstance(other, Real) and other == 0:  # sum() starts from 0
             return self
         return NotImplemented
 
@@ -192,11 +193,11 @@ class Objective(nn.Module, ABC):
 class WeightedSum(Objective):
     r"""A weighted sum of objectives of one model, :math:`\sum_i w_i L_i`, itself an objective.
 
-    Each term makes its own pass and its own draws. Sums of sums are one sum.
+    Each term does its own forward pass and draws its own noise. Nested sums are flattened.
 
     Arguments:
         terms: Pairs of a weight and an objective.
-        generator: Given to all terms, in the place of their own.
+        generator: Replaces the generators of all terms.
 
     Example:
         >>> import ebflow_plugin as ebf
@@ -237,7 +238,7 @@ class WeightedSum(Objective):
 
     @property
     def generator(self) -> Generator | None:
-        """The generator of all terms; None if they have none, or not the same. Setting it gives it to all of them."""
+        """The generator that all terms share, or None. Setting it sets it for all terms."""
         first, *others = (term.generator for term in self._parts())
         return first if all(other is first for other in others) else None
 
@@ -265,18 +266,18 @@ class WeightedSum(Objective):
         return torch.stack([weight * _loss(term, x, context, seen) for weight, term in pairs]).sum(0)
 
     def metrics(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        merged: dict[str, Any] = {}
         for term in self.terms:
             for name, value in term.metrics().items():  # type: ignore[operator]
-                found[name] = found[name] + value if isinstance(found.get(name), int) else value
-        return found
+                merged[name] = merged[name] + value if isinstance(merged.get(name), int) else value
+        return merged
 
     def state(self) -> dict[str, Any]:
-        return {str(place): term.state() for place, term in enumerate(self.terms)}  # type: ignore[operator]
+        return {str(index): term.state() for index, term in enumerate(self.terms)}  # type: ignore[operator]
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        for place, term in enumerate(self.terms):
-            term.load_state(state.get(str(place), {}))  # type: ignore[operator]
+        for index, term in enumerate(self.terms):
+            term.load_state(state.get(str(index), {}))  # type: ignore[operator]
 
     def in_words(self) -> str:
         return " + ".join(
@@ -289,15 +290,15 @@ class WeightedSum(Objective):
 
 
 class FunctionObjective(Objective):
-    """A user's function as an objective: ``function(model, x, context, **options)`` gives a scalar.
+    """A user's function as an objective: ``function(model, x, context, **options)`` returns a scalar.
 
-    The function gets the whole model, in data space, and the batch as it was given: x without a gradient to it, and the
-    context with the graph that it came with.
+    The function receives the model in data space, the batch before preprocessing, detached, and the context, still
+    attached to its graph.
 
     Arguments:
         model: An EBFlow.
         function: The function.
-        options: What the function takes after its first three arguments.
+        options: Keyword arguments of the function, after its first three.
 
     Example:
         >>> import ebflow_plugin as ebf
@@ -338,7 +339,7 @@ class FunctionObjective(Objective):
 
 
 def _loss(term: Objective, x: Tensor, context: Tensor | None, seen: bool) -> Tensor:
-    """The loss of a term; it looks for no parameters that it cannot train where another term sees the energy."""
+    """The loss of one term, without its search for unseen parameters if another term sees the energy."""
     term._beside_energy = seen
     try:
         return term(x, context)
@@ -347,7 +348,7 @@ def _loss(term: Objective, x: Tensor, context: Tensor | None, seen: bool) -> Ten
 
 
 def _usable(tensor: Tensor) -> Tensor:
-    """The tensor itself, or a copy if it was made in inference mode: those cannot be part of a graph."""
+    """The tensor itself, or a copy of an inference tensor, which cannot be part of a graph."""
     return tensor.clone() if tensor.is_inference() else tensor
 
 
@@ -358,11 +359,11 @@ def _generator(generator: object) -> Generator | None:
 
 
 def _listed(terms: object) -> list[tuple[float, Objective]]:
-    found: list[Any] = list(terms) if isinstance(terms, Iterable) else [terms]
-    for pair in found:
+    pairs: list[Any] = list(terms) if isinstance(terms, Iterable) else [terms]
+    for pair in pairs:
         if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[1], Objective)):
             raise InputError(f"the terms of a sum are pairs of a weight and an objective, got {pair!r}")
-    return found
+    return pairs
 
 
 def _flatten(weight: float, term: Objective) -> list[tuple[float, Objective]]:
@@ -374,7 +375,7 @@ def _flatten(weight: float, term: Objective) -> list[tuple[float, Objective]]:
 
 
 def _options_of(cls: type[Objective]) -> list[str]:
-    """The keyword options of a class and its parents, in this order."""
+    """The keyword options of a class, then those of its parents."""
     names: dict[str, None] = {}
     for parent in cls.__mro__:
         if issubclass(parent, Objective) and "__init__" in vars(parent):

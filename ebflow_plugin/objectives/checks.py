@@ -1,10 +1,15 @@
-r"""What score matching cannot do with a given flow, said before training and not found out after it.
+r"""Checks, before training, of what score matching cannot learn with a given flow.
 
-Two things are looked for. When an objective is made, steps that bias or falsify it: a score that jumps biases what
-integrates by parts, a density that jumps biases every kind of score matching (of a LeakyReLU with slope 0.5 before a
-shift of 0.7, DSM learns 0.43 and 0.32, however small σ is), a wrong second derivative falsifies what differentiates the
-score; and the data must not jump either, for what integrates by parts over their density. And with its first batch,
-parameters that the score does not depend on (a class prior, say): score matching leaves them at their initial value.
+The constructor of an objective checks the steps of the flow and the preprocessing:
+
+- A discontinuous score biases the objectives that integrate by parts.
+- A discontinuous density biases every kind of score matching. For a LeakyReLU with slope 0.5 before a shift of 0.7, DSM
+  learns 0.43 and 0.32, however small σ is.
+- A wrong second derivative makes the objectives that differentiate the score wrong.
+- Data with a discontinuous density bias the objectives that integrate by parts over it.
+
+The first batch shows the parameters that the score does not depend on (a class prior, say). Score matching leaves them
+at their initial values.
 """
 
 from __future__ import annotations
@@ -43,7 +48,7 @@ __all__ = [
     "warn_about_uniform_noise",
 ]
 
-ROWS = 16  # how many samples a search for blind spots takes
+ROWS = 16  # samples in a search for blind spots
 EVERY_JUMP = (Smoothness.KINKED, Smoothness.JUMPS, Smoothness.UNKNOWN)
 _MEANING = {
     Smoothness.KINKED: "its score jumps",
@@ -55,54 +60,54 @@ _MEANING = {
 
 def refuse_false_derivatives(objective: Objective) -> None:
     """Raises if a step's second derivatives, in x or in x and the parameters, are silently wrong."""
-    found = [part for part in _parts(objective.model) if part.smoothness == Smoothness.FALSE]
-    if found:
+    refused = [part for part in _parts(objective.model) if part.smoothness == Smoothness.FALSE]
+    if refused:
         name = type(objective).__name__
         raise UnsupportedStepError(
-            f"{name} cannot train {len(found)} steps of this flow\n  " + "\n  ".join(_lines(found)) + f"\n{name} "
-            "differentiates the score, and would be wrong there without an error. Use one that needs energies alone: "
+            f"{name} cannot train {len(refused)} steps of this flow\n  " + "\n  ".join(_lines(refused)) + f"\n{name} "
+            "differentiates the score, and would be silently wrong there. Use an objective that needs energies alone: "
             "ML, SML or FDSSM."
         )
 
 
 def warn_about_jumps(objective: Objective, harmed_by: Collection[Smoothness], rarely: bool = False) -> None:
-    """Warns if steps do what an objective cannot see, or may do so.
+    """Warns if the smoothness of a step biases the objective, or may bias it.
 
     Arguments:
         objective: The objective.
-        harmed_by: What does it harm.
-        rarely: Whether it sees jumps of the score, but with few samples (finite differences).
+        harmed_by: The kinds of smoothness that bias it.
+        rarely: Whether it sees jumps of the score, but only in few samples (finite differences).
     """
-    found = [part for part in _parts(objective.model) if part.smoothness in harmed_by]
-    kinds = {part.smoothness for part in found}
+    harmful = [part for part in _parts(objective.model) if part.smoothness in harmed_by]
+    kinds = {part.smoothness for part in harmful}
     if not kinds:
         return
     name = type(objective).__name__
     advice = []
     if Smoothness.KINKED in kinds:
         effect = (
-            "leaves jumps of the score to the few samples near them: take eps of at least 0.1"
+            "sees jumps of the score only in the few samples near them: use eps of at least 0.1"
             if rarely
-            else "integrates by parts and misses jumps of the score, so that its value and gradients are biased"
+            else "integrates by parts and misses jumps of the score, so its value and gradients are biased"
         )
         advice.append(
-            f"{name} {effect}. Use DSM, which they do no harm, or ebflow_plugin.smooth(flow), which gives ReLU-like "
-            "activations of conditioners a smooth form."
+            f"{name} {effect}. Use DSM, which they do not bias, or ebflow_plugin.smooth(flow), which replaces "
+            "ReLU-like activations of conditioners by smooth ones."
         )
     if Smoothness.JUMPS in kinds:
         advice.append(
-            "No score shows by how much a density jumps, so that every kind of score matching is biased there: use ML "
-            "or SML, or a smooth layer (SmoothLeakyReLU)."
+            "The score does not show by how much a density jumps, so every kind of score matching is biased there: use "
+            "ML or SML, or a smooth layer (SmoothLeakyReLU)."
         )
     if Smoothness.UNKNOWN in kinds:
         advice.append(
-            "Nobody said whether the score of the unknown classes is continuous, which "
-            f'{name} needs; if you know that it is: register_nonlinear(cls, smoothness="smooth"), for the class of the '
-            "step, or of your network inside of it. DSM needs less."
+            f"{name} needs a continuous score, and the unknown classes may not have one. If they do, declare it: "
+            'register_nonlinear(cls, smoothness="smooth"), for the class of the step, or of your network inside it. '
+            "DSM needs less."
         )
     warnings.warn(
-        f"{name} may be wrong about {len(found)} of {len(objective.model.core_plan.steps)} steps\n  "
-        + "\n  ".join(_lines(found))
+        f"{name} may be wrong about {len(harmful)} of {len(objective.model.core_plan.steps)} steps\n  "
+        + "\n  ".join(_lines(harmful))
         + "\n"
         + "\n".join(advice),
         BiasWarning,
@@ -111,18 +116,18 @@ def warn_about_jumps(objective: Objective, harmed_by: Collection[Smoothness], ra
 
 
 def warn_about_uniform_noise(objective: Objective) -> None:
-    """Warns if the data are made continuous by uniform noise: their density then jumps at every level.
+    """Warns if the data are dequantised with uniform noise: their density then jumps at every level.
 
-    What integrates by parts does so over the density of the data, and misses its jumps as it misses those of a score.
+    Integration by parts runs over the density of the data, and misses its jumps as it misses those of a score.
     """
     noisy = [step for step in objective.model.prefix.steps if isinstance(step, DequantizeStep)]
     if any(step.module.noise == "uniform" for step in noisy):
         name = type(objective).__name__
         warnings.warn(
             f"{name} integrates by parts over the density of the data, which jumps here\n  {noisy[0].where}: uniform "
-            "noise has a jump at every level\nValue and gradients are biased by that. Use "
+            "noise has a jump at every level\nThat biases its value and gradients. Use "
             f'Dequantize({noisy[0].module.levels}, noise="smooth"), which has no jumps and a looser bound, or DSM or '
-            "ML, which the jumps do no harm.",
+            "ML, which the jumps do not bias.",
             BiasWarning,
             stacklevel=3,
         )
@@ -137,82 +142,82 @@ def _lines(parts: Iterable[Part]) -> list[str]:
 
 
 class Blind(NamedTuple):
-    """Names of trainable parameters, by what of them the score shows."""
+    """The names of the trainable parameters, by whether the score depends on them."""
 
-    constant: list[str]  # only the energy depends on them: a constant of x
-    unused: list[str]  # nor does the energy, for this context
-    seen: set[str]  # the others, which it depends on
+    constant: list[str]  # the energy depends on them, but only by a term constant in x
+    unused: list[str]  # not even the energy depends on them, for this context
+    seen: set[str]  # the score depends on them
 
 
 class BlindSpots:
     """Searches for parameters that the score does not depend on, on a perturbed copy of a model.
 
-    It looks at the first batch that comes. What that does not show is looked for at random points too, where the flow
-    takes them: data may lie in the tails of a spline, which its parameters do not reach.
+    It uses the first batch. Parameters that do not show there are tested at random points too, if the flow accepts
+    them: data may lie in the tails of a spline, where its parameters have no effect.
 
     Arguments:
         model: The model of the objective.
-        energy_is_seen: Whether the objective sees the energy besides the score.
-        step: The length of the steps by which it sees changes of the energy; 0 for the score.
+        energy_is_seen: Whether the objective depends on the energy itself.
+        step: The step length of an objective by finite differences; 0 for objectives of the score.
     """
 
     def __init__(self, model: EBFlow, energy_is_seen: bool = False, step: float = 0.0) -> None:
         self._model = model
         self._step = step
-        self.open = not energy_is_seen  # whether there is something to look for
+        self.pending = not energy_is_seen
 
-    def look(self, x: Tensor, context: Tensor | None) -> str | None:
-        """Searches with a batch of the matched variable, once. No generator of the user's is drawn from.
+    def search(self, x: Tensor, context: Tensor | None) -> str | None:
+        """Searches with a batch of the matched variable, once, and warns. The user's generators are not advanced.
 
         Returns:
-            Why it could not find out, to be said if the loss itself can be computed; None if it could.
+            Why the search failed, for a warning after the loss; None if it succeeded.
         """
-        self.open = False
+        self.pending = False
         flow = self._model.flow
         if not any(parameter.requires_grad and not parameter.is_meta for parameter in flow.parameters()):
             return None
-        if altered_part(flow) is not None:  # in a copy, a patched method would still act with the original's numbers
+        if altered_part(flow) is not None:  # a patched method in a copy would still use the original's parameters
             return None
         x, context = x[:ROWS], None if context is None else context[:ROWS].detach()
         own = torch.Generator().manual_seed(0)
         try:
             with seeded_by(own), without_autocast(x):
-                found = find_blind_spots(self._model, x, context, self._step)
-                if found.constant or found.unused:
+                blind = find_blind_spots(self._model, x, context, self._step)
+                if blind.constant or blind.unused:
                     elsewhere = torch.randn(x.shape, generator=own).to(x)
-                    found = self._confirmed(found, elsewhere, context)
+                    blind = self._confirm(blind, elsewhere, context)
         except Exception as error:  # a search must not stop a training run
             return f"could not find out which parameters score matching cannot see: {type(error).__name__}: {error}"
-        self._report(found)
+        self._warn(blind)
         return None
 
-    def _confirmed(self, found: Blind, x: Tensor, context: Tensor | None) -> Blind:
-        """What other points do not show either."""
+    def _confirm(self, blind: Blind, x: Tensor, context: Tensor | None) -> Blind:
+        """Removes the parameters that show at other points."""
         try:
             again = find_blind_spots(self._model, x, context, self._step)
-        except Exception:  # the flow has a domain, and only the data are known to lie in it
-            return found
-        constant = {*found.constant, *again.constant} - again.seen - found.seen
+        except Exception:  # random points may lie outside the domain of the flow
+            return blind
+        constant = {*blind.constant, *again.constant} - again.seen - blind.seen
         return Blind(
-            [name for name in (*found.constant, *found.unused) if name in constant],
-            [name for name in found.unused if name in again.unused],
-            found.seen | again.seen,
+            [name for name in (*blind.constant, *blind.unused) if name in constant],
+            [name for name in blind.unused if name in again.unused],
+            blind.seen | again.seen,
         )
 
-    def _report(self, found: Blind) -> None:
-        unseen = [*found.constant, *found.unused]
+    def _warn(self, blind: Blind) -> None:
+        unseen = [*blind.constant, *blind.unused]
         if not unseen:
             return
         parameters = dict(self._model.flow.named_parameters())
         total = sum(parameter.requires_grad for parameter in parameters.values())
         lines = [
             f"{name}  {tuple(parameters[name].shape)}"
-            + (": not part of the energy at all" if name in found.unused else "")
+            + (": not part of the energy at all" if name in blind.unused else "")
             for name in unseen
         ]
         warnings.warn(
             f"score matching cannot see {len(unseen)} of {total} trainable parameters: the score does not depend on "
-            "them, so that they keep their value\n  " + "\n  ".join(lines) + "\nFreeze them with "
+            "them, so they keep their values\n  " + "\n  ".join(lines) + "\nFreeze them with "
             "requires_grad_(False), or train them with a term that sees the energy (ML, or energy_weight).",
             UnseenParameterWarning,
             stacklevel=7,
@@ -220,16 +225,18 @@ class BlindSpots:
 
 
 def find_blind_spots(model: EBFlow, x: Tensor, context: Tensor | None = None, step: float = 0.0) -> Blind:
-    """Names the trainable parameters that the score does not depend on: an energy or two, and two backward passes.
+    """Finds the trainable parameters that the score does not depend on.
+
+    Cost: one or two energies, and two backward passes.
 
     Arguments:
-        model: A model, which stays as it is: a copy is perturbed, since fresh couplings look constant.
+        model: A model, which is not changed: a copy is perturbed, since freshly initialised couplings look constant.
         x: Points of the matched variable.
         context: Their context.
-        step: Asks for changes of the energy over steps of this length, instead of the score.
+        step: Tests differences of the energy over steps of this length, in place of the score.
 
     Raises:
-        EBFlowError: If the copy gives values that are not finite.
+        EBFlowError: If the energies of the copy, or their gradients, are not finite.
 
     Example:
         >>> import ebflow_plugin as ebf
@@ -252,7 +259,7 @@ def find_blind_spots(model: EBFlow, x: Tensor, context: Tensor | None = None, st
         x = x.detach().requires_grad_()
         energy = core.energy(x, context)
         in_energy = _depends(energy.sum(), named)
-        if step:  # signs of ±1 cancel exactly where both energies have the same derivative
+        if step:  # weights of ±1: the terms cancel exactly where both energies have the same derivative
             ahead = core.energy(x + step * nn.functional.normalize(direction.flatten(1)).reshape(x.shape), context)
             signs = direction.flatten(1)[:, 0].sign()
             in_score = _depends((ahead * signs).sum() - (energy * signs).sum(), named)
@@ -269,7 +276,7 @@ def find_blind_spots(model: EBFlow, x: Tensor, context: Tensor | None = None, st
 
 
 def _depends(value: Tensor, named: dict[str, nn.Parameter]) -> dict[str, bool]:
-    """Whether the gradient of a value in each parameter is anything but zero."""
+    """Whether the gradient of the value with respect to each parameter is nonzero."""
     if not bool(torch.isfinite(value)):
         raise EBFlowError("the energy, or its gradient, of a perturbed copy is not finite")
     if not named or not value.requires_grad:
@@ -282,9 +289,9 @@ def _depends(value: Tensor, named: dict[str, nn.Parameter]) -> dict[str, bool]:
 
 
 def refuse_useless_context(model: EBFlow, x: Tensor, context: Tensor | None) -> None:
-    """Raises if a batch comes with values, such as labels or targets, that the model makes no use of.
+    """Raises if a batch includes values, such as labels or targets, that the model does not use.
 
-    Looks at a perturbed copy of the model, since fresh couplings do not see their context.
+    Tests a perturbed copy of the model, since freshly initialised couplings ignore their context.
     """
     if context is None:
         return
@@ -305,14 +312,14 @@ def refuse_useless_context(model: EBFlow, x: Tensor, context: Tensor | None) -> 
                 raise
             raise InputError(f"{what}, and the model cannot take them as a context ({error}). {fix}") from error
         used = _differs(seen, twin, u, None)
-        if not used and context.is_floating_point():  # other labels need not be labels
+        if not used and context.is_floating_point():  # perturbed integer labels may be invalid
             used = _differs(seen, twin, u, context + torch.randn(context.shape, generator=generator).to(context))
         if used is False:
             raise InputError(f"{what}, and the model makes no use of a context. {fix}")
 
 
 def _differs(seen: Tensor, model: EBFlow, u: Tensor, context: Tensor | None) -> bool | None:
-    """Whether a model has other energies with this context; None if it does not take it."""
+    """Whether the energies change with this context; None if the model does not accept it."""
     try:
         return not torch.equal(seen, model.core.energy(u, context))
     except Exception:

@@ -1,4 +1,4 @@
-"""The exact NLL of data: what tells whether a model gets better."""
+"""The exact negative log-likelihood (NLL) of data, by which models are compared."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Likelihood", "LikelihoodSum", "calibrated"]
 
 
 class Likelihood(NamedTuple):
-    """Exact means over data: the NLL, bits per dimension, and the NLL of the model without its calibration."""
+    """Exact means over the data: the NLL, bits per dimension, and the NLL of the model without its calibration."""
 
     nll: float
     bits_per_dim: float
@@ -28,15 +28,15 @@ class Likelihood(NamedTuple):
 
 
 class LikelihoodSum:
-    """Adds up the exact NLL of data, batch by batch, and computes log Z once.
+    """Accumulates the exact NLL of data, batch by batch, and computes log Z once.
 
-    Give a generator with the same seed each time, so that evaluations can be compared: it draws the noise of a
+    Use a generator with the same seed each time, so that evaluations can be compared: it draws the noise of a
     :class:`~ebflow_plugin.Dequantize`. One pass through the flow serves both likelihoods of a calibrated model.
 
     Arguments:
-        model: The model. Its parameters and its calibration count as they are now.
+        model: The model. Its current calibration is used, even if it is changed later.
         generator: Draws the noise.
-        rows: How many rows count; all of them by default.
+        rows: Uses only the first rows; all of them by default.
 
     Example:
         >>> import ebflow_plugin as ebf
@@ -56,20 +56,20 @@ class LikelihoodSum:
         self._sums = torch.zeros(4, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
         plan = model.core_plan
         plan.refuse()
-        self._fitted: CalibrationStep | None = None
+        self._calibration: CalibrationStep | None = None
         last = plan.steps[-1] if plan.steps else None
         if isinstance(last, CalibrationStep):
-            # A copy: the model may be calibrated in another way when the data come.
-            self._fitted, module = copy(last), Calibration()
-            module.set(**{name: getattr(self._fitted.module, name) for name in Calibration.names})
-            self._fitted.module = module
+            # A copy: the model may be calibrated anew before the data are added.
+            self._calibration, module = copy(last), Calibration()
+            module.set(**{name: getattr(self._calibration.module, name) for name in Calibration.names})
+            self._calibration.module = module
             plan = replace(plan, steps=plan.steps[:-1])
         self._plan = plan
-        self._normalizer = model.normalizer(plan) if self._fitted is None else Normalizer(plan)
+        self._normalizer = model.normalizer(plan) if self._calibration is None else Normalizer(plan)
 
     @torch.no_grad()
     def add(self, x: Tensor, context: Tensor | None) -> None:
-        """Takes in a batch."""
+        """Adds a batch."""
         if self._left is not None:
             x, context = x[: self._left], None if context is None else context[: self._left]
             self._left -= len(x)
@@ -82,19 +82,19 @@ class LikelihoodSum:
         latents, log_det = plan.encode(u, context)
         log_z = self._normalizer.log_z(tuple(u.shape[1:]), u)
         densities = [(latents, log_z)]
-        if self._fitted is not None:
-            moved, _ = self._fitted.encode(latents[0] if len(latents) == 1 else latents, context)
-            scale = self._fitted.log_det(tuple(tuple(part.shape[1:]) for part in latents))
+        if self._calibration is not None:
+            moved, _ = self._calibration.encode(latents[0] if len(latents) == 1 else latents, context)
+            scale = self._calibration.log_det(tuple(tuple(part.shape[1:]) for part in latents))
             densities.insert(0, ((moved,) if isinstance(moved, Tensor) else moved, log_z - scale))
-        found = []
+        nlls = []
         for z, constant in densities:
             value = plan.base_log_prob(z, context)
             value = (value if log_det is None else value + log_det) - constant
-            found.append(-(value + before).to(self._sums).sum())
-        self._sums = self._sums + torch.stack([found[0], found[-1], *found[0].new_tensor([len(x), x.numel()])])
+            nlls.append(-(value + before).to(self._sums).sum())
+        self._sums = self._sums + torch.stack([nlls[0], nlls[-1], *nlls[0].new_tensor([len(x), x.numel()])])
 
     def mean(self, total: Callable[[Tensor], Tensor] = lambda sums: sums) -> Likelihood:
-        """The means over all rows, NaN where there were none. ``total`` adds up the sums of several processes."""
+        """The means over all rows, or NaN if there are none. ``total`` reduces the sums over several processes."""
         nll, uncalibrated, rows, values = total(self._sums.clone()).tolist()
         if not rows:
             return Likelihood(math.nan, math.nan, math.nan)
@@ -103,9 +103,9 @@ class LikelihoodSum:
 
 @contextmanager
 def calibrated(model: EBFlow, data: Any, kind: str | None) -> Iterator[None]:
-    """Calibrates a model inside a ``with`` block; not at all if ``kind`` is None.
+    """Calibrates a model inside a ``with`` block; does nothing if ``kind`` is None.
 
-    A :class:`LikelihoodSum` that is made inside it is of the calibrated model, also after the block.
+    A :class:`LikelihoodSum` created inside the block stays that of the calibrated model after it.
     """
     if kind is None:
         yield

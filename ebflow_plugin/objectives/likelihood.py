@@ -1,4 +1,4 @@
-r"""Maximum likelihood: by determinants or without them (ML, RelativeML), and by samples (SML)."""
+r"""Maximum likelihood: with determinants or without them (ML, RelativeML), and by samples (SML)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ebflow_plugin.objectives.base import Common, Objective
 from ebflow_plugin.objectives.relative import relative_plan
 from ebflow_plugin.objectives.stochastic import LogDetEstimator
 from ebflow_plugin.plan.costs import LOG_DETS, ways
-from ebflow_plugin.plan.inputs import one_of, positive, whole
+from ebflow_plugin.plan.inputs import integer, one_of, positive
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.step import LinearStep, Shape, Shapes
 
@@ -29,46 +29,46 @@ class ML(Objective):
 
     .. math:: L = \mathbb{E}[-\log p(x)] = \mathbb{E}[E(x)] + \log Z
 
-    ``log_det`` says how the gradient of :math:`\log Z`, of the determinants of the linear layers, is taken:
+    ``log_det`` chooses how the gradient of :math:`\log Z`, of the determinants of the linear layers, is computed:
 
-    - ``"exact"``: as it is. The *value* is the one to compare models by: the log-det of a preprocessing is part of it.
+    - ``"exact"``: exactly. The *value* includes the log-det of the preprocessing, so models can be compared by it.
       Cost: one energy, and the determinant of every linear layer with its gradient, :math:`O(D^3)` for a dense one.
-      Use it where that is affordable, to finish what score matching began, or as the baseline.
+      Use it where that is affordable, to fine-tune after score matching, or as the baseline.
     - ``"stochastic"``: estimated for every layer whose determinant costs more than a product: full and wide 1 × 1
       matrices and convolutions, in either direction. With random signs v,
 
       .. math:: \partial \log|\det W| = \operatorname{tr}(W^{-1} \partial W) = \mathbb{E}_v[v^\top \partial W s],
                 \qquad W s = v
 
-      where s comes from GMRES, to a relative residual of ``tolerance``, preconditioned by the circular twin of a
-      convolution, or by the transpose of a matrix. Without bias, up to that tolerance. Cost: one energy, and some ten
-      products with each layer for each probe. See :mod:`ebflow_plugin.objectives.stochastic`.
+      where s is solved for by GMRES, to a relative residual of ``tolerance``, preconditioned by the circular version
+      of a convolution, or by the transpose of a matrix. Unbiased, up to that tolerance. Cost: one energy, and some ten
+      products with each layer per probe. See :mod:`ebflow_plugin.objectives.stochastic`.
     - ``"relative"``: as :class:`RelativeML`.
     - ``"auto"``: relative for every ``FullLinear`` in its forward direction, stochastic for convolutions whose
-      determinant costs more than 150 products, exact for the rest: ``model.report`` shows it.
+      determinant costs more than 150 products, exact for the rest. ``model.report`` shows the choice.
 
-    All but the first leave out what they do not compute: the *value* is that of exact ML without the log-determinants
-    of the layers that are estimated or relative, so that it is no likelihood, and falls without bound as those layers
-    grow. Follow ``model.log_prob``, as ``fit`` does with its validation data.
+    All but ``"exact"`` omit from the *value* the log-determinants of the layers that are estimated or relative. The
+    value is then no likelihood, and falls without bound as those layers grow. Monitor ``model.log_prob``, as ``fit``
+    does with its validation data.
 
-    Where a solve does not converge, the layer takes its exact log-determinant in that step, with one warning;
-    :meth:`metrics` counts it, and ``fit`` shows the count. A dense layer keeps the inverse of that step to
-    precondition the next ones.
+    Where a solve does not converge, the layer uses its exact log-determinant in that step, with one warning.
+    :meth:`metrics` counts these steps, and ``fit`` reports the count. A dense layer caches the inverse from such a
+    step, as the preconditioner of later solves.
 
     Arguments:
-        model: What :func:`~ebflow_plugin.wrap` returns.
+        model: A wrapped flow (:func:`~ebflow_plugin.wrap`).
         log_det: ``"exact"``, ``"stochastic"``, ``"relative"`` or ``"auto"``.
-        probes: How many vectors v for each estimated layer. By default as many as keep the variance of the estimate
-            below half of that of the batch, chosen for each layer by itself from the first three batches, and again
-            after 15, 30, 60, 120 and every 200, as long as the solves take no more than half of the products that the
-            batch takes.
+        probes: The number of vectors v for each estimated layer. By default it is chosen for each layer separately:
+            enough to keep the variance of the estimate below half of that of the batch, as long as the solves need at
+            most half of the products that the batch needs. It is chosen on the first three batches, and again after
+            15, 30, 60, 120 and every 200.
         tolerance: The relative residual of the solves.
-        iterations: At most how many products for each solve.
+        iterations: The largest number of products per solve.
         common: ``generator``, ``energy_weight`` and ``reduction`` of :class:`Objective`.
 
     Raises:
         InputError: If ``log_det="relative"`` is not defined for the model.
-        SingularError: If a layer is singular; it says which.
+        SingularError: If a layer is singular; the message names it.
 
     Example:
         >>> import ebflow_plugin as ebf
@@ -96,9 +96,9 @@ class ML(Objective):
     ) -> None:
         super().__init__(model, **common)
         self.log_det = one_of("log_det", log_det, LOG_DETS)
-        self.probes = None if probes is None else whole("probes", probes)
+        self.probes = None if probes is None else integer("probes", probes)
         self.tolerance = positive("tolerance", tolerance)
-        self.iterations = whole("iterations", iterations)
+        self.iterations = integer("iterations", iterations)
         if self.tolerance >= 1:
             raise InputError(f"tolerance is a relative residual, below 1, got {tolerance!r}")
         given = (self.probes, self.tolerance, self.iterations) != (None, TOLERANCE, ITERATIONS)
@@ -108,7 +108,7 @@ class ML(Objective):
                 "or 'auto', or leave them out"
             )
         self._estimator = LogDetEstimator(self.probes, self.tolerance, self.iterations)
-        self._made: tuple[Plan, Shape, Plan, list[tuple[LinearStep, Shapes]]] | None = None
+        self._cached_plan: tuple[Plan, Shape, Plan, list[tuple[LinearStep, Shapes]]] | None = None
         if self.log_det == "relative":
             relative_plan(model.core_plan)
 
@@ -127,7 +127,7 @@ class ML(Objective):
         return values - self._estimator(estimated, x, energies, self.generator), energy
 
     def ways(self, event_shape: Shape) -> dict[str, str]:
-        """How the gradient of each linear step's log-det is taken, by its path: exact, stochastic or relative.
+        """How the gradient of each linear step's log-det is computed, by path: exact, stochastic or relative.
 
         Arguments:
             event_shape: The shape of one point of the matched variable.
@@ -144,8 +144,8 @@ class ML(Objective):
         self._estimator.load_state(state)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out what belongs to this model's plan: a copy makes its own."""
-        return {**self.__dict__, "_made": None}
+        """Leaves out the cached plan, whose steps belong to this model: a copy builds its own."""
+        return {**self.__dict__, "_cached_plan": None}
 
     def extra_repr(self) -> str:
         """Describes the options."""
@@ -156,44 +156,44 @@ class ML(Objective):
         return f"log_det={self.log_det!r}, {solve}, {super().extra_repr()}"
 
     def _plan(self, shape: Shape) -> tuple[Plan, list[tuple[LinearStep, Shapes]]]:
-        """The plan with the relative gradients that are wanted, and the steps to estimate; made once for a flow."""
+        """The plan with relative gradients where chosen, and the steps to estimate; cached for one plan and shape."""
         plan = self.model.core_plan
-        if self._made is None or self._made[0] is not plan or self._made[1] != shape:
+        if self._cached_plan is None or self._cached_plan[0] is not plan or self._cached_plan[1] != shape:
             chosen = ways(plan, shape, self.log_det)
             reached = dict(plan.shapes(shape))
             estimated = [(step, reached[step]) for step, way in chosen.items() if way == "stochastic"]
             if self.log_det == "relative" or "relative" in chosen.values():
-                self._made = plan, shape, relative_plan(plan, strict=self.log_det == "relative"), estimated
+                self._cached_plan = plan, shape, relative_plan(plan, strict=self.log_det == "relative"), estimated
             else:
-                self._made = plan, shape, plan, estimated
-        return self._made[2], self._made[3]
+                self._cached_plan = plan, shape, plan, estimated
+        return self._cached_plan[2], self._cached_plan[3]
 
 
 class RelativeML(ML):
     r"""Maximum likelihood with the relative gradient of every dense layer (Gresele et al. 2020; the paper's Table 4).
 
-    The gradient in the weight W of each ``FullLinear`` is multiplied by :math:`W^T W` on the right. That leaves a
-    direction of descent, and makes the determinant's part trivial:
+    The gradient with respect to the weight W of each ``FullLinear`` is multiplied by :math:`W^T W` on the right. The
+    result is still a descent direction, and the term of the determinant becomes trivial:
 
     .. math:: \frac{\partial}{\partial W}\left(\mathbb{E}[E(x)] - \log|\det W|\right) W^T W
               = \mathbb{E}\left[\delta\, (W^T W x)^T\right] - W,
               \qquad \delta = \frac{\partial E}{\partial (W x)}
 
-    ``backward()`` leaves it in ``weight.grad``, at :math:`O(B D^2)`. All other parameters get the gradient of maximum
-    likelihood. The *value* is that of :class:`ML` without the log-determinants of the dense layers, which are never
-    computed: it falls without bound as they grow, and is no likelihood. Follow ``model.log_prob`` instead.
+    ``backward()`` stores it in ``weight.grad``, at :math:`O(B D^2)`. All other parameters receive the gradient of
+    maximum likelihood. The *value* is that of :class:`ML` without the log-determinants of the dense layers, which are
+    never computed: it falls without bound as they grow, and is no likelihood. Monitor ``model.log_prob`` instead.
 
     Cost: one energy, and two more products for each dense layer in the backward pass. Use it to compare with score
-    matching. It is the short name of ``ML(model, log_det="relative")``. Adaptive optimisers rescale the gradient once
+    matching. It is shorthand for ``ML(model, log_det="relative")``. Adaptive optimisers rescale the gradient once
     more; the original work used plain ones too.
 
     Arguments:
-        model: What :func:`~ebflow_plugin.wrap` returns. Its linear steps are ``FullLinear`` layers in their forward
-            direction, or have a cheap log-det, which is included as it is.
+        model: A wrapped flow (:func:`~ebflow_plugin.wrap`). Its linear steps must be ``FullLinear`` layers in their
+            forward direction, or have a cheap log-det, which is computed exactly.
         common: ``generator``, ``energy_weight`` and ``reduction`` of :class:`Objective`.
 
     Raises:
-        InputError: If a linear step has an expensive log-det and no relative gradient; it lists all of them.
+        InputError: If a linear step has an expensive log-det and no relative gradient; the message lists all of them.
 
     References:
         Relative gradient optimization of the Jacobian term in unsupervised deep learning (Gresele et al., 2020),
@@ -221,15 +221,14 @@ class SML(Objective):
 
     .. math:: L = \mathbb{E}_{p_x}[E(x)] - \mathbb{E}_{\mathrm{sg}(p)}[E(x)]
 
-    In expectation its gradient is that of maximum likelihood; its value is no likelihood, and hovers around zero near
-    the optimum. The samples are drawn by the inverse of the flow, one for each row of the batch, and no gradient
-    flows through them.
+    Its expected gradient is that of maximum likelihood. Its value is no likelihood, and is about zero near the optimum.
+    The samples are drawn by the inverse of the flow, one for each row of the batch, and no gradient flows through them.
 
     Cost: the inverse of the flow for B samples (a solve in every linear layer, :math:`O(D^3)` for a dense one), and
     one energy of 2B samples. Use it for flows whose inverse is cheap, or to check ML.
 
     Arguments:
-        model: What :func:`~ebflow_plugin.wrap` returns. All of its steps need an inverse.
+        model: A wrapped flow (:func:`~ebflow_plugin.wrap`) whose steps all have an inverse.
         options: ``generator``, ``energy_weight`` and ``reduction`` of :class:`Objective`. With ``reduction="none"``
             each row of the data is paired with one sample.
 
@@ -247,5 +246,5 @@ class SML(Objective):
         else:
             drawn = core.sample(1, context, generator=self.generator).squeeze(1)
             context = torch.cat([context, context])
-        energy, imagined = self.energies(torch.cat([x, drawn.to(x)]), context).chunk(2)
-        return energy - imagined, energy
+        energy, model_energy = self.energies(torch.cat([x, drawn.to(x)]), context).chunk(2)
+        return energy - model_energy, energy

@@ -1,4 +1,4 @@
-"""The generators that the terms of an objective draw from, in each process of a training run."""
+"""The random generators of the terms of an objective, in each process of a training run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Generator
 from ebflow_plugin.linalg.random import mix
 from ebflow_plugin.objectives.base import Objective, WeightedSum
 
-__all__ = ["lend", "noise_of", "terms_of"]
+__all__ = ["noise_of", "terms_of", "use_generators"]
 
 
 def terms_of(objective: Objective) -> list[Objective]:
@@ -20,25 +20,26 @@ def terms_of(objective: Objective) -> list[Objective]:
 
 
 def noise_of(objective: Objective, seed: int, rank: int, device: torch.device) -> dict[Objective, Generator]:
-    """The generator that each term draws from in this process.
+    """The generator of each term in this process.
 
-    The first process uses a term's own generator. Other processes use a copy with a seed of its own, so that no two
-    have the same noise and the user's generator is not reseeded. Terms without a generator share one of the run.
+    The first process uses a term's own generator. Each other process uses a new one with a seed derived from it, so
+    that no two processes draw the same noise, and the user's generator is not reseeded. Terms without a generator
+    share one.
     """
     shared = Generator(device).manual_seed(mix(seed, "noise", rank))
     copies: dict[int, Generator] = {}
-    found = {}
+    generators = {}
     for term in terms_of(objective):
         own = term.generator
         if own is not None and rank:
             own = copies.setdefault(id(own), Generator(own.device).manual_seed(mix(own.initial_seed(), rank)))
-        found[term] = shared if own is None else own
-    return found
+        generators[term] = shared if own is None else own
+    return generators
 
 
 @contextmanager
-def lend(noise: Mapping[Objective, Generator]) -> Iterator[None]:
-    """Lets terms draw from these generators inside a ``with`` block."""
+def use_generators(noise: Mapping[Objective, Generator]) -> Iterator[None]:
+    """Replaces the generators of the terms inside a ``with`` block."""
     own = {term: term.generator for term in noise}
     for term, generator in noise.items():
         term.generator = generator

@@ -1,4 +1,4 @@
-r"""The relative gradient of dense layers without constraints: a step whose backward pass leaves it."""
+r"""The relative gradient of unconstrained dense layers: a step whose backward pass computes it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["RelativeStep", "relative_plan"]
 
 
 class RelativeStep(LinearStep):
-    """A FullLinear in its forward direction, with the relative gradient for its weight. Its log-det counts as 0."""
+    """A FullLinear in its forward direction, with the relative gradient of its weight and a log-det of value 0."""
 
     def __init__(self, step: FullStep) -> None:
         super().__init__(step.module, step.path)
@@ -52,13 +52,13 @@ class _RelativeProduct(Function):
     @once_differentiable
     def backward(ctx: Any, delta: Tensor) -> tuple[Tensor | None, Tensor | None]:
         y, weight = ctx.saved_tensors
-        of_x = delta @ weight if ctx.needs_input_grad[0] else None
-        of_weight = delta.flatten(0, -2).mT @ (y.flatten(0, -2) @ weight) if ctx.needs_input_grad[1] else None
-        return of_x, of_weight
+        grad_x = delta @ weight if ctx.needs_input_grad[0] else None
+        grad_weight = delta.flatten(0, -2).mT @ (y.flatten(0, -2) @ weight) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight
 
 
 class _RelativeLogDet(Function):
-    """log|det W|, with 0 for its value, and its gradient multiplied by WᵀW: W⁻ᵀ WᵀW = W."""
+    """log|det W| with the value 0, and its gradient multiplied by WᵀW: W⁻ᵀ WᵀW = W."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor) -> Tensor:
@@ -77,10 +77,10 @@ def relative_plan(plan: Plan, strict: bool = True) -> Plan:
 
     Arguments:
         plan: The plan.
-        strict: Whether it must serve all layers.
+        strict: Whether every expensive linear step must have a relative gradient.
 
     Raises:
-        InputError: If it must, and there is no dense layer, or another linear step with an expensive log-det.
+        InputError: If ``strict``, and another linear step has an expensive log-det, or there is no dense layer.
     """
     steps = tuple(RelativeStep(step) if is_dense(step) else step for step in plan.steps)
     refused = [

@@ -1,6 +1,6 @@
 r"""Score matching: exact (SM), sliced (SSM), by finite differences (FDSSM), and denoising (DSM).
 
-All of them see the energy through its dependence on x alone, so that no determinant of a linear layer is needed.
+All of them depend on the energy only up to a constant in x, so they need no determinant of a linear layer.
 """
 
 from __future__ import annotations
@@ -19,45 +19,45 @@ from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives import checks
 from ebflow_plugin.objectives.base import Common, Objective
 from ebflow_plugin.plan.derivatives import Derivatives, derivatives, dot, transformed
-from ebflow_plugin.plan.inputs import flag, one_of, positive, whole
+from ebflow_plugin.plan.inputs import flag, integer, one_of, positive
 from ebflow_plugin.plan.smoothness import Smoothness
 
 __all__ = ["DSM", "FDSSM", "SM", "SSM", "ScoreObjective"]
 
-SMALL_EPS = 0.1  # below it, FDSSM leaves the jumps of a score to a handful of samples
+SMALL_EPS = 0.1  # below it, only a handful of samples show FDSSM the jumps of a score
 
 
 class ScoreObjective(Objective):
-    """An objective that sees the score alone. Its first batch shows the parameters that it cannot train."""
+    """An objective of the score alone. On its first batch it warns of parameters that it cannot train."""
 
     def __init__(self, model: EBFlow, *, _step: float = 0.0, **common: Unpack[Common]) -> None:
         super().__init__(model, **common)
-        self._blind = checks.BlindSpots(model, energy_is_seen=self.energy_weight > 0, step=_step)
+        self._blind_spots = checks.BlindSpots(model, energy_is_seen=self.energy_weight > 0, step=_step)
 
-    def learn(self, x: Tensor, context: Tensor | None) -> str | None:
-        """Looks at the first batch with which something is trained; not where no value is at hand."""
-        if self._blind.open and torch.is_grad_enabled() and not transformed():
-            return self._blind.look(x, context)
+    def inspect_batch(self, x: Tensor, context: Tensor | None) -> str | None:
+        """Searches for blind spots on the first batch with gradients, outside ``torch.func`` transforms."""
+        if self._blind_spots.pending and torch.is_grad_enabled() and not transformed():
+            return self._blind_spots.search(x, context)
         return None
 
     def derivatives(
         self, x: Tensor, context: Tensor | None, directions: Sequence[Tensor] = (), gradient: bool = True
     ) -> Derivatives:
-        """Differentiates the energy at x, and twice along directions; the energy itself comes along if it is seen."""
+        """The gradient of the energy at x, and its curvatures along directions; the energy too if it has a weight."""
         energy = self.energy_weight > 0
         return derivatives(self.model.core_plan, x, context, directions, gradient=gradient, energy=energy)
 
     @contextmanager
     def leaving_the_data(self, how: str) -> Iterator[None]:
-        """Lets an error say that the flow was called beside the data: the domain of a flow may end there."""
+        """Adds a note to errors of the flow: the noise may have moved the data out of its domain."""
         try:
             yield
-        except InputError:  # which says itself what is wrong with the input
+        except InputError:  # its message already explains the input
             raise
         except Exception as error:
             error.add_note(
-                f"{type(self).__name__} moved the data by noise ({how}). If it left the domain of the flow, put that "
-                "domain after a preprocessing (wrap(flow, preprocess=[Logit()])), take less noise, or use SSM or ML."
+                f"{type(self).__name__} adds noise to the data ({how}). If that left the domain of the flow, map the "
+                "domain to all of R^D first (wrap(flow, preprocess=[Logit()])), use less noise, or use SSM or ML."
             )
             raise
 
@@ -67,12 +67,13 @@ class SM(ScoreObjective):
 
     .. math:: L = \mathbb{E}\left[\tfrac12 \|\nabla E(x)\|^2 - \operatorname{tr} \nabla^2 E(x)\right]
 
-    Cost: one energy, its gradient, and D Hessian-vector products. Use it for small D, and to check the others. It
-    integrates by parts, so it needs a continuous score, and data whose density does not jump: it warns where a step
-    does not give the one, and where a ``Dequantize`` with uniform noise takes away the other.
+    Cost: one energy, its gradient, and D Hessian-vector products. Use it for small D, and to check the others.
+
+    It integrates by parts, so it needs a continuous score and data with a continuous density. It warns about steps
+    whose score jumps, and about a ``Dequantize`` with uniform noise.
 
     Arguments:
-        model: What :func:`~ebflow_plugin.wrap` returns.
+        model: A wrapped flow (:func:`~ebflow_plugin.wrap`).
         common: ``generator``, ``energy_weight`` and ``reduction`` of :class:`Objective`.
 
     Raises:
@@ -95,8 +96,8 @@ class SM(ScoreObjective):
     def per_sample(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:
         size = prod(x.shape[1:])
         axes = torch.eye(size, dtype=x.dtype, device=x.device).reshape(size, 1, *x.shape[1:])
-        found = self.derivatives(x, context, [axis.expand_as(x) for axis in axes])
-        return 0.5 * dot(found.gradient, found.gradient) - torch.stack(found.curvatures).sum(0), found.energy
+        result = self.derivatives(x, context, [axis.expand_as(x) for axis in axes])
+        return 0.5 * dot(result.gradient, result.gradient) - torch.stack(result.curvatures).sum(0), result.energy
 
 
 class SSM(ScoreObjective):
@@ -105,21 +106,22 @@ class SSM(ScoreObjective):
     .. math:: L = \tfrac12 \mathbb{E}\|\nabla E(x)\|^2 - \mathbb{E}\left[v^T \nabla^2 E(x)\, v\right],
               \qquad \mathbb{E}[v v^T] = I
 
-    Cost: one energy, its gradient, and for each projection one tangent through all steps, as long as these are linear
-    or elementwise (three products for a full layer: :mod:`ebflow_plugin.plan.derivatives`), and a Hessian-vector
-    product through the rest; ``model.report`` says where that begins. Use it where the data have a density of their own
-    (no noise is added), and the flow is smooth. It integrates by parts, so it needs a continuous score, and data whose
-    density does not jump: it warns where a step does not give the one, and where a ``Dequantize`` with uniform noise
-    takes away the other.
+    Cost: one energy and its gradient. For each projection, a tangent through the leading steps that are linear or
+    elementwise (three products for a full layer: :mod:`ebflow_plugin.plan.derivatives`), and a Hessian-vector product
+    through the rest; ``model.report`` says where that begins. Use it for smooth flows, and data that have a density
+    without added noise.
+
+    It integrates by parts, so it needs a continuous score and data with a continuous density. It warns about steps
+    whose score jumps, and about a ``Dequantize`` with uniform noise.
 
     Arguments:
-        model: What :func:`~ebflow_plugin.wrap` returns.
-        projections: How many directions v are drawn for each sample; their mean is taken.
+        model: A wrapped flow (:func:`~ebflow_plugin.wrap`).
+        projections: The number of directions v per sample, over which the loss is averaged.
         projection: ``"rademacher"`` (entries ±1; the least variance), ``"gaussian"``, or ``"sphere"`` (uniform, with
             radius :math:`\sqrt D`).
-        projected: Takes :math:`\tfrac12 (v^T \nabla E)^2` in the place of :math:`\tfrac12 \|\nabla E\|^2`, as sliced
+        projected: Uses :math:`\tfrac12 (v^T \nabla E)^2` in place of :math:`\tfrac12 \|\nabla E\|^2`, as sliced
             score matching was first proposed: the same in expectation, with more variance. A flow of linear and
-            elementwise steps then needs no gradient in x, and costs what FDSSM does, without an ε.
+            elementwise steps then needs no gradient in x, and costs as much as FDSSM, without an ε.
         common: ``generator``, ``energy_weight`` and ``reduction`` of :class:`Objective`.
 
     Raises:
@@ -142,7 +144,7 @@ class SSM(ScoreObjective):
         **common: Unpack[Common],
     ) -> None:
         super().__init__(model, **common)
-        self.projections = whole("projections", projections)
+        self.projections = integer("projections", projections)
         self.projection = one_of("projection", projection, PROJECTIONS)
         self.projected = flag("projected", projected)
         checks.refuse_false_derivatives(self)
@@ -151,11 +153,11 @@ class SSM(ScoreObjective):
 
     def per_sample(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:
         directions = [PROJECTIONS[self.projection](x, self.generator) for _ in range(self.projections)]
-        found = self.derivatives(x, context, directions, gradient=not self.projected)
-        curvature = torch.stack(found.curvatures).mean(0)
+        result = self.derivatives(x, context, directions, gradient=not self.projected)
+        curvature = torch.stack(result.curvatures).mean(0)
         if self.projected:
-            return 0.5 * torch.stack(found.slopes).square().mean(0) - curvature, found.energy
-        return 0.5 * dot(found.gradient, found.gradient) - curvature, found.energy
+            return 0.5 * torch.stack(result.slopes).square().mean(0) - curvature, result.energy
+        return 0.5 * dot(result.gradient, result.gradient) - curvature, result.energy
 
     def extra_repr(self) -> str:
         """Describes the options."""
@@ -172,18 +174,18 @@ class FDSSM(ScoreObjective):
 
     With the factor :math:`D/\epsilon^2` it tends to SSM as :math:`\epsilon \to 0`.
 
-    Cost: one energy of 3B samples, so that training needs one backward pass and no second one. Use it where memory or
-    a missing second derivative rules out SSM. The differences cancel: in a precision of p digits the values are
-    uncertain by about :math:`10^{-p} |E| D / \epsilon^2`, so keep ε well above 0.01 in single precision.
+    Cost: one energy of 3B samples; training needs a single backward pass. Use it where memory or a missing second
+    derivative rules out SSM. The differences cancel: in a precision of p digits the rounding error of the values is
+    about :math:`10^{-p} |E| D / \epsilon^2`, so keep ε well above 0.01 in single precision.
 
-    Where the score of a flow jumps, it is right in expectation (unlike SSM), but leaves the jump to the samples that
-    are closer to it than ε: the variance grows with 1/ε, and below 0.1 it warns. Where the density itself jumps it is
-    biased for every ε, and warns.
+    Where the score of a flow jumps, it is unbiased (unlike SSM), but only the samples closer to the jump than ε see
+    it: the variance grows with 1/ε, and below 0.1 it warns. Where the density itself jumps, it is biased for every ε,
+    and warns.
 
     Arguments:
-        model: What :func:`~ebflow_plugin.wrap` returns.
-        eps: The length of the step, in the units of the matched variable (the paper has 1.0 for MNIST in logit
-            space, and 0.1 for CIFAR-10).
+        model: A wrapped flow (:func:`~ebflow_plugin.wrap`).
+        eps: The length of the step, in the units of the matched variable. The paper uses 1.0 for MNIST in logit space,
+            and 0.1 for CIFAR-10.
         common: ``generator``, ``energy_weight`` and ``reduction`` of :class:`Objective`.
 
     Example:
@@ -220,24 +222,24 @@ class DSM(ScoreObjective):
     .. math:: L = \tfrac12 \mathbb{E}\left\|\nabla E(\tilde x) + \frac{x - \tilde x}{\sigma^2}\right\|^2,
               \qquad \tilde x \sim \mathcal{N}(x, \sigma^2 I)
 
-    What is learnt is the density of the noised data. It does not integrate the model by parts, so that jumps of the
-    model's score do it no harm; jumps of the model's density do, and it warns.
+    It learns the density of the noised data. It does not integrate by parts over the model, so jumps of the model's
+    score do not bias it. Jumps of the model's density do, and it warns about them.
 
     Cost: one energy and its gradient; training adds one backward pass through both. Use it first: it is the cheapest
-    and the steadiest. A large σ is easy to learn and blurs the density; the variance of the loss grows with
+    and the most stable. A large σ is easy to learn and blurs the density; the variance of the loss grows with
     :math:`D/\sigma^2` as σ falls.
 
     Arguments:
-        model: What :func:`~ebflow_plugin.wrap` returns.
+        model: A wrapped flow (:func:`~ebflow_plugin.wrap`).
         sigma: The standard deviation of the noise, in the units of the matched variable: a number, or levels
-            ``[0.1, 0.5, 1.0]``, of which each sample gets one, all equally likely. By default 1.
-        sigma_range: Instead of it, a range ``(low, high)`` from which each sample gets its σ, log-uniformly. With more
-            than one σ the density of data under the mixture of these noises is learnt.
+            ``[0.1, 0.5, 1.0]``, one of which is drawn for each sample, uniformly. By default 1.
+        sigma_range: In place of ``sigma``, a range ``(low, high)`` from which σ is drawn for each sample,
+            log-uniformly. With more than one σ, it learns the density of the data with the mixture of these noises.
         common: ``generator``, ``energy_weight`` and ``reduction`` of :class:`Objective`.
 
     Raises:
-        UnsupportedStepError: If a step has wrong second derivatives: training differentiates the score in the
-            parameters.
+        UnsupportedStepError: If a step has wrong second derivatives: training differentiates the score with respect
+            to the parameters.
 
     Example:
         >>> import ebflow_plugin as ebf
@@ -279,7 +281,7 @@ class DSM(ScoreObjective):
         if isinstance(self.sigma, list):
             where = x.device if self.generator is None else self.generator.device
             index = torch.randint(len(self.sigma), shape, generator=self.generator, device=where)
-            table = torch.stack([x.new_full((), sigma) for sigma in self.sigma])  # filled, not copied from the host
+            table = torch.stack([x.new_full((), sigma) for sigma in self.sigma])  # no copy from the host, which waits
             return table[index.to(x.device, non_blocking=True)]
         assert self.sigma_range is not None
         low, high = self.sigma_range
@@ -297,12 +299,12 @@ def rademacher(like: Tensor, generator: Generator | None) -> Tensor:
     """Entries of +1 and -1."""
     where = like.device if generator is None else generator.device
     empty = torch.empty(like.shape, device=where, dtype=like.dtype)  # the same draws for any memory format
-    drawn = torch.bernoulli(empty, 0.5, generator=generator)  # not in place: vmap draws others for each sample
+    drawn = torch.bernoulli(empty, 0.5, generator=generator)  # not in place: vmap then draws anew for each sample
     return drawn.mul(2.0).sub(1.0).to(like.device, non_blocking=True)
 
 
 def sphere(like: Tensor, generator: Generator | None) -> Tensor:
-    r"""For each sample a direction, uniformly, with length :math:`\sqrt D`."""
+    r"""Uniform directions of length :math:`\sqrt D`, one per sample."""
     direction = gaussian_like(like, generator)
     length = torch.linalg.vector_norm(direction.flatten(1), dim=1).reshape(-1, *[1] * (like.dim() - 1))
     scaled: Tensor = direction * sqrt(prod(like.shape[1:])) / length
@@ -317,7 +319,7 @@ PROJECTIONS: dict[str, Callable[[Tensor, Generator | None], Tensor]] = {
 
 
 def _levels(sigma: object) -> float | list[float]:
-    if isinstance(sigma, tuple) and len(sigma) == 2:  # it meant a range once, and reads like one
+    if isinstance(sigma, tuple) and len(sigma) == 2:  # a range in earlier versions, and still reads like one
         raise InputError(
             f"sigma={sigma!r} may be a range or two levels: write sigma_range={sigma!r}, or sigma={list(sigma)!r}"
         )

@@ -1,10 +1,10 @@
-r"""A network as one function, with tangents beside its values and adjoints on the way back, derived by hand.
+r"""A network as one function of values, tangents and adjoints, with a hand-written gradient.
 
-Autograd puts the gradient of what :mod:`~ebflow_plugin.plan.networks` computes together from thousands of small
-products. Here a chain of linear layers and activations is two functions, each with its gradient in closed form:
+For the operations of :mod:`~ebflow_plugin.plan.networks`, autograd would run thousands of small products. Here a chain
+of linear layers and activations is two functions, each with its gradient in closed form:
 
-- forwards, on the rows :math:`(u, \dot u_1, \dots)` stacked over each other, which are one product with each matrix. An
-  activation makes :math:`(f, f'\dot u)` of them, and keeps :math:`P = f'` and :math:`M = f''\dot u^2`.
+- forwards, on the stacked rows :math:`(u, \dot u_1, \dots)`, with one product per matrix. An activation maps them to
+  :math:`(f, f'\dot u)`, and stores :math:`P = f'` and :math:`M = f''\dot u^2`.
 - backwards, on the adjoint: :math:`\lambda \mapsto P\lambda` at an activation, which adds :math:`\lambda^\top M` to the
   second derivative.
 
@@ -13,7 +13,7 @@ The gradient of the first is
 .. math:: \bar u = f'\bar f + f''(\bar P + \textstyle\sum \dot u\,\bar{\dot f}) + f'''\sum \dot u^2 \bar M, \qquad
           \bar{\dot u} = f'\bar{\dot f} + 2 f'' \dot u \bar M
 
-Where somebody differentiates a gradient once more, autograd does it, on the same functions.
+If a gradient is differentiated again, autograd does it, on the same functions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor
 
 __all__ = ["ACTIVATION", "COPY", "LINEAR", "SUM", "Chain", "Derivatives", "Layer", "backwards", "bends", "forwards"]
 
-Derivatives = Callable[[Tensor], Iterator[Tensor]]  # yields f, f', f'' and f'''; may end where the rest is 0
+Derivatives = Callable[[Tensor], Iterator[Tensor]]  # yields f, f', f'' and f'''; may stop if the rest is 0
 Tensors = tuple[Tensor, ...]
 LINEAR, ACTIVATION, COPY, SUM = "linear", "activation", "copy", "sum"
 
@@ -39,7 +39,7 @@ class Layer:
 
     Attributes:
         kind: ``linear``, ``activation``, ``copy`` (of the top of a stack) or ``sum`` (of its two top tensors).
-        derivatives: What an activation is.
+        derivatives: The derivatives of an activation.
     """
 
     kind: str
@@ -48,7 +48,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Chain:
-    """The layers, the number of rows of a batch, and how many tangents are stacked below its values."""
+    """The layers, the number of rows of a batch, and the number of tangents stacked below its values."""
 
     layers: tuple[Layer, ...]
     rows: int
@@ -56,33 +56,33 @@ class Chain:
 
 
 def forwards(chain: Chain, stacked: Tensor, weights: Sequence[Tensor], offsets: Sequence[Tensor]) -> Tensors:
-    """Values and tangents that leave the chain, stacked; then P of each activation, and M of those that bend.
+    """The output values and tangents, stacked; then P of each activation, and M of each with a second derivative.
 
     Arguments:
         chain: The layers.
         stacked: Values, and below them tangents, with shape ``((1 + K)·B, features)``.
         weights: The matrix of each linear layer.
-        offsets: What each adds to the values: a bias, or a row for each sample.
+        offsets: The offset of each linear layer: a bias, or a row for each sample.
     """
-    made: Tensors = _Forwards.apply(chain, len(weights), stacked, *weights, *offsets)
-    return made
+    outputs: Tensors = _Forwards.apply(chain, len(weights), stacked, *weights, *offsets)
+    return outputs
 
 
-def backwards(chain: Chain, adjoint: Tensor, weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Tensors:
-    """The adjoint before the chain; with tangents, also what it adds to the second derivatives, shape ``(K, B)``.
+def backwards(chain: Chain, adjoint: Tensor, weights: Sequence[Tensor], stored: Sequence[Tensor]) -> Tensors:
+    """The adjoint of the input; with tangents, also the contributions to second derivatives, shape ``(K, B)``.
 
     Arguments:
         chain: The layers.
-        adjoint: The derivative of the energy in what leaves the chain, with shape ``(B, features)``.
+        adjoint: The adjoint of the output, the derivative of the energy, with shape ``(B, features)``.
         weights: The matrix of each linear layer.
-        kept: P and M of :func:`forwards`.
+        stored: P and M of :func:`forwards`.
     """
-    made: Tensors = _Backwards.apply(chain, len(weights), adjoint, *weights, *kept)
-    return made
+    outputs: Tensors = _Backwards.apply(chain, len(weights), adjoint, *weights, *stored)
+    return outputs
 
 
 def _run_forwards(chain: Chain, count: int, *tensors: Tensor) -> tuple[Tensors, list[tuple[Any, ...]]]:
-    """The outputs, and for each layer what its gradient needs."""
+    """The outputs, and for each layer the tensors for its gradient."""
     stacked, weights, offsets = tensors[0], iter(tensors[1 : 1 + count]), iter(tensors[1 + count :])
     rows, order = chain.rows, 4 if chain.tangents else 3
     memory: list[tuple[Any, ...]] = []
@@ -117,10 +117,10 @@ def _run_forwards(chain: Chain, count: int, *tensors: Tensor) -> tuple[Tensors, 
 
 
 def _run_backwards(chain: Chain, count: int, *tensors: Tensor) -> tuple[Tensors, list[tuple[Any, ...]]]:
-    """The outputs, and for each layer, from the last to the first, what its gradient needs."""
-    adjoint, weights, kept = tensors[0], list(tensors[1 : 1 + count]), tensors[1 + count :]
+    """The outputs, and for each layer, from the last to the first, the tensors for its gradient."""
+    adjoint, weights, stored = tensors[0], list(tensors[1 : 1 + count]), tensors[1 + count :]
     active = sum(layer.kind == ACTIVATION for layer in chain.layers)
-    slopes, bent = list(kept[:active]), list(kept[active:])
+    slopes, bent = list(stored[:active]), list(stored[active:])
     curved = [bool(chain.tangents) and bends(layer) for layer in chain.layers if layer.kind == ACTIVATION]
     memory: list[tuple[Any, ...]] = []
     stack = [adjoint]
@@ -153,12 +153,12 @@ def bends(layer: Layer) -> bool:
 class _Forwards(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, chain: Chain, count: int, *tensors: Tensor) -> Tensors:
-        made, ctx.memory = _run_forwards(chain, count, *tensors)
+        outputs, ctx.memory = _run_forwards(chain, count, *tensors)
         ctx.chain, ctx.count = chain, count
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
-        ctx.shape = made[0].shape
-        return made
+        ctx.shape = outputs[0].shape
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
@@ -171,15 +171,15 @@ class _Forwards(torch.autograd.Function):
         weights: list[Tensor | None] = []
         offsets: list[Tensor | None] = []
         stack = [tensors[0].new_zeros(ctx.shape) if gradients[0] is None else gradients[0]]
-        for layer, kept in zip(reversed(chain.layers), reversed(ctx.memory), strict=True):
+        for layer, stored in zip(reversed(chain.layers), reversed(ctx.memory), strict=True):
             if layer.kind == LINEAR:
-                x, weight, dim = kept
+                x, weight, dim = stored
                 g = stack.pop()
                 weights.append(g.T @ x)
                 offsets.append(g[:rows].sum(0) if dim == 1 else g[:rows])
                 stack.append(g @ weight)
             elif layer.kind == ACTIVATION:
-                stack.append(_activation_gradient(chain, kept, stack.pop(), to_slopes.pop(), to_bends))
+                stack.append(_activation_gradient(chain, stored, stack.pop(), to_slopes.pop(), to_bends))
             elif layer.kind == COPY:
                 stack.append(stack.pop() + stack.pop())
             else:
@@ -188,10 +188,10 @@ class _Forwards(torch.autograd.Function):
 
 
 def _activation_gradient(
-    chain: Chain, kept: tuple[Any, ...], g: Tensor, to_slope: Tensor | None, to_bends: list[Tensor | None]
+    chain: Chain, stored: tuple[Any, ...], g: Tensor, to_slope: Tensor | None, to_bends: list[Tensor | None]
 ) -> Tensor:
-    """The gradient in the values and tangents that reach an activation."""
-    x, slope, *more = kept
+    """The gradient with respect to the input values and tangents of an activation."""
+    x, slope, *more = stored
     rows = chain.rows
     result = torch.empty_like(g)
     own = torch.mul(g[:rows], slope, out=result[:rows])
@@ -219,28 +219,28 @@ def _activation_gradient(
 class _Backwards(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, chain: Chain, count: int, *tensors: Tensor) -> Tensors:
-        made, ctx.memory = _run_backwards(chain, count, *tensors)
+        outputs, ctx.memory = _run_backwards(chain, count, *tensors)
         ctx.chain, ctx.count = chain, count
         ctx.save_for_backward(*tensors)
-        return made
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        _ = ctx.saved_tensors  # complains about weights that were changed in place
+        _ = ctx.saved_tensors  # raises if a weight was changed in place
         if torch.is_grad_enabled():
             return _again(_run_backwards, ctx, gradients)
         chain = ctx.chain
         weights, slopes, bent = [], [], []
         stack = [gradients[0]]
         of_curvature = gradients[1][..., None] if chain.tangents else None
-        for layer, kept in zip(chain.layers, reversed(ctx.memory), strict=True):
+        for layer, stored in zip(chain.layers, reversed(ctx.memory), strict=True):
             if layer.kind == LINEAR:
-                y, weight = kept
+                y, weight = stored
                 g = stack.pop()
                 weights.append(y.T @ g)
                 stack.append(g @ weight.T)
             elif layer.kind == ACTIVATION:
-                y, slope, bend = kept
+                y, slope, bend = stored
                 g = stack.pop()
                 slopes.append(g * y)
                 back = g * slope
@@ -260,15 +260,15 @@ class _Backwards(torch.autograd.Function):
 
 
 def _again(run: Callable[..., tuple[Tensors, Any]], ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """The gradient by autograd, which can be differentiated in turn."""
-    # Views, so that no gradient passes from one input on to another that it was made from.
+    """The gradient by autograd, which can be differentiated again."""
+    # Views, so that no gradient passes from one input to another one that it was computed from.
     inputs = tuple(each.view_as(each) for each in ctx.saved_tensors)
     wanted = [each for each in inputs if each.requires_grad]
-    made, _ = run(ctx.chain, ctx.count, *inputs)
-    pairs = [(one, two) for one, two in zip(made, gradients, strict=True) if two is not None and one.requires_grad]
-    found = iter(
+    outputs, _ = run(ctx.chain, ctx.count, *inputs)
+    pairs = [(one, two) for one, two in zip(outputs, gradients, strict=True) if two is not None and one.requires_grad]
+    computed = iter(
         torch.autograd.grad(
             [one for one, _ in pairs], wanted, [two for _, two in pairs], create_graph=True, materialize_grads=True
         )
     )
-    return None, None, *(next(found) if each.requires_grad else None for each in inputs)
+    return None, None, *(next(computed) if each.requires_grad else None for each in inputs)

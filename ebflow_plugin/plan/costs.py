@@ -1,4 +1,4 @@
-"""What the log-determinants of linear steps cost, and which way to their gradient is chosen for that."""
+"""The costs of the log-determinants of linear steps, and the choice of how to compute their gradients."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ __all__ = ["LOG_DETS", "Cost", "conv_geometry", "exact_cost", "is_dense", "ways"
 
 LOG_DETS = ("exact", "stochastic", "relative", "auto")
 
-# How many products a log-determinant may cost before "auto" estimates it: about where, measured, the solves and the
-# noise of an estimate begin to pay. A batch of 100 takes 300 products forwards and backwards.
+# The cost of a log-determinant, in products, above which "auto" estimates it: about where, measured, an estimate with
+# its solves and its noise begins to pay. A batch of 100 takes 300 products, forward and backward.
 TOO_MANY_PRODUCTS = 150.0
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a computation takes, roughly: multiplications, and bytes in double precision."""
+    """The approximate cost of a computation: multiplications, and bytes in double precision."""
 
     operations: float
     memory: float
 
     def exceeds(self, other: Cost) -> bool:
-        """Whether it takes more of anything."""
+        """Whether it needs more multiplications or more memory."""
         return self.operations > other.operations or self.memory > other.memory
 
 
 def exact_cost(step: LinearStep, shapes: Shapes) -> Cost:
-    """What the exact log-det of a step costs, for inputs with these event shapes."""
+    """The cost of the exact log-det of a step, for inputs with these event shapes."""
     size = step.determinant(shapes)
     if size is None:
         return Cost(0.0, 0.0)
@@ -48,25 +48,25 @@ def exact_cost(step: LinearStep, shapes: Shapes) -> Cost:
         if kind == "fourier":
             return Cost(geometry.groups * channels**3 * rows * columns, 32.0 * channels**2 * rows * columns)
         if kind == "band":
-            lower, upper = min(bandwidths(group), bandwidths(group.turned), key=sum)
+            lower, upper = min(bandwidths(group), bandwidths(group.transposed), key=sum)
             return Cost(geometry.groups * group.size * lower * (lower + upper), 16.0 * lower * (lower + upper))
         return Cost(geometry.groups * group.size**3 / 3, 16.0 * group.size**2)
     return Cost(size**3 / 3, 16.0 * size**2)
 
 
 def conv_geometry(step: LinearStep, shape: Shape) -> Geometry | None:
-    """What a full convolution does with images of a shape; None for any other step."""
+    """The geometry of a full convolution of images of a shape; None for any other step."""
     return step.module.setting.geometry(shape) if isinstance(step.module, FullConv2d) else None
 
 
 def ways(plan: Plan, event_shape: Shape, log_det: str) -> Mapping[LinearStep, str]:
-    r"""How the gradient of the log-det of each linear step is taken: ``exact``, ``stochastic`` or ``relative``.
+    r"""How the gradient of the log-det of each linear step is computed: ``exact``, ``stochastic`` or ``relative``.
 
     ========== =============================================================================================
     log_det
     ========== =============================================================================================
     exact      all of them exact
-    stochastic estimated where the exact one costs more than a product with a vector, as all dense ones do
+    stochastic estimated if the exact one costs more than a product with a vector, as all dense ones do
     relative   the relative gradient for each ``FullLinear`` in its forward direction
     auto       relative for those, stochastic for convolutions whose determinant costs more than 150 products
     ========== =============================================================================================

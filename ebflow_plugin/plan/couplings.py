@@ -1,10 +1,10 @@
-r"""Affine couplings in closed form: features a decide, by a network h(a), how the others are scaled and shifted.
+r"""Affine couplings in closed form: a network h(a) of some features scales and shifts the others.
 
 .. math:: y = c\,e^{L} + q, \qquad \log|\det| = \sum L
 
-with :math:`c = b,\ q = t` in the one direction and :math:`c = b - t,\ q = 0` in the other, where shift t and
-log-scale L come from h. A coupling is operations after each other: a split, those of the network (:mod:`~.networks`),
-and a merge.
+with :math:`c = b,\ q = t` in one direction and :math:`c = b - t,\ q = 0` in the other, where the shift t and the
+log-scale L are computed from h. A coupling is a sequence of operations: a split, those of the network
+(:mod:`~.networks`), and a merge.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ __all__ = [
 
 
 class LogScale(NamedTuple):
-    """A log-scale L of what a network makes, elementwise.
+    """A log-scale L as an elementwise function of a network's output, with its derivatives.
 
     Attributes:
         value: L.
-        slope: L'; a number stands for the same everywhere.
+        slope: L'; a number means the same value everywhere.
         bend: L''.
     """
 
@@ -108,12 +108,12 @@ def soft_clipped_scale(u: Tensor, bound: float) -> LogScale:
 
 
 class Halves(NamedTuple):
-    """How features are taken apart, and put together again, each in one place: a permutation.
+    """A split of features into two parts, and its inverse.
 
     Attributes:
-        apart: Takes those that decide, and those that are changed; or shifts and scales.
-        together: Puts both where they were.
-        tensors: How many tensors both are together: 1, or 2 where a step works on a pair.
+        apart: Returns the conditioning features and those to transform; or the shifts and the scales.
+        together: The inverse of ``apart``.
+        tensors: The number of tensors before the split: 1, or 2 if a step works on a pair.
     """
 
     apart: Callable[[Any], tuple[Tensor, Tensor]]
@@ -198,7 +198,7 @@ def as_one(inside: list[Operation], network: Any) -> Sequence[Expandable | Netwo
 
 
 def split(halves: Halves) -> Operation:
-    """X to a, b, and a once more for the network."""
+    """Splits x into a and b, and copies a for the network."""
 
     def forward(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         a, b = halves.apart(x)
@@ -229,7 +229,7 @@ def shifted(halves: Halves, sign: float) -> Operation:
 
 
 def affine(halves: Halves, layout: Halves, log_scale: Callable[[Tensor], LogScale], divide: bool) -> Operation:
-    """a, b and h to a and b · exp(L) + t, or (b - t) · exp(-L) if it divides."""
+    """a, b and h to a and b · exp(L) + t, or with ``divide`` to a and (b - t) · exp(-L)."""
 
     def expand(x: tuple[Tensor, Tensor, Tensor], context: Tensor | None) -> Expansion:
         a, b, h = x

@@ -1,8 +1,8 @@
-r"""First and second derivatives of an energy in x, without a second backward pass where a plan allows it.
+r"""First and second derivatives of an energy in x, without a second backward pass where the steps have closed forms.
 
-Sliced score matching needs :math:`\nabla E` and :math:`v^\top \nabla^2 E\, v`. Push the tangent :math:`\dot x` of the
-line :math:`x + tv` through the steps :math:`y = f(x)` beside the value, and pull :math:`\lambda = \partial E / \partial
-y` back through them from the base:
+Sliced score matching needs :math:`\nabla E` and :math:`v^\top \nabla^2 E\, v`. The tangent :math:`\dot x` of the line
+:math:`x + tv` is pushed forward through the steps :math:`y = f(x)` together with the value, and the adjoint
+:math:`\lambda = \partial E / \partial y` is pulled back through them from the base:
 
 .. math::
     \dot y = f'(x)\,\dot x, \qquad
@@ -10,17 +10,16 @@ y` back through them from the base:
     v^\top \nabla^2 E\, v = \sum_{\text{steps}} \partial_t^2 \left(\lambda_y^\top f(x + t\dot x)
         - \log|\det f'(x + t \dot x)|\right)
 
-(:math:`\lambda_y` held fixed in the sum, which the base closes with its own term). A linear step adds nothing to the
-sum: three products, :math:`Wx`, :math:`W\dot x` and :math:`W^\top\lambda`, are all that it costs, and the second
-derivative of the path itself, :math:`\ddot x`, is never carried through a matrix. An elementwise step knows its terms
-in closed form. A coupling whose network is known (:mod:`~ebflow_plugin.plan.networks`) is a list of such operations,
-linear and elementwise. All of it is plain arithmetic, so that training needs one backward pass, and x no gradient of
-its own.
+(:math:`\lambda_y` is held fixed in the sum; the base adds its own term). A linear step contributes nothing to the sum:
+it costs three products, :math:`Wx`, :math:`W\dot x` and :math:`W^\top\lambda`, and the second derivative of the path,
+:math:`\ddot x`, is never multiplied by a matrix. An elementwise step has its terms in closed form. A coupling with a
+known network (:mod:`~ebflow_plugin.plan.networks`) is a list of such operations, linear and elementwise. All of it is
+plain arithmetic, so training needs one backward pass, and no gradient with respect to x.
 
-Steps without such a form (autoregressive steps, splines, other networks) end this: what comes from there on is one
-function of what reaches it, and is differentiated twice. A nested ``torch.func.jvp`` around these steps gives the same
-numbers and takes 2 to 6 times as long as the double backward (measured for affine couplings, MAF and NSF in 2, 20 and
-64 dimensions).
+The first step without a closed form (an autoregressive step, a spline, another network) ends this: it and all later
+steps are one function, which is differentiated twice. A nested ``torch.func.jvp`` around these steps computes the same
+and takes 2 to 6 times as long as the double backward (measured for affine couplings, MAF and NSF in 2, 20 and 64
+dimensions).
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ class Derivatives(NamedTuple):
     """An energy and its derivatives.
 
     Attributes:
-        energy: E(x), with shape ``(B,)``, if it was asked for.
-        gradient: dE/dx, with the shape of x; without elements if it was not asked for.
+        energy: E(x), with shape ``(B,)``, if requested.
+        gradient: dE/dx, with the shape of x; without elements if not requested.
         slopes: The first derivative along each direction, with shape ``(B,)``.
         curvatures: The second derivative along each direction, with shape ``(B,)``.
     """
@@ -73,31 +72,31 @@ def derivatives(
     energy: bool = False,
     closed: bool = True,
 ) -> Derivatives:
-    """Differentiates the energy of a plan at x, and twice along directions.
+    """The gradient of the energy of a plan at x, and its second derivatives along directions.
 
-    The result carries a graph to the parameters if grad mode is on, and none to x.
+    The results carry a graph to the parameters if grad mode is on, but not to x.
 
     Arguments:
         plan: The plan.
         x: Points, with shape ``(B, *)``.
         context: The context, not yet embedded.
         directions: Directions, each with the shape of x.
-        gradient: Whether the gradient is wanted. Without it, linear steps at the front save a product each.
-        energy: Whether the energy is wanted.
-        closed: Whether to use closed forms where the plan begins with them. If not, all is differentiated twice.
+        gradient: Whether to compute the gradient. Without it, each leading linear step saves a product.
+        energy: Whether to compute the energy.
+        closed: Whether to use the closed forms of leading steps. If not, all steps are differentiated twice.
 
     Example:
         >>> import ebflow_plugin as ebf
         >>> from nflows import distributions, flows, transforms
         >>> model = ebf.wrap(flows.Flow(transforms.Tanh(), distributions.StandardNormal([2])))
-        >>> found = derivatives(model.plan, torch.zeros(1, 2), directions=[torch.ones(1, 2)])
-        >>> found.slopes, found.curvatures  # E = ½ tanh² - log(1 - tanh²) for each entry
+        >>> result = derivatives(model.plan, torch.zeros(1, 2), directions=[torch.ones(1, 2)])
+        >>> result.slopes, result.curvatures  # E = ½ tanh² - log(1 - tanh²) for each entry
         ([tensor([0.])], [tensor([6.])])
     """
     context = plan.embed(context)
     stack, tangents = [x.detach()], [[direction.detach()] for direction in directions]
-    head: list[tuple[int, Passage]] = []  # how many tensors each part left, and how it was passed
-    bent: tuple[int, list[list[Tensor]]] | None = None  # the first nonlinear part, and the tangents that reach it
+    head: list[tuple[int, Passage]] = []  # the number of outputs of each operation, and its passage
+    curved: tuple[int, list[list[Tensor]]] | None = None  # the index of the first nonlinear one, and its input tangents
     count = 0
     for step in plan.steps if closed else ():
         operations = step.operations(bool(directions))
@@ -105,17 +104,17 @@ def derivatives(
             break
         count += 1
         for each in operations:
-            reaching = [list(tangent) for tangent in tangents] if bent is None else []
-            value, *moved = [one.pop() if each.takes == 1 else pop(one, each.takes) for one in (stack, *tangents)]
+            incoming = [list(tangent) for tangent in tangents] if curved is None else []
+            value, *inputs = [one.pop() if each.takes == 1 else pop(one, each.takes) for one in (stack, *tangents)]
             try:
-                made = _passed(each, value, moved, context)
+                passage = _pass(each, value, inputs, context)
             except Exception as error:
                 blame(error, step, value, context)
-            if made.bends and bent is None:
-                bent = len(head), reaching
-            head.append((each.gives, made))
-            for one, after in zip((stack, *tangents), (made.value, *made.tangents), strict=True):
-                one.extend((after,) if isinstance(after, Tensor) else after)
+            if passage.bends and curved is None:
+                curved = len(head), incoming
+            head.append((each.gives, passage))
+            for one, output in zip((stack, *tangents), (passage.value, *passage.tangents), strict=True):
+                one.extend((output,) if isinstance(output, Tensor) else output)
     if closed and count == len(plan.steps) and plan.base.closed:
         try:
             end: BaseExpansion = plan.base.expand(tuple(stack), context)
@@ -125,16 +124,16 @@ def derivatives(
         end = _differentiated_twice(plan, count, stack, context, bool(directions))
     curvatures = end.curvatures(tangents)
     adjoints = list(end.slopes)
-    last, reached = (0, [[direction] for direction in directions]) if gradient else bent or (len(head), tangents)
-    for gives, made in reversed(head[last:]):
-        adjoint, more = made.pull(adjoints.pop() if gives == 1 else pop(adjoints, gives))
+    last, reached = (0, [[direction] for direction in directions]) if gradient else curved or (len(head), tangents)
+    for gives, passage in reversed(head[last:]):
+        adjoint, more = passage.pull(adjoints.pop() if gives == 1 else pop(adjoints, gives))
         if more is not None:
             curvatures = [total + one for total, one in zip(curvatures, more, strict=True)]
         adjoints.extend((adjoint,) if isinstance(adjoint, Tensor) else adjoint)
     total = end.energy() if energy else None
     if total is not None:
-        for _, made in head:
-            total = total if made.log_det is None else total - made.log_det()
+        for _, passage in head:
+            total = total if passage.log_det is None else total - passage.log_det()
     return Derivatives(
         energy=total,
         gradient=adjoints[0] if gradient else x.new_empty(0),
@@ -143,29 +142,29 @@ def derivatives(
     )
 
 
-def _passed(each: Expandable | Network, x: Any, tangents: Sequence[Any], context: Tensor | None) -> Passage:
-    """Takes values and tangents through a step, an operation or a network."""
+def _pass(each: Expandable | Network, x: Any, tangents: Sequence[Any], context: Tensor | None) -> Passage:
+    """Pushes values and tangents through a step, an operation or a network."""
     if isinstance(each, Network):
         return each.passed(x, tangents, context)
-    made = each.expand(x, context)
-    curvature = made.curvature
+    expansion = each.expand(x, context)
+    curvature, pushed = expansion.curvature, [expansion.push(one) for one in tangents]
 
     def pull(adjoint: Any) -> tuple[Any, Sequence[Tensor] | None]:
         more = None if curvature is None else [curvature(adjoint, one) for one in tangents]
-        return made.pull(adjoint), more
+        return expansion.pull(adjoint), more
 
-    return Passage(made.value, [made.push(one) for one in tangents], pull, curvature is not None, made.log_det)
+    return Passage(expansion.value, pushed, pull, curvature is not None, expansion.log_det)
 
 
 def closed_steps(plan: Plan) -> int:
-    """How many leading steps of a plan have their derivatives in closed form."""
+    """The number of leading steps of a plan with derivatives in closed form."""
     return next((place for place, step in enumerate(plan.steps) if not step.closed), len(plan.steps))
 
 
 def gaussian_expansion(
     z: Tensor, mean: Tensor | float, std: Tensor | float, energy: Callable[[], Tensor]
 ) -> BaseExpansion:
-    """A diagonal Gaussian over one tensor of latents, with mean and standard deviation broadcast against it.
+    """The expansion of a diagonal Gaussian over one tensor of latents; mean and standard deviation are broadcast.
 
     Example:
         >>> end = gaussian_expansion(torch.ones(1, 2), 0.0, 0.5, energy=lambda: torch.zeros(1))
@@ -193,7 +192,7 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
 
 
 def transformed() -> bool:
-    """Whether the caller runs in ``torch.compile`` or a transform of ``torch.func``, where no value is at hand.
+    """Whether the caller runs in ``torch.compile`` or a transform of ``torch.func``, where values cannot be read.
 
     Example:
         >>> transformed(), torch.func.vmap(lambda x: x + transformed())(torch.zeros(2))
@@ -205,12 +204,12 @@ def transformed() -> bool:
 def _differentiated_twice(
     plan: Plan, start: int, stack: Sequence[Tensor], context: Tensor | None, curved: bool
 ) -> BaseExpansion:
-    """The steps from ``start`` on, and the base, by autograd."""
+    """The expansion of the steps from ``start`` on, and the base, by autograd."""
     if transformed():
         return _transformed(plan, start, tuple(stack), context)
     graph = torch.is_grad_enabled()
     with torch.enable_grad():
-        # Fresh tensors, so that the tangents, which may depend on those that came, do not depend on these.
+        # New tensors: the tangents may depend on those of the stack, and must not depend on these.
         points = tuple(one.view_as(one) if one.requires_grad else one.detach().requires_grad_() for one in stack)
         energy = plan.energy_from(start, points, context)
         slopes = _gradients(energy, points, graph or curved)
@@ -223,7 +222,7 @@ def _differentiated_twice(
 
 
 def _transformed(plan: Plan, start: int, points: tuple[Tensor, ...], context: Tensor | None) -> BaseExpansion:
-    """The same by ``torch.func``, in ``torch.compile`` and its own transforms: neither takes a double backward."""
+    """The same by ``torch.func``, since neither ``torch.compile`` nor its transforms support a double backward."""
 
     def total(*points: Tensor) -> tuple[Tensor, Tensor]:
         energy = plan.energy_from(start, points, context)
@@ -239,7 +238,7 @@ def _transformed(plan: Plan, start: int, points: tuple[Tensor, ...], context: Te
 
 
 def _gradients(values: Tensor, points: Sequence[Tensor], create_graph: bool) -> Sequence[Tensor]:
-    """The derivative of each sample's value in the sample; zero if there is no dependence."""
+    """The gradient of each sample's value with respect to the sample; zero if it does not depend on it."""
     if not values.requires_grad:
         return [torch.zeros_like(point) for point in points]
     return torch.autograd.grad(

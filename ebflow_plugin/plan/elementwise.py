@@ -1,4 +1,4 @@
-"""Elementwise nonlinear steps: each is a curve, whose log-det and derivatives are known in closed form."""
+"""Elementwise nonlinear steps: each is a curve, whose log-det and derivatives have a closed form."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Curve:
     Attributes:
         value: f.
         log_slope: Computes l.
-        slopes: Computes f', l' and l''; a number stands for the same everywhere.
+        slopes: Computes f', l' and l''; a number means the same value everywhere.
     """
 
     value: Tensor
@@ -39,7 +39,7 @@ class Curve:
         return self.log_slope().flatten(1).sum(1)
 
     def of_scaled(self, scale: Tensor | float, log_scale: Tensor | float) -> Curve:
-        """f(scale · x + shift) as a curve of x, if this is f there."""
+        """f(scale · x + shift) as a curve of x, if this is the curve of f at that point."""
 
         def slopes() -> tuple[Tensor, Tensor | float, Tensor | float]:
             slope, first, second = self.slopes()
@@ -48,7 +48,7 @@ class Curve:
         return Curve(self.value, lambda: self.log_slope() + log_scale, slopes)
 
     def moved(self, value: Tensor, scale: Tensor | float, log_scale: Tensor | float) -> Curve:
-        """The curve whose value is scale · f + shift."""
+        """The curve of scale · f + shift, with this value."""
 
         def slopes() -> tuple[Tensor, Tensor | float, Tensor | float]:
             slope, first, second = self.slopes()
@@ -57,7 +57,7 @@ class Curve:
         return Curve(value, lambda: self.log_slope() + log_scale, slopes)
 
     def expansion(self) -> Expansion:
-        """The map as a step: f'' is f' l'."""
+        """The expansion of the map, where f'' is f' l'."""
         slope, first, second = self.slopes()
         straight = isinstance(first, float) and first == 0.0 and isinstance(second, float) and second == 0.0
 
@@ -74,9 +74,9 @@ class Curve:
 
 
 class ElementwiseStep(NonlinearStep):
-    """A step that takes each element by itself: y = f(x), and log|f'(x)| summed.
+    """A step that acts on each element separately: y = f(x), and log|f'(x)| summed.
 
-    Subclasses give f and its derivatives: :meth:`forward_curve` and :meth:`inverse_curve`.
+    Subclasses implement f and its derivatives: :meth:`forward_curve` and :meth:`inverse_curve`.
     """
 
     closed_form = "both"
@@ -119,7 +119,7 @@ class ActivationStep(ElementwiseStep):
     def inverse_curve(self, y: Tensor, context: Tensor | None) -> Curve:
         x = self.module.invert(y)
 
-        def slopes() -> tuple[Tensor, Tensor, Tensor]:  # by the rule for inverse functions
+        def slopes() -> tuple[Tensor, Tensor, Tensor]:  # by the inverse function theorem
             slope, first, second = self.module.slopes(x)
             return 1.0 / slope, -first / slope, (first.square() - second) / slope.square()
 
@@ -154,7 +154,7 @@ def logit_curve(x: Tensor) -> Curve:
 
 
 def clamped_logit_curve(x: Tensor, low: float, high: float) -> Curve:
-    """The logit of x clamped to [low, high], elementwise. Where it is clamped nothing depends on x.
+    """The logit of x clamped to [low, high], elementwise. Its slope is zero where x is clamped.
 
     Example:
         >>> clamped_logit_curve(torch.tensor([[0.5, 0.99]]), 0.1, 0.9).slopes()[0]

@@ -1,4 +1,4 @@
-"""What the rooms below :class:`~ebflow_plugin.EBFlow` see of it: energies, and the way to the matched variable."""
+"""The interface of :class:`~ebflow_plugin.EBFlow` for the packages below it: energies, and the matched variable."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class EnergyModel(nn.Module, ABC):
-    """A density known up to its constant. :class:`~ebflow_plugin.EBFlow` is one; sampling and log Z need no more."""
+    """An unnormalised density. :class:`~ebflow_plugin.EBFlow` implements it; sampling and log Z need no more."""
 
     @property
     @abstractmethod
@@ -34,7 +34,7 @@ class EnergyModel(nn.Module, ABC):
     @property
     @abstractmethod
     def core(self) -> EnergyModel:
-        """The model of the matched variable; the model itself where there is no preprocessing."""
+        """The model of the matched variable; the model itself without preprocessing."""
 
     @abstractmethod
     def energy(self, x: Tensor, context: Tensor | None = None, *, generator: Generator | None = None) -> Tensor:
@@ -50,7 +50,7 @@ class EnergyModel(nn.Module, ABC):
 
     @abstractmethod
     def preprocess(self, x: Tensor, generator: Generator | None = None) -> tuple[Tensor, Tensor]:
-        """The matched variable, and the log-det of the way to it."""
+        """The matched variable, and the log-det of the preprocessing."""
 
     @abstractmethod
     def like(self) -> Tensor:
@@ -58,11 +58,11 @@ class EnergyModel(nn.Module, ABC):
 
     @abstractmethod
     def check(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        """Refuses input that the model cannot take, and returns x."""
+        """Raises on input that the model cannot take, and returns x."""
 
 
 def refuse_other_models(name: str, model: object) -> None:
-    """Raises where a function was called with anything but a wrapped flow.
+    """Raises if a model is not a wrapped flow.
 
     Example:
         >>> refuse_other_models("langevin", nn.Tanh())
@@ -75,17 +75,17 @@ def refuse_other_models(name: str, model: object) -> None:
 
 @torch.no_grad()
 def perturbed(model: M, seed: int = 0) -> M:
-    """A copy of a model with its parameters moved a little: a fresh layer often does not show yet what it depends on.
+    """A copy of a model with perturbed parameters: a freshly initialised layer may hide its dependencies.
 
     Example:
         >>> layer = nn.Linear(2, 2)
         >>> bool((perturbed(layer).weight == layer.weight).any())
         False
     """
-    moved = copy.deepcopy(model)
+    copied = copy.deepcopy(model)
     generator = Generator().manual_seed(seed)
-    for parameter in moved.parameters():
+    for parameter in copied.parameters():
         if parameter.is_floating_point():
             noise = torch.randn(parameter.shape, generator=generator).to(parameter)
             parameter.add_(noise, alpha=0.1 / sqrt(max(1, prod(parameter.shape[1:]))))
-    return moved
+    return copied

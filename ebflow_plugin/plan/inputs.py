@@ -1,4 +1,4 @@
-"""Input and options that cannot be are refused here, in our words, before torch sees them."""
+"""Checks of inputs and options, which raise clear errors before torch sees them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ebflow_plugin.errors import ContextError, InputError, suggest
-from ebflow_plugin.linalg.random import as_whole, at_least
+from ebflow_plugin.linalg.random import as_integer, at_least
 from ebflow_plugin.plan.step import Shape
 
 __all__ = [
@@ -23,13 +23,13 @@ __all__ = [
     "check_shape",
     "check_tensor",
     "flag",
+    "integer",
     "is_number",
     "one_of",
     "pair",
     "path_of",
     "positive",
     "refuse_non_finite",
-    "whole",
 ]
 
 
@@ -39,14 +39,14 @@ Batch = tuple[Tensor, Tensor | None]
 def check_input(
     x: Tensor, context: Tensor | None, event_shape: Shape | None, anchor: Tensor | None, integers: bool = False
 ) -> Tensor:
-    """Looks at flags and shapes alone, so that nothing waits for the device. Returns x to go on with.
+    """Checks dtypes, devices and shapes, without synchronising with the device. Returns x to use.
 
     Arguments:
         x: Data.
         context: Its context.
         event_shape: The shape that one data point must have, if known.
         anchor: A parameter whose device and dtype x must have.
-        integers: Whether integers are welcome: they get the dtype of the anchor.
+        integers: Whether integers are allowed; they are cast to the dtype of the anchor.
 
     Example:
         >>> check_input(torch.zeros(5, 3), None, (4,), None)
@@ -76,13 +76,13 @@ def check_input(
 
 
 def check_context(context: Tensor, anchor: Tensor | None, rows: int | None, device: torch.device) -> None:
-    """Refuses what is no context: on the device and, if it is floating point, in the dtype of the flow.
+    """Raises if a context has a wrong type, shape or device, or, if it is floating point, a wrong dtype.
 
     Arguments:
-        context: What was given.
+        context: The context.
         anchor: A tensor with the flow's dtype, if it has one.
-        rows: How many rows it must have, as x has; None where any number will do.
-        device: Where it must be.
+        rows: The number of rows that it must have, that of x; None for any number.
+        device: The device that it must be on.
 
     Example:
         >>> check_context([1.0], None, None, torch.device("cpu"))
@@ -108,7 +108,7 @@ def _same_dtype(name: str, tensor: Tensor, anchor: Tensor) -> None:
 
 
 def refuse_non_finite(name: str, tensor: Tensor) -> None:
-    """Raises if a tensor holds NaN or inf: how many, and where the first one stands.
+    """Raises if a tensor holds NaN or inf; the message says how many, and where the first one is.
 
     Example:
         >>> refuse_non_finite("x", torch.tensor([[0.0, float("nan")]]))
@@ -124,7 +124,7 @@ def refuse_non_finite(name: str, tensor: Tensor) -> None:
 
 
 def pair(item: Any, name: str = "a batch") -> Batch:
-    """A batch as x and its context, which may be None.
+    """Splits a batch into x and its context, which may be None.
 
     Example:
         >>> pair([torch.zeros(2, 3)])
@@ -137,9 +137,9 @@ def pair(item: Any, name: str = "a batch") -> Batch:
         context = item[1] if len(item) == 2 else None
         if context is None or isinstance(context, Tensor):
             return item[0], context
-    found = f"{type(item).__name__} of {len(item)}" if isinstance(item, (tuple, list, dict)) else type(item).__name__
+    kind = f"{type(item).__name__} of {len(item)}" if isinstance(item, (tuple, list, dict)) else type(item).__name__
     raise InputError(
-        f"{name} must be a tensor x, or a pair (x, context), got a {found}; choose with a collate_fn: "
+        f"{name} must be a tensor x, or a pair (x, context), got a {kind}; choose with a collate_fn: "
         "DataLoader(…, collate_fn=lambda rows: torch.stack([row[0] for row in rows]))"
     )
 
@@ -163,16 +163,16 @@ def check_shape(name: str, value: object) -> Shape:
     Example:
         >>> check_shape("event_shape", 3)
         Traceback (most recent call last):
-        ebflow_plugin.errors.InputError: event_shape must be a tuple of integers, (3, 32, 32) for one, got 3
+        ebflow_plugin.errors.InputError: event_shape must be a tuple of integers, such as (3, 32, 32), got 3
     """
-    sizes = [as_whole(size) for size in value] if isinstance(value, (tuple, list)) else [None]
+    sizes = [as_integer(size) for size in value] if isinstance(value, (tuple, list)) else [None]
     if not all(size is not None and size > 0 for size in sizes):
-        raise InputError(f"{name} must be a tuple of integers, (3, 32, 32) for one, got {value!r}")
+        raise InputError(f"{name} must be a tuple of integers, such as (3, 32, 32), got {value!r}")
     return tuple(size for size in sizes if size is not None)
 
 
 def check_tensor(name: str, value: object) -> None:
-    """Refuses what is no tensor, a numpy array for one.
+    """Raises if a value is not a tensor (a numpy array, say).
 
     Example:
         >>> check_tensor("x", [1.0])
@@ -183,11 +183,11 @@ def check_tensor(name: str, value: object) -> None:
         raise InputError(f"{name} must be a tensor, got {type(value).__name__}; torch.as_tensor makes one")
 
 
-def whole(name: str, value: object) -> int:
+def integer(name: str, value: object) -> int:
     """Returns an integer of at least 1, or raises an error that names the option.
 
     Example:
-        >>> whole("projections", 0)
+        >>> integer("projections", 0)
         Traceback (most recent call last):
         ebflow_plugin.errors.InputError: projections must be an integer, at least 1, got 0
     """
@@ -195,7 +195,7 @@ def whole(name: str, value: object) -> int:
 
 
 def flag(name: str, value: object) -> bool:
-    """Returns a truth value, or raises an error that names the option: the word "no" is true to Python.
+    """Returns a bool, or raises an error that names the option: the string "no" is true to Python.
 
     Example:
         >>> flag("resume", "no")
@@ -221,7 +221,7 @@ def path_of(name: str, value: object) -> Path:
 
 
 def one_of(name: str, value: object, allowed: Iterable[str]) -> str:
-    """Returns one of the allowed words, or raises an error that names the option and what is allowed.
+    """Returns one of the allowed strings, or raises an error that lists them.
 
     Example:
         >>> one_of("reduction", "sum", ("mean", "none"))
@@ -234,5 +234,5 @@ def one_of(name: str, value: object, allowed: Iterable[str]) -> str:
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a finite real number (and no truth value)."""
+    """Whether a value is a finite real number (and not a bool)."""
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,7 +1,7 @@
-"""The steps that libraries have in common: elementwise affine maps, permutations, squeezes, and what is refused.
+"""Linear steps that libraries have in common: elementwise affine maps, permutations, squeezes; and refused steps.
 
-An adapter's step says where a library keeps the numbers; what is done with them stands here, once. All of these act in
-the module's own forward direction. Matrices have a module of their own, :mod:`ebflow_plugin.plan.matrices`.
+An adapter's step says where a library stores its parameters; the arithmetic is here. All of these act in the module's
+own forward direction. Matrices have a module of their own, :mod:`ebflow_plugin.plan.matrices`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
 
 
 class RefusedStep(Step):
-    """A step that can be part of no energy, whatever its mode. It is kept in the plan so that the report shows it."""
+    """A step that cannot be part of an energy in any mode. It stays in the plan so that the report shows it."""
 
     linearity = Linearity.REFUSED
 
@@ -51,7 +51,7 @@ class RefusedStep(Step):
 
 
 class IsometryStep(LinearStep):
-    """A linear step that keeps distances (a translation, a reordering, a split, a reflection): its log-det is 0."""
+    """A linear step that preserves distances (a translation, a reordering, a split, a reflection): log-det 0."""
 
     cost = "0"
 
@@ -60,7 +60,7 @@ class IsometryStep(LinearStep):
 
 
 class OrthogonalStep(IsometryStep):
-    """A linear isometry that keeps the origin (a reordering, a split, reflections): its transpose is its inverse."""
+    """A linear isometry that fixes the origin (a reordering, a split, reflections): its transpose is its inverse."""
 
     closed_form = "both"
 
@@ -99,27 +99,27 @@ class ElementwiseAffineStep(LinearStep):
         """log|scale|, to be broadcast against a batch with ``dim`` dimensions."""
 
     def apply(self, x: Tensor) -> Tensor:
-        scale, shift = self._fitting(x)
+        scale, shift = self._checked_scale_shift(x)
         return x * scale + shift
 
     def invert(self, y: Tensor) -> Tensor:
-        scale, shift = self._fitting(y)
+        scale, shift = self._checked_scale_shift(y)
         return (y - shift) / scale
 
-    def _fitting(self, x: Tensor) -> tuple[Tensor | float, Tensor | float]:
-        """Scale and shift, if they stretch over x and do not stretch x."""
-        numbers = self.scale_shift(x.dim())
-        for number in numbers:
-            if isinstance(number, Tensor) and not _stretches_over(tuple(number.shape), tuple(x.shape)):
-                raise InputError(f"{self.where} has numbers of shape {tuple(number.shape)}, got x {tuple(x.shape)}")
-        return numbers
+    def _checked_scale_shift(self, x: Tensor) -> tuple[Tensor | float, Tensor | float]:
+        """Scale and shift. Raises if broadcasting them would change the shape of x."""
+        both = self.scale_shift(x.dim())
+        for part in both:
+            if isinstance(part, Tensor) and not _broadcasts_to(tuple(part.shape), tuple(x.shape)):
+                raise InputError(f"{self.where} has parameters of shape {tuple(part.shape)}, got x {tuple(x.shape)}")
+        return both
 
     def log_abs_det(self, shape: Shape) -> Tensor:
         log_scale = self.log_scale(len(shape) + 1)
         return log_scale.sum() * (prod(shape) // log_scale.numel())
 
     def expand(self, x: Tensor, context: Tensor | None) -> Expansion:
-        value = self.encode(x, context)[0]  # which may initialise the scale
+        value = self.encode(x, context)[0]  # first, since it may initialise the scale
         scale, _ = self.scale_shift(x.dim())
 
         def scaled(tangent: Tensor) -> Tensor:
@@ -128,8 +128,8 @@ class ElementwiseAffineStep(LinearStep):
         return Expansion(value, scaled, scaled)
 
 
-def _stretches_over(small: Shape, large: Shape) -> bool:
-    """Whether broadcasting the one against the other gives the shape of the other."""
+def _broadcasts_to(small: Shape, large: Shape) -> bool:
+    """Whether broadcasting the first shape against the second yields the second."""
     after = large[len(large) - len(small) :]
     return len(small) <= len(large) and all(a in (1, b) for a, b in zip(small, after, strict=True))
 
@@ -149,24 +149,24 @@ class InitialisedAffineStep(ElementwiseAffineStep):
 
     @abstractmethod
     def start(self, x: Tensor) -> None:
-        """Initialises the module from a batch that reaches it in the density direction."""
+        """Initialises the module from a batch of its inputs in the density direction."""
 
     def samples(self, x: Tensor) -> Tensor:
-        """What the module takes its statistics from: ``(samples, features)``."""
+        """The samples of the module's statistics: ``(samples, features)``."""
         return x.movedim(1, -1).flatten(0, -2)
 
     @property
     def initialised(self) -> bool:
-        """Reads the flag. Waits for the device at most once for each change of it."""
+        """Reads the flag. Synchronises with the device at most once for each change of it."""
         flag = self.flag()
         return flag.is_meta or self._ready.get([flag], lambda: bool(flag > 0))
 
     def initialize(self, x: Any) -> None:
-        self._ready.clear()  # a flag that was reset through .data has no new version: read it anew
+        self._ready.clear()  # a reset through .data does not raise the version counter: read the flag again
         self.initialize_if_due(x)
 
     def initialize_if_due(self, x: Any) -> None:
-        """What an energy does on its way: :meth:`initialize`, but it need not wait for the device."""
+        """:meth:`initialize` with the cached flag, for the forward pass, which should not synchronise."""
         if self.initialised:
             return
         samples = self.samples(x.detach())
@@ -187,7 +187,7 @@ class InitialisedAffineStep(ElementwiseAffineStep):
 
 
 class PermutationStep(OrthogonalStep):
-    """y is x with the entries of one dimension in another order. O(D), log-det 0."""
+    """A permutation of the entries of one dimension. O(D), log-det 0."""
 
     reason = "permutation"
 
@@ -233,6 +233,6 @@ class SqueezeStep(OrthogonalStep):
     def inverse_shapes(self, shapes: Shapes) -> Shapes:
         (shape,) = shapes
         if len(shape) != 3 or shape[0] % self.factor**2:
-            raise InputError(f"{self.where} gives images with a multiple of {self.factor**2} channels, not {shape}")
+            raise InputError(f"{self.where} returns images with a multiple of {self.factor**2} channels, not {shape}")
         channels, height, width = shape
         return ((channels // self.factor**2, height * self.factor, width * self.factor),)

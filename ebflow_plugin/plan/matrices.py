@@ -1,7 +1,7 @@
-"""The steps whose log-det costs something: dense, triangular and LU matrices, and our own layers.
+"""Linear steps with a matrix: dense, triangular and LU matrices, and our own layers.
 
-Factorisations are kept until a parameter changes. A matrix acts on the last dimension of an event, whatever stands
-before it, or on the channels of images (a 1 × 1 convolution): the class of the layer says which, not the data.
+Factorisations are cached until a parameter changes. A matrix acts on the last dimension of an event, or on the channels
+of images (a 1 × 1 convolution), as the class of the layer decides.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class MixingStep(LinearStep):
         return x
 
     def copies(self, shape: Shape) -> int:
-        """How many rows of features an event of this shape holds: its log-det is that many times the matrix's own.
+        """The number of rows of features in an event of this shape: the log-det is this many times the matrix's own.
 
         Raises:
             InputError: If the matrix does not fit such events.
@@ -75,7 +75,7 @@ class MixingStep(LinearStep):
         return F.linear(x, weight, bias)
 
     def placed(self, bias: Tensor | None) -> Tensor | float:
-        """b, to be added to a batch."""
+        """b, in a shape to be added to a batch."""
         if bias is None:
             return 0.0
         return bias[:, None, None] if self.images else bias
@@ -88,19 +88,19 @@ class MixingStep(LinearStep):
 
 
 class MatrixStep(MixingStep):
-    """y = W x + b with a dense W that has no structure: O(D²) to apply, O(D³) for the log-det and the inverse."""
+    """y = W x + b with a dense W without structure: O(D²) to apply, O(D³) for the log-det and the inverse."""
 
     closed_form = "forward"
     reason = "full matrix"
-    transposed: bool = False  # whether the library keeps the transpose of W
+    transposed: bool = False  # whether weight() is the transpose of W
 
     def __init__(self, module: Any, path: str, inverted: bool = False) -> None:
         super().__init__(module, path, inverted)
-        self._lu = KeptLU(lambda kept: Dense(kept.mT if self.transposed else kept))
+        self._lu = KeptLU(lambda weight: Dense(weight.mT if self.transposed else weight))
 
     @abstractmethod
     def weight(self) -> Tensor:
-        """W, or its transpose, as the library keeps it, with shape ``(D, D)``."""
+        """W, or its transpose, as the library stores it, with shape ``(D, D)``."""
 
     def bias(self) -> Tensor | None:
         """b, with shape ``(D,)``."""
@@ -130,8 +130,8 @@ class MatrixStep(MixingStep):
         return self._lu.log_abs_det(self.weight()) * self.copies(shape)
 
     def operator(self, shape: Shape) -> Operator:
-        kept = single_at_least(self.weight())
-        return dense_operator(kept.mT if self.transposed else kept, times=self.copies(shape))
+        weight = single_at_least(self.weight())
+        return dense_operator(weight.mT if self.transposed else weight, times=self.copies(shape))
 
     def expand(self, x: Tensor, context: Tensor | None) -> Expansion:
         weight = self.weight().mT if self.transposed else self.weight()
@@ -154,7 +154,7 @@ class TriangularStep(MixingStep):
 
     @abstractmethod
     def log_diagonal(self) -> Tensor:
-        """Log of the absolute diagonal that is not ones, with shape ``(D,)``."""
+        """The log of the absolute diagonal of the other factor, with shape ``(D,)``."""
 
     @property
     def features(self) -> int:
@@ -165,11 +165,11 @@ class TriangularStep(MixingStep):
         return None
 
     def order(self) -> Tensor | None:
-        """How x is permuted before the matrix."""
+        """The permutation of x before the matrix."""
         return None
 
     def row_order(self) -> Tensor | None:
-        """How the rows of L U x are permuted."""
+        """The permutation of the rows of L U x."""
         return None
 
     def apply(self, x: Tensor) -> Tensor:
@@ -179,7 +179,7 @@ class TriangularStep(MixingStep):
         return Expansion(*self._affine(x))
 
     def _affine(self, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-        """The map of x, its linear part, and the transpose of that, all with the same factors."""
+        """The value at x, the linear part, and its transpose, all with the same factors."""
         lower, upper = self.factors()
         order, rows = self.order(), self.row_order()
         if self.images:
@@ -192,7 +192,7 @@ class TriangularStep(MixingStep):
                 lambda adjoint: self.multiply(adjoint, weight.mT),
             )
 
-        def push(tangent: Tensor) -> Tensor:  # two products with O(B·D²), where that of the factors would take O(D³)
+        def push(tangent: Tensor) -> Tensor:  # two products in O(B·D²); multiplying the factors would take O(D³)
             y = F.linear(F.linear(tangent if order is None else tangent[..., order], upper), lower)
             return y if rows is None else y[..., rows]
 
@@ -211,7 +211,7 @@ class TriangularStep(MixingStep):
         order, row_order = self.order(), self.row_order()
         if row_order is not None:
             rows = rows[:, torch.argsort(row_order)]
-        # Row vectors: y = x Uᵀ Lᵀ, so that the solves run from the right.
+        # For row vectors y = x Uᵀ Lᵀ, so the solves are from the right.
         half = torch.linalg.solve_triangular(lower.mT, rows, upper=True, left=False)
         x = torch.linalg.solve_triangular(upper.mT, half, upper=False, left=False)
         return x if order is None else x[:, torch.argsort(order)]
@@ -233,7 +233,7 @@ class FullStep(LinearStep):
             return Blocks(None)
         geometry = self.module.setting.geometry(self.encoded_shapes(shapes)[0] if self.inverted else shapes[0])
         kind, group = structure(geometry), geometry.group
-        if kind in ("patches", "fourier"):  # blocks over the cells of stride × stride pixels, equal ones or not
+        if kind in ("patches", "fourier"):  # one block for all cells of stride × stride pixels, or one per frequency
             cells = group.rows.out * group.columns.out if kind == "fourier" else 1
             return Blocks(group.out_channels, cells * geometry.groups)
         return Blocks(group.size, geometry.groups, kind == "band")
@@ -284,9 +284,9 @@ class FullStep(LinearStep):
 
 
 def solved(weight: Tensor, rows: Tensor) -> Tensor:
-    """W⁻¹ rows, in a density direction: nobody looks at the pivots, which waits for the device. O(D³) each time.
+    """W⁻¹ rows, in the density direction, without a check of the pivots, which would synchronise. O(D³) per call.
 
-    A singular W gives inf or NaN, which the loss shows; log Z names the layer.
+    A singular W yields inf or NaN, which the loss shows; log Z names the layer.
 
     Example:
         >>> solved(torch.tensor([[2.0, 0.0], [0.0, 4.0]]), torch.tensor([[2.0, 4.0]]))

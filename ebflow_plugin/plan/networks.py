@@ -1,12 +1,12 @@
-r"""Networks inside of steps, followed layer by layer: they are linear layers and elementwise functions, like the steps.
+r"""Networks inside steps as lists of operations with closed-form derivatives: linear layers and activations.
 
 A network of known layers is a list of operations on a stack of tensors, each with an :class:`~.step.Expansion`: its
-value, how a tangent passes it and how an adjoint returns, and what it adds to a second derivative. So a coupling needs
-no second backward pass: an activation :math:`f` pushes :math:`f'\dot u`, pulls :math:`f'\lambda` and adds
+value, the push of a tangent, the pull of an adjoint, and its contribution to a second derivative. So a coupling needs
+no second backward pass: an activation :math:`f` pushes :math:`f'\dot u`, pulls :math:`f'\lambda` and contributes
 :math:`\lambda^\top (f''\dot u^2)`; a linear layer is three products.
 
-What is followed is known by its exact class. Hooks, patches, parametrisations and subclasses make a network opaque,
-and :func:`followed` returns None; autograd then does it as it is.
+Layers are recognised by their exact class. Hooks, patches, parametrisations and subclasses make a network opaque: then
+:func:`followed` returns None, and autograd differentiates it.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ __all__ = [
 
 
 class Opaque(Exception):
-    """A part of a network is of no known class, or does not act as its class does."""
+    """A part of a network has an unknown class, or does not act as its class does."""
 
 
 @dataclass(frozen=True)
 class Operation:
-    """Something that takes tensors from the top of a stack, and leaves others.
+    """An operation that pops tensors from a stack, and pushes its outputs.
 
     Attributes:
-        expand: Takes the tensors, and the context, to how derivatives pass.
-        takes: How many tensors.
-        gives: How many are left in their place.
-        layer: The same as a layer of a chain (:mod:`~ebflow_plugin.plan.chains`), if it can be one.
+        expand: Computes the expansion from the input tensors and the context.
+        takes: The number of input tensors.
+        gives: The number of output tensors.
+        layer: The operation as a layer of a chain (:mod:`~ebflow_plugin.plan.chains`), if it can be one.
         weight: The matrix of a linear layer.
         bias: Its bias.
-        conditioned: Whether the context, if there is one, stands after what it takes.
+        conditioned: Whether the context, if there is one, is appended to its input.
     """
 
     expand: Callable[[Any, Tensor | None], Expansion]
@@ -73,14 +73,14 @@ class Operation:
 
 
 class Passage(NamedTuple):
-    """How values, tangents and adjoints pass an operation.
+    """The forward pass of values and tangents through an operation, and its backward pass.
 
     Attributes:
-        value: What leaves it.
-        tangents: The tangents of that.
-        pull: Takes the derivative of E in the value to that in what came, and to what is added to the second derivative
-            along each tangent; None for nothing.
-        bends: Whether it adds anything.
+        value: The output.
+        tangents: The tangents of the output.
+        pull: Maps the adjoint of the output to that of the input, and to the contributions to the second derivative
+            along each tangent; None for no contributions.
+        bends: Whether it contributes to the second derivative.
         log_det: Computes the log-det, with shape ``(B,)``. None for linear parts.
     """
 
@@ -92,7 +92,7 @@ class Passage(NamedTuple):
 
 
 class Network:
-    """The operations of a network as one: a chain of linear layers and activations, with its gradient by hand."""
+    """The operations of a network as one: a chain of linear layers and activations, with a hand-written gradient."""
 
     takes = gives = 1
 
@@ -100,7 +100,7 @@ class Network:
         self.operations = operations
 
     def passed(self, x: Tensor, tangents: Sequence[Tensor], context: Tensor | None) -> Passage:
-        """Takes values and tangents through the chain, which acts on the last dimension of what it is given."""
+        """Pushes values and tangents through the chain, which acts on the last dimension of its input."""
         width, leading = x.shape[-1], x.shape[:-1]
         weights, offsets = [], []
         for each in self.operations:
@@ -135,7 +135,7 @@ class Network:
 
 
 def linear(weight: Tensor, bias: Tensor | None, conditioned: bool = False) -> Operation:
-    """W x + b, on vectors; if it is conditioned, the context stands after x."""
+    """W x + b, on vectors; if it is conditioned, the context is appended to x."""
 
     def expand(x: Tensor, context: Tensor | None) -> Expansion:
         own, value = weight, x
@@ -173,7 +173,7 @@ def _like(context: Tensor, x: Tensor) -> Tensor:
 
 
 def gated(gate: Callable[[Tensor | None], Tensor | None]) -> Operation:
-    """Returns gate · x, elementwise, with a gate that depends on the context alone; None leaves x as it is."""
+    """Multiplies x by a gate, elementwise, which depends only on the context; None means the identity."""
 
     def expand(x: Tensor, context: Tensor | None) -> Expansion:
         factor = gate(context)
@@ -188,7 +188,7 @@ def activated(derivatives: Derivatives) -> Operation:
     """f(x), elementwise.
 
     Arguments:
-        derivatives: Yields f and its first three derivatives at a point; it may end with the first where f is straight.
+        derivatives: Yields f and its first three derivatives at a point; only the first if f is piecewise linear.
     """
 
     def expand(x: Tensor, context: Tensor | None) -> Expansion:
@@ -208,7 +208,7 @@ def activated(derivatives: Derivatives) -> Operation:
 
 
 def without_context(operation: Operation) -> Operation:
-    """The same where a library hands no context to a network."""
+    """The same operation for a library that does not pass the context to its networks."""
     if operation.layer is not None and not operation.conditioned:
         return operation  # which does not look at one
     return replace(operation, expand=lambda x, context: operation.expand(x, None), conditioned=False)
@@ -230,7 +230,7 @@ Follow = Callable[[Any], Iterable[Operation]]
 
 
 def followed(networks: Iterable[Operation]) -> list[Operation] | None:
-    """The operations, or None if a part of them turns out to be opaque.
+    """The operations as a list, or None if one of the parts is opaque.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 3), nn.Tanh())
@@ -248,10 +248,10 @@ def follow(part: Any, conditioned: bool = False) -> Iterator[Operation]:
 
     Arguments:
         part: A module, or a function.
-        conditioned: Whether the context, if there is one, stands after what the part takes: a linear layer.
+        conditioned: Whether the context, if there is one, is appended to the input of the part, a linear layer.
 
     Raises:
-        Opaque: If it is not known what it does, with the first operation that is asked for after it.
+        Opaque: If the part is unknown, when the iteration reaches it.
     """
     if not isinstance(part, nn.Module):
         derivatives = FUNCTIONS.get(part)
@@ -285,10 +285,10 @@ def follow(part: Any, conditioned: bool = False) -> Iterator[Operation]:
 
 
 def acts_as_its_class(module: nn.Module) -> bool:
-    """Whether nobody hooked or patched a module; what is inside of it is not looked at."""
+    """Whether a module is neither hooked nor patched; its submodules are not checked."""
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return False
-    if type(module).__module__.startswith("torch.nn."):  # asked for each layer of each batch: look at one name
+    if type(module).__module__.startswith("torch.nn."):  # called for each layer of each batch: check a single name
         return "forward" not in module.__dict__
     return changes_the_map(module, type(module)) is None
 
@@ -297,7 +297,7 @@ _CLASSES: dict[tuple[str, str], Follow] = {}
 
 
 def follow_class(package: str, name: str, how: Follow) -> None:
-    """Says how a class of a flow library is followed; an adapter does so. It is known by its exact name.
+    """Registers the operations of a network class of a flow library, by its exact name. For adapters.
 
     Example:
         >>> follow_class("my_flows", "MyNet", lambda net: follow(net.layers))

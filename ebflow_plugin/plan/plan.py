@@ -1,16 +1,16 @@
 r"""The plan of a flow: its steps from data to noise, and its base density.
 
 A flow's density is :math:`\log p(x) = \log p_u(g(x)) + \sum_i \log|\det J_i|`. A step is *linear* if it is affine in x:
-its Jacobian, and so its log-determinant, does not depend on x. What does not depend on x can leave the training
-objective (Eqs. 8 and 9 of the paper):
+its Jacobian, and so its log-determinant, does not depend on x. Terms that do not depend on x can be left out of the
+training objective (Eqs. 8 and 9 of the paper):
 
 .. math::
     E(x)   &= -\log p_u(g(x)) - \sum_{i\ \text{nonlinear}} \log|\det J_i(x)| \\
     \log Z &= -\sum_{i\ \text{linear}} \log|\det J_i| \\
     \log p(x) &= -E(x) - \log Z
 
-A :class:`Plan` is that split. An adapter builds it once, by walking the user's model; each :class:`Step` then refers to
-one module of that model and acts through the module's own parameters. Nothing is copied, nothing is edited.
+A :class:`Plan` is this split. An adapter builds it by walking the user's model. Each :class:`Step` refers to one module
+of that model and uses the module's own parameters. Nothing is copied, and nothing is edited.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Plan:
     Attributes:
         steps: The steps, in density order.
         base: The base density.
-        embedding: What the flow does to a context before its steps see it (an nflows ``embedding_net``), if anything.
-        adapter: The name of the adapter that made the plan.
-        event_shape: The event shape of the data, if the base tells that of its latents and every step is known.
+        embedding: The embedding of the context before the steps (an nflows ``embedding_net``), if there is one.
+        adapter: The name of the adapter that built the plan.
+        event_shape: The event shape of the data, if the base defines that of its latents and every step is known.
     """
 
     steps: tuple[Step, ...]
@@ -57,7 +57,7 @@ class Plan:
     event_shape: Shape | None = field(init=False)
 
     def __post_init__(self) -> None:
-        # Once, and not in properties: torch.compile.
+        # Computed once, and not in properties, for torch.compile.
         object.__setattr__(self, "_embedding", () if self.embedding is None else stochastic_parts(self.embedding))
         object.__setattr__(self, "event_shape", self._event_shape())
         object.__setattr__(self, "_doubtful", tuple(part for part in self.parts() if part.may_be_refused))
@@ -70,10 +70,10 @@ class Plan:
         return (*self.steps, self.base)
 
     def embed(self, context: Tensor | None) -> Tensor | None:
-        """What the steps and the base see of a context.
+        """The embedded context, for the steps and the base.
 
         Raises:
-            InputError: If there is none, and the network that embeds it cannot do without.
+            InputError: If there is no context, and the embedding network needs one.
         """
         if self.embedding is None:
             return context
@@ -92,7 +92,7 @@ class Plan:
         return self.energy_from(0, (x,), self.embed(context))
 
     def energy_from(self, start: int, stack: tuple[Tensor, ...], context: Tensor | None) -> Tensor:
-        """What the base and the steps from ``start`` on add to E, given all that reaches them."""
+        """The contribution to E of the base and the steps from ``start`` on, given the stack of tensors before them."""
         latents, log_det = self.encode(stack, context, start=start)
         try:
             log_prob = per_sample(self.base.log_prob(latents, context), latents[0])
@@ -114,13 +114,13 @@ class Plan:
         visit: Callable[[Step, Value], None] | None = None,
         start: int = 0,
     ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        """Moves data to noise: the latents, and the log-det of the nonlinear steps (None if there are none).
+        """Maps data to noise: the latents, and the log-det of the nonlinear steps (None if there are none).
 
         Arguments:
-            x: The data, with shape ``(B, *)``; or all that reaches the step with the index ``start``.
+            x: The data, with shape ``(B, *)``; or the stack of tensors before the step with the index ``start``.
             context: The embedded context.
-            visit: Called with each step and the value that reaches it.
-            start: The first step to take.
+            visit: Called with each step and its input.
+            start: The index of the first step to apply.
         """
         stack = [x] if isinstance(x, Tensor) else list(x)
         total: Tensor | None = None
@@ -138,7 +138,7 @@ class Plan:
         return tuple(stack), total
 
     def decode(self, latents: tuple[Tensor, ...], context: Tensor | None = None) -> Tensor:
-        """Moves noise to data, through the inverse of each step. The context is the embedded one."""
+        """Maps noise to data, through the inverse of each step. The context is the embedded one."""
         stack = list(latents)
         for step in reversed(self.steps):
             value = pop(stack, step.gives)
@@ -155,23 +155,23 @@ class Plan:
         return stack[0]
 
     def waits_for_data(self) -> bool:
-        """Whether a step in training mode still waits for its data-dependent initialisation.
+        """Whether a step in training mode still needs its data-dependent initialisation.
 
-        Asks flags only, so that it waits for the device at most once.
+        Reads only flags, so that it synchronises with the device at most once.
         """
         return any(getattr(step.module, "training", False) for step in self.uninitialised())
 
     def uninitialised(self) -> list[Step]:
-        """The steps whose data-dependent initialisation is still due, in training mode or not."""
+        """The steps that still need their data-dependent initialisation, in training mode or not."""
         return [step for step in self._late if not step.initialised]  # type: ignore[attr-defined]
 
     def initialize(self, x: Tensor, context: Tensor | None = None) -> None:
-        """Moves a clean batch to noise, and lets each step initialise itself from what reaches it."""
+        """Maps a batch without added noise to noise, and initialises each step from its input."""
         with torch.no_grad():
             self.encode(x, self.embed(context), visit=lambda step, value: step.initialize(value))
 
     def shapes(self, event_shape: Shape) -> Iterator[tuple[Step, Shapes]]:
-        """Each step, and the event shapes that reach it for data of this event shape."""
+        """Each step, and the event shapes of its input for data of this event shape."""
         stack = [event_shape]
         for step in self.steps:
             shapes, stack = tuple(stack[-step.takes :]), stack[: -step.takes]
@@ -181,19 +181,19 @@ class Plan:
     def log_dets(
         self, event_shape: Shape, like: Tensor, without: Collection[LinearStep] = ()
     ) -> Iterator[tuple[LinearStep, Tensor | float]]:
-        """log|det| of each linear step, for data of this event shape. The O(D^3) work is here, and only here."""
+        """log|det| of each linear step, for data of this event shape. All O(D^3) work is here."""
         for step, shapes in self.shapes(event_shape):
             if isinstance(step, LinearStep) and step not in without:
                 try:
                     yield step, step.log_det(shapes, like)
-                except SingularError:  # the layer saw it first; log_z says which layers these are
+                except SingularError:  # log_z lists all singular layers
                     yield step, float("-inf")
 
     def log_z(self, event_shape: Shape, like: Tensor, without: Collection[LinearStep] = ()) -> Tensor:
-        """Computes log Z (Eq. 9), a scalar on the device and in the dtype of ``like``; of all linear steps but some.
+        """Computes log Z (Eq. 9), a scalar with the device and dtype of ``like``, of all linear steps but ``without``.
 
         Raises:
-            SingularError: If a linear step has no finite log-determinant; it names every such step.
+            SingularError: If a linear step has no finite log-determinant; the message names every such step.
         """
         terms = [
             (step, torch.as_tensor(value, dtype=like.dtype, device=like.device).reshape(()))
@@ -223,14 +223,14 @@ class Plan:
         return stack[0]
 
     def refuse(self) -> None:
-        """Raises :class:`UnsupportedStepError`, listing every step that cannot be part of an energy as it is now."""
+        """Raises :class:`UnsupportedStepError`, listing every step that cannot be part of an energy in its mode."""
         refused = []
         for part in self._doubtful:  # type: ignore[attr-defined]  # plain loops: torch.compile traces them
             why = part.refusal()
             if why is not None:
                 refused.append(f"{part.where}: {why}")
-        for question in self._embedding:  # type: ignore[attr-defined]
-            why = question()
+        for refusal in self._embedding:  # type: ignore[attr-defined]
+            why = refusal()
             if why is not None:
                 refused.append(f"the network that embeds the context {why}")
         if refused:

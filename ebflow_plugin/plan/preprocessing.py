@@ -2,8 +2,8 @@ r"""Fixed preprocessing in front of a flow, and where the matched variable begin
 
 Logit and similar steps have derivatives that explode at the edges of their domain. Score matching of the variable
 *after* them, :math:`x_k = g_k \circ \dots \circ g_1(x)` with :math:`g_k` the last such step, trains well where score
-matching of x does not (Section 4.2 and Table 3 of the paper). The density of x is the same either way: the log-dets
-of the steps in front are added back in ``log_prob``.
+matching of x does not (Section 4.2 and Table 3 of the paper). The density of x is the same either way: ``log_prob``
+includes the log-dets of the preprocessing.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ __all__ = [
 
 
 class Dequantize(nn.Module):
-    r"""Integers 0 to ``levels - 1``, made continuous: v = (x + u) / levels, with noise u in (0, 1) drawn at each call.
+    r"""Dequantises integers 0 to ``levels - 1``: v = (x + u) / levels, with noise u in (0, 1) drawn at each call.
 
     With q the density of u, the mean of :math:`\log p(v) - D \log(\text{levels}) - \log q(u)` over u is a lower bound
     on the log-probability of the integers, and ``log_prob`` returns it for the u that it draws: ``-log_prob`` in bits
-    is what papers report (q = 1 for uniform noise; variational dequantisation otherwise). Two noises compare as two
-    bounds on the same number.
+    is what papers report (q = 1 for uniform noise; variational dequantisation otherwise). Different noises yield
+    different bounds on the same quantity.
 
-    - ``"uniform"``: the tightest bound for a density that is flat inside of each level. The density of v jumps at every
-      level, which biases what integrates by parts over the data, SM and SSM; not DSM, ML and SML.
-    - ``"smooth"``: u is the sigmoid of a standard normal number, so that q and all of its derivatives vanish at the
+    - ``"uniform"``: the tightest bound for a density that is flat inside each level. The density of v jumps at every
+      level, which biases SM and SSM, since they integrate by parts over the data; not DSM, ML and SML.
+    - ``"smooth"``: u is the sigmoid of a standard normal variable, so that q and all of its derivatives vanish at the
       ends of each level and the density of v has no jumps. Its bound is looser, by 0.19 nats for each dimension where
-      the model's density is flat inside of a level.
+      the model's density is flat inside a level.
 
-    Other values, such as pixels of 8 bits for 32 levels, or grey levels in [0, 1], would give a plausible number. They
-    are refused: on the CPU in every call; on another device, where looking means waiting for it, in the first call (and
-    so before :func:`~ebflow_plugin.fit` takes a step). From then on they become NaN there, which nothing takes for a
-    result: ``fit`` stops and says so, for the training data as for the validation data.
+    Other values, such as 8-bit pixels for 32 levels, or grey levels in [0, 1], would yield a plausible number. They
+    raise an error: on the CPU in every call; on another device, where the check synchronises, in the first call (and so
+    before the first step of :func:`~ebflow_plugin.fit`). After that they become NaN there: ``fit`` stops and reports
+    them, in the training data as in the validation data.
 
     Arguments:
-        levels: How many values there are; 256 for 8-bit images.
+        levels: The number of values; 256 for 8-bit images.
         noise: ``"uniform"`` or ``"smooth"``.
 
     Example:
@@ -74,7 +74,7 @@ class Dequantize(nn.Module):
     """
 
     levels: int
-    noise: str = "uniform"  # that of modules which were pickled before there was another
+    noise: str = "uniform"  # for modules that were pickled before the option existed
 
     def __init__(self, levels: int = 256, noise: str = "uniform") -> None:
         super().__init__()
@@ -82,11 +82,11 @@ class Dequantize(nn.Module):
         self.noise = one_of("noise", noise, ("uniform", "smooth"))
 
     def odd(self, x: Tensor) -> Tensor:
-        """Where x is no integer from 0 to ``levels - 1``; NaN, which stays what it is, does not count."""
+        """Where x is no integer from 0 to ``levels - 1``. NaN, which stays NaN, does not count."""
         return ((x < 0) | (x >= self.levels) | (x != x.floor())) & ~x.isnan()
 
     def refuse(self, x: Tensor) -> None:
-        """Raises if x holds anything but integers from 0 to ``levels - 1``. Waits for the device.
+        """Raises if x holds anything but integers from 0 to ``levels - 1``. Synchronises with the device.
 
         Example:
             >>> Dequantize(32).refuse(torch.tensor([[3.0, 200.0]]))
@@ -99,8 +99,8 @@ class Dequantize(nn.Module):
             first = odd.nonzero()[0].tolist()
             raise InputError(
                 f"x holds {count} of {x.numel()} values that are no integers from 0 to {self.levels - 1}, which "
-                f"Dequantize({self.levels}) takes; the first is {x[tuple(first)].item():g} at {first}. Give the levels "
-                "that the data have, or bring the data to these: (x * levels).floor() for x in [0, 1), "
+                f"Dequantize({self.levels}) takes; the first is {x[tuple(first)].item():g} at {first}. Pass the number "
+                "of levels of the data, or convert the data: (x * levels).floor() for x in [0, 1), "
                 "x * levels // 256 for 8 bits."
             )
 
@@ -112,8 +112,8 @@ class Rescale(nn.Module):
     """Maps the interval ``source`` to the interval from ``low`` to ``high``, elementwise.
 
     Arguments:
-        low: Where the lower end of ``source`` goes.
-        high: Where the upper end goes.
+        low: The image of the lower end of ``source``.
+        high: The image of its upper end.
         source: The interval of the data; [0, 1] after a :class:`Dequantize`.
 
     Example:
@@ -137,14 +137,14 @@ class Rescale(nn.Module):
 
 
 class Standardize(nn.Module):
-    """(x - mean) / std, feature by feature: data of any units become of order one, and the density stays that of x.
+    """(x - mean) / std for each feature, so that data in any units are of order one. The density is still that of x.
 
     The matched variable begins after it, so that the noise of DSM and the finite difference of FDSSM are in units of
-    each feature's standard deviation. Mean and standard deviation are buffers: a state dict holds them.
+    each feature's standard deviation. Mean and standard deviation are buffers, and part of a state dict.
 
     Arguments:
-        mean: What is taken off each feature, with the shape of one data point.
-        std: What each feature is divided by, with the same shape, above zero.
+        mean: The mean of each feature, with the shape of one data point.
+        std: The standard deviation of each feature, with the same shape, above zero.
 
     Raises:
         InputError: If they are not finite, differ in shape, or a standard deviation is not above zero.
@@ -182,12 +182,12 @@ class Standardize(nn.Module):
 
     @classmethod
     def of(cls, rows: Tensor) -> Standardize:
-        """With the mean and standard deviation of data with shape (N, *), N at least 2."""
+        """Creates it from the mean and standard deviation of data with shape (N, *), N at least 2."""
         if not isinstance(rows, Tensor) or rows.dim() < 2 or len(rows) < 2:
             raise InputError("Standardize.of needs data with shape (N, *) and N at least 2")
         wide = rows.detach().double()
         dtype = rows.dtype if rows.is_floating_point() else torch.get_default_dtype()
-        std = torch.where((wide == wide[:1]).all(0), 0.0, wide.std(0))  # of equal numbers, rounding may leave a rest
+        std = torch.where((wide == wide[:1]).all(0), 0.0, wide.std(0))  # rounding can leave a std of equal numbers
         return cls(wide.mean(0).to(dtype), std.to(dtype))
 
     def extra_repr(self) -> str:
@@ -197,7 +197,7 @@ class Standardize(nn.Module):
 class Logit(nn.Module):
     """log(x) - log(1 - x), elementwise, for x in (0, 1).
 
-    Input outside of it gives NaN, and its edges give inf: put a :class:`Rescale` before it.
+    Input outside (0, 1) becomes NaN, and its edges become infinite: put a :class:`Rescale` before it.
 
     Example:
         >>> Logit()
@@ -208,7 +208,7 @@ class Logit(nn.Module):
 class DequantizeStep(LinearStep):
     """A :class:`Dequantize` in front of a flow: its log-det is a constant; smooth noise adds its own log-density."""
 
-    _seen = False  # whether a batch was looked at
+    _seen = False  # whether a batch was checked
     _generator: torch.Generator | None = None
 
     @property
@@ -223,13 +223,13 @@ class DequantizeStep(LinearStep):
         return self.dequantize(x, self._generator)
 
     def drawing(self, generator: torch.Generator | None) -> DequantizeStep:
-        """The same step, whose noise a generator draws."""
+        """The same step, with a generator for its noise."""
         step = copy(self)
         step._generator = generator
         return step
 
     def dequantize(self, x: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor | None]:
-        """Adds noise u, which a generator may draw, and divides; with -log q(u), shape (B,), if u is not uniform."""
+        """Adds noise u and divides by the levels; returns also -log q(u), with shape (B,), if u is not uniform."""
         if not (x.is_meta or transformed()) and (x.device.type == "cpu" or not self._seen):
             self.module.refuse(x)
             self._seen = True
@@ -250,7 +250,7 @@ def _uniform_noise(x: Tensor, generator: torch.Generator | None) -> tuple[Tensor
 
 
 def _smooth_noise(x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-    """Draws u = sigmoid(t), t standard normal; with -log q(u) = t²/2 + log(2π)/2 + log u + log(1 - u), summed."""
+    """Draws u = sigmoid(t), t standard normal, and computes -log q(u) = t²/2 + log(2π)/2 + log u + log(1 - u)."""
     t = gaussian_like(x, generator)
     surplus = 0.5 * t.square() + 0.5 * log(2.0 * pi) + F.logsigmoid(t) + F.logsigmoid(-t)
     return torch.sigmoid(t), surplus.flatten(1).sum(1)
@@ -284,7 +284,7 @@ class StandardizeStep(LinearStep):
 
     @property
     def sensitive(self) -> bool:
-        return True  # its scales differ by any factor: one length of noise fits all features after it alone
+        return True  # only after it do all features have the same scale, so that one noise level fits them
 
     def apply(self, x: Tensor) -> Tensor:
         return (x - self.module.mean.to(x)) / self.module.std.to(x)
@@ -344,17 +344,17 @@ def preprocessing_steps(modules: Sequence[Any]) -> tuple[Step, ...]:
 
 
 def boundary(plan: Plan, match_after: str | int | None) -> int:
-    """How many leading steps of a plan are preprocessing: the matched variable begins after them.
+    """The number of leading steps of a plan that are preprocessing: the matched variable begins after them.
 
     Arguments:
         plan: The whole plan.
         match_after: ``"auto"`` for the longest leading run of steps without parameters that ends in a numerically
-            sensitive one; the path or the index of the last preprocessing step; None for none (but for a
-            :class:`Dequantize`, which is always in front). Whether parameters are frozen decides nothing here: a
-            flow that is frozen, or fine-tuned in its last layer alone, has the same objective.
+            sensitive one; the path or the index of the last preprocessing step; None for no preprocessing (except a
+            :class:`Dequantize`, which always is). It does not matter whether parameters are frozen: a flow that is
+            frozen, or fine-tuned only in its last layer, has the same objective.
 
     Raises:
-        InputError: If the steps of the prefix leave more than one tensor.
+        InputError: If the prefix returns more than one tensor.
         UnknownNameError: If the flow has no such step.
     """
     noisy = int(bool(plan.steps) and isinstance(plan.steps[0], DequantizeStep))  # integers have no score
@@ -381,24 +381,24 @@ def boundary(plan: Plan, match_after: str | int | None) -> int:
             raise UnknownNameError(f"match_after names no step {match_after!r}. {suggest(str(match_after), paths)}")
         count = inside[-1] + 1
     if any(step.takes != 1 or step.gives != 1 for step in plan.steps[:count]):
-        raise InputError(f"match_after={match_after!r} stands after a split: the matched variable must be one tensor")
+        raise InputError(f"match_after={match_after!r} is after a split: the matched variable must be one tensor")
     return count
 
 
 def refuse_trainable(prefix: Plan) -> None:
-    """Refuses to go on with a prefix that has trainable parameters.
+    """Raises if the preprocessing has trainable parameters, which would never be trained.
 
-    Asked at each loss, since a user may unfreeze them at any time.
+    Called for each loss, since a user may unfreeze parameters at any time.
 
     Raises:
-        InputError: If a step has such parameters, which would never be trained; it lists all of them.
+        InputError: If a step has such parameters; the message lists all of these steps.
     """
-    trained = [step.where for step in prefix.steps if any(p.requires_grad for p in _parameters(step))]
-    if trained:
+    trainable = [step.where for step in prefix.steps if any(p.requires_grad for p in _parameters(step))]
+    if trainable:
         raise InputError(
-            f"match_after puts {len(trained)} steps with trainable parameters in front of the matched variable, where "
-            "they would never be trained\n  " + "\n  ".join(trained) + "\nChoose an earlier step, or freeze them with "
-            "requires_grad_(False)."
+            f"match_after puts {len(trainable)} steps with trainable parameters in front of the matched variable, "
+            "where they would never be trained\n  " + "\n  ".join(trainable) + "\nChoose an earlier step, or freeze "
+            "them with requires_grad_(False)."
         )
 
 

@@ -1,6 +1,6 @@
-"""Registries: by exact type for the classes of steps, by name for everything that is chosen by a string.
+"""Registries: by exact type for classes, by name for everything that is chosen by a string.
 
-Both refuse duplicates, and say which names are near or valid.
+Both refuse duplicates. Errors suggest similar names and list the valid ones.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ __all__ = ["NameRegistry", "TypeRegistry", "altered_part", "changes_the_map", "h
 
 T = TypeVar("T")
 
-# What a subclass may define without changing the map that its parent stands for.
+# Methods that a subclass may override without changing the map of its parent.
 _HARMLESS = frozenset({"extra_repr", "train", "eval", "state_dict", "load_state_dict"})
-# Of the special methods, those that change it.
+# The special methods that change it.
 _DECIDING = frozenset({"__call__", "__getattr__", "__getattribute__"})
 
 
@@ -38,13 +38,13 @@ class NameRegistry(Generic[T]):
         self._values: dict[str, T] = {}
 
     def add(self, name: str, value: T, force: bool = False) -> None:
-        """Registers a value; a name that is taken needs ``force=True``."""
+        """Registers a value; an existing name needs ``force=True``."""
         if name in self._values and not force:
             raise EBFlowError(f"{self.kind} {name!r} is registered already; pass force=True to replace it")
         self._values[name] = value
 
     def get(self, name: str) -> T:
-        """Returns a value, or raises :class:`UnknownNameError` with the near and the valid names."""
+        """Returns a value, or raises :class:`UnknownNameError` with similar and valid names."""
         try:
             return self._values[name]
         except KeyError:
@@ -69,7 +69,7 @@ class TypeRegistry(dict[type, T]):
         self.kind = kind
 
     def add(self, cls: type, value: T, force: bool = False) -> None:
-        """Registers a value; a type that is taken needs ``force=True``."""
+        """Registers a value; an existing type needs ``force=True``."""
         if not isinstance(cls, type):
             raise EBFlowError(f"a {self.kind} is registered for a class, not for {cls!r}")
         if cls in self and not force:
@@ -77,12 +77,12 @@ class TypeRegistry(dict[type, T]):
         self[cls] = value
 
     def remove(self, cls: type) -> None:
-        """Forgets a type."""
+        """Removes a type, if it is registered."""
         self.pop(cls, None)
 
 
 def resolve(module: Any, find: Callable[[type], T | None]) -> tuple[T | None, str]:
-    """Finds what is registered for a module's class, or for a parent whose map the class leaves as it is.
+    """Finds the value registered for a module's class, or for a parent whose map the class does not change.
 
     Returns:
         The value, or None with the reason.
@@ -111,7 +111,7 @@ def has_hooks(module: Any) -> bool:
 
 
 def altered_part(module: Any) -> str | None:
-    """Names a module inside of a module that somebody hooked or patched; None if all act as their classes do.
+    """The path of a hooked or patched submodule; None if all submodules act as their classes do.
 
     Example:
         >>> net = nn.Sequential(nn.Tanh())
@@ -124,10 +124,10 @@ def altered_part(module: Any) -> str | None:
 
 
 def changes_the_map(module: Any, parent: type) -> str | None:
-    """Names a method of ``parent`` that the module's class, or the module itself, overrides; None if it does not.
+    """The name of a method of ``parent`` that the module's class, or the module itself, overrides; None if none is.
 
-    Any method counts, not ``forward`` and ``inverse`` alone: a parent's ``forward`` calls others of its methods. Of
-    the methods with underscores on both sides those that decide what a call, or an attribute, is.
+    Any method counts, not only ``forward`` and ``inverse``, since a parent's ``forward`` may call it. Of the special
+    methods, only those that change calls or attribute access count.
 
     Example:
         >>> class Doubled(nn.Tanh):

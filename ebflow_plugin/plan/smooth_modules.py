@@ -1,7 +1,7 @@
-"""What is known about the modules and functions that networks are made of: what each does to the score.
+"""Tables of the smoothness of the modules and functions that networks are made of.
 
-Whatever is not in these tables is unknown. The classes of torch.nn are classified by measurement: a test goes through
-all of them and looks for jumps of the value and of its slope.
+Anything outside these tables is unknown. The classes of torch.nn are classified by measurement: a test searches each of
+them for jumps of the value and of its slope.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["FUNCTIONS", "Smoothness", "known_smoothness", "see_into", "worst_of"
 
 
 class Smoothness(str, Enum):
-    """What a step does to the score. Objectives that integrate by parts need a continuous one (contract 9)."""
+    """The smoothness of a step. Objectives that integrate by parts need a continuous score (contract 9)."""
 
     SMOOTH = "smooth"
     KINKED = "score jumps"
@@ -29,20 +29,20 @@ class Smoothness(str, Enum):
     __str__ = str.__str__
 
 
-def worst_of(found: Iterable[Smoothness]) -> Smoothness:
-    """The smoothness of what is made of parts.
+def worst_of(parts: Iterable[Smoothness]) -> Smoothness:
+    """The smoothness of a composition: the worst of its parts.
 
     Example:
         >>> str(worst_of([Smoothness.SMOOTH, Smoothness.UNKNOWN, Smoothness.KINKED]))
         'score jumps'
     """
-    kinds = set(found)
+    kinds = set(parts)
     order = (Smoothness.FALSE, Smoothness.JUMPS, Smoothness.KINKED, Smoothness.UNKNOWN)
     return next((kind for kind in order if kind in kinds), Smoothness.SMOOTH)
 
 
 _SMOOTH_MODULES = (
-    # what only arranges, pads or moves
+    # containers, padding and reordering
     *(nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict, nn.Identity, nn.Flatten),
     *(nn.Unflatten, nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle, nn.Fold, nn.Unfold, nn.ZeroPad1d),
     *(nn.ZeroPad2d, nn.ZeroPad3d, nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d, nn.ReflectionPad1d),
@@ -56,7 +56,7 @@ _SMOOTH_MODULES = (
     # activations with a continuous slope
     *(nn.CELU, nn.GELU, nn.GLU, nn.LogSigmoid, nn.LogSoftmax, nn.Mish, nn.SiLU, nn.Sigmoid, nn.Softmax, nn.Softmax2d),
     *(nn.Softmin, nn.Softplus, nn.Softsign, nn.Tanh, nn.Tanhshrink, nn.MultiheadAttention),
-    # normalisations and dropout, which are refused in a mode where they are no function of one sample
+    # normalisations and dropout, which are refused in modes where they are no function of a single sample
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d),
     *(nn.InstanceNorm3d, nn.LayerNorm, nn.GroupNorm, nn.LocalResponseNorm, nn.CrossMapLRN2d, nn.Dropout),
     *(nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout),
@@ -88,8 +88,8 @@ _MODULES: dict[type, Callable[[Any], Smoothness]] = {
     **_BY_OPTION,
 }
 
-# Networks that keep their activations as modules or attributes, where they are looked at: names of classes by package,
-# since users hold copies of a library under several. Adapters add those of their libraries.
+# Networks whose activations are all modules or attributes, which can be inspected: class names by package, since
+# libraries are copied into several packages. Adapters add those of their libraries.
 _NETWORKS: dict[str, set[str]] = {"ebflow_plugin": {"Smooth"}}
 _EVERY = "*"
 
@@ -112,7 +112,7 @@ FUNCTIONS: dict[Any, Smoothness] = {
 
 
 def known_smoothness(cls: type) -> Callable[[Any], Smoothness] | None:
-    """What tells the smoothness of a module of exactly this class, apart from what is inside of it; None if unknown.
+    """A function for the smoothness of modules of exactly this class, without their submodules; None if unknown.
 
     Example:
         >>> str(known_smoothness(nn.ELU)(nn.ELU(alpha=0.5))), known_smoothness(nn.Transformer)
@@ -120,20 +120,20 @@ def known_smoothness(cls: type) -> Callable[[Any], Smoothness] | None:
     """
     if cls in _MODULES:
         return _MODULES[cls]
-    seen = _NETWORKS.get(cls.__module__.partition(".")[0], ())
-    if cls.__name__ in seen or _EVERY in seen:
+    inspectable = _NETWORKS.get(cls.__module__.partition(".")[0], ())
+    if cls.__name__ in inspectable or _EVERY in inspectable:
         return lambda module: Smoothness.SMOOTH
     return None
 
 
 def see_into(packages: Iterable[str], *networks: str) -> None:
-    """Says that networks keep their activations where they can be seen: as modules, or as attributes.
+    """Declares that networks hold all of their activations as modules or attributes, where they can be inspected.
 
-    An adapter says so about its library. All other networks are of unknown smoothness.
+    Adapters declare this for the networks of their libraries. All other networks have unknown smoothness.
 
     Arguments:
-        packages: The packages that the classes come from.
-        networks: The names of the classes; all of the packages by default.
+        packages: The packages of the classes.
+        networks: The names of the classes; all classes of the packages by default.
 
     Example:
         >>> see_into(["my_flows"], "MyResidualNet")

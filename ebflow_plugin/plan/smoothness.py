@@ -1,7 +1,7 @@
-"""What the networks inside a step mean for the energy: are they deterministic, and is their score continuous.
+"""Inspection of the networks inside a step: whether they are smooth, and whether they are deterministic.
 
-Couplings and autoregressive steps are as smooth as the network that conditions them, and as steady: batch norm in
-training mode couples the samples of a batch, dropout makes the energy random.
+Couplings and autoregressive steps are as smooth as the network that conditions them, and as deterministic: batch norm
+in training mode couples the samples of a batch, and dropout makes the energy random.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, functools.partial)
-# What users said about classes of networks of their own: rules.register_nonlinear puts it here.
+# The smoothness of network classes that users registered with register_nonlinear.
 REGISTERED_NETWORKS: TypeRegistry[Smoothness] = TypeRegistry("smoothness")
 _BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
 _INSTANCE_NORMS = (nn.modules.instancenorm._InstanceNorm,)
@@ -36,7 +36,7 @@ _RANDOM_POOLS = (nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
 
 class Ingredient(NamedTuple):
-    """A module inside of a network, or a function that a module holds as an attribute (as nflows' networks do)."""
+    """A submodule of a network, or a function that a module holds as an attribute (as nflows' networks do)."""
 
     path: str
     name: str
@@ -44,39 +44,40 @@ class Ingredient(NamedTuple):
 
 
 def ingredients(module: nn.Module) -> Iterator[Ingredient]:
-    """All that a network is made of, as far as it can be seen: what a ``forward`` calls in its code alone cannot.
+    """The submodules and functions of a network, as far as they can be inspected: not those in the code of ``forward``.
 
-    What is in no table, and nobody taught, is of unknown smoothness. Parametrisations act on weights and do not count.
+    Those outside the tables, and not registered, have unknown smoothness. Parametrisations act on weights and do not
+    count.
     """
     weights = tuple(path for path, part in module.named_modules() if isinstance(part, parametrize.ParametrizationList))
     for path, part in module.named_modules(remove_duplicate=False):
         if any(path == one or path.startswith(f"{one}.") for one in weights) or path.endswith("parametrizations"):
             continue
-        taught = _registered(part)
+        registered = _registered(part)
         known, _ = resolve(part, known_smoothness)
-        if taught is not None:
-            yield Ingredient(path, type(part).__name__, taught)
+        if registered is not None:
+            yield Ingredient(path, type(part).__name__, registered)
         else:
             yield Ingredient(path, type(part).__name__, Smoothness.UNKNOWN if known is None else known(part))
         for name, value in vars(part).items():
             if isinstance(value, _FUNCTIONS):
-                below = f"{path}.{name}".lstrip(".")
+                function_path = f"{path}.{name}".lstrip(".")
                 smoothness = _of_function(value)
-                if taught is None or smoothness != Smoothness.UNKNOWN:
-                    yield Ingredient(below, getattr(value, "__name__", repr(value)), smoothness)
+                if registered is None or smoothness != Smoothness.UNKNOWN:
+                    yield Ingredient(function_path, getattr(value, "__name__", repr(value)), smoothness)
 
 
 def _of_function(value: Any) -> Smoothness:
     try:
         return FUNCTIONS.get(value, Smoothness.UNKNOWN)
-    except TypeError:  # a partial of something that has no hash
+    except TypeError:  # a partial with unhashable arguments
         return Smoothness.UNKNOWN
 
 
 def kinked_parts(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """Finds ReLU-like activations: modules, and functions held as an attribute.
+    """Finds ReLU-like activations: modules, and functions held as attributes.
 
-    Gives the dotted path and the activation's name.
+    Yields the dotted path and the activation's name.
 
     Example:
         >>> list(kinked_parts(nn.Sequential(nn.Linear(2, 2), nn.ReLU())))
@@ -90,10 +91,9 @@ def kinked_parts(module: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def opaque_parts(module: nn.Module) -> Iterator[str]:
-    """Finds what nobody knows: modules with a ``forward`` of somebody's own, and functions that are in no table.
+    """Finds parts of unknown smoothness: modules with a custom ``forward``, and functions outside the tables.
 
-    A class that :func:`ebflow_plugin.register_nonlinear` was told about is no secret any more; what is inside of it is
-    looked at all the same.
+    A class registered with :func:`ebflow_plugin.register_nonlinear` is known; its submodules are still inspected.
 
     Example:
         >>> class Mine(nn.Module):
@@ -118,12 +118,12 @@ def smoothness_of(module: Any) -> Smoothness:
 
 
 def _registered(part: nn.Module) -> Smoothness | None:
-    """What was said about the class of a network, or about a parent that it does not change."""
+    """The registered smoothness of the class of a network, or of a parent whose map it does not change."""
     return resolve(part, REGISTERED_NETWORKS.get)[0]
 
 
 def stochastic_parts(module: Any) -> list[Callable[[], str | None]]:
-    """Finds what is random, or couples samples, inside a module: one question each, which answers with the reason.
+    """Finds submodules that may be random or couple samples: one function each, which returns the reason or None.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
@@ -134,12 +134,12 @@ def stochastic_parts(module: Any) -> list[Callable[[], str | None]]:
     """
     if not isinstance(module, nn.Module):
         return []
-    questions: list[Callable[[], str | None]] = []
+    refusals: list[Callable[[], str | None]] = []
     for path, part in module.named_modules():
-        for kinds, ask in _UNSTEADY:
+        for kinds, refusal in _STOCHASTIC:
             if isinstance(part, kinds):
-                questions.append(functools.partial(ask, part, f"{type(part).__name__} at {path!r}"))
-    return questions
+                refusals.append(functools.partial(refusal, part, f"{type(part).__name__} at {path!r}"))
+    return refusals
 
 
 def _batch_norm_refusal(part: Any, name: str) -> str | None:
@@ -161,7 +161,7 @@ def _dropout_refusal(part: Any, name: str) -> str | None:
 
 
 def _random_inside_refusal(part: Any, name: str) -> str | None:
-    """Dropout that is no module: in attention, and between the layers of a recurrent network."""
+    """Dropout that is no submodule: in attention, and between the layers of a recurrent network."""
     return _random(part, name, part.dropout if getattr(part, "num_layers", 2) > 1 else 0.0)
 
 
@@ -183,7 +183,7 @@ def _random_pool_refusal(part: Any, name: str) -> str | None:
     return None
 
 
-_UNSTEADY: tuple[tuple[tuple[type, ...], Callable[[Any, str], str | None]], ...] = (
+_STOCHASTIC: tuple[tuple[tuple[type, ...], Callable[[Any, str], str | None]], ...] = (
     (_BATCH_NORMS, _batch_norm_refusal),
     (_INSTANCE_NORMS, _instance_norm_refusal),
     (_DROPOUTS, _dropout_refusal),

@@ -1,8 +1,8 @@
-r"""The singular values of full linear layers: estimated cheaply, watched, and kept away from zero on request.
+r"""The singular values of full linear layers: cheap estimates, monitoring, and a penalty on small ones.
 
-Score matching, unlike likelihood, has no term that pushes determinants away from zero, so that a full layer can drift
-to a singular one while the loss falls. Here the layers are seen through products with vectors alone: :math:`O(D^2)`
-each for a dense layer, and a convolution each for a convolution.
+Score matching, unlike likelihood, has no term that pushes determinants away from zero, so a full layer can become
+singular while the loss falls. All of this needs only products with vectors: :math:`O(D^2)` each for a dense layer, and
+one convolution each for a convolution.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ __all__ = ["ConditionWatch", "FullLayer", "Spectrum", "conditioning_penalty", "e
 
 LANCZOS_STEPS = 32
 CG_STEPS = 12
-NEAR_SINGULAR = 1e4  # the condition number that a ConditionWatch warns at
-SMALL = 0.01  # the penalty acts on singular values below this share of their root mean square
+NEAR_SINGULAR = 1e4  # the condition number above which a ConditionWatch warns
+SMALL = 0.01  # the penalty acts on singular values below this fraction of their root mean square
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class FullLayer:
 
     Attributes:
         step: The step of the plan.
-        shape: The event shape that it takes.
+        shape: The event shape of its input.
         product: W v for a batch of one, differentiable in the layer's parameters.
     """
 
@@ -58,14 +58,14 @@ class FullLayer:
 
 @dataclass(frozen=True)
 class Spectrum:
-    """Estimates of the extreme singular values of a layer: from below for the largest, from above for the smallest."""
+    """Estimates of the extreme singular values: a lower bound of the largest, an upper bound of the smallest."""
 
     largest: float
     smallest: float
 
     @property
     def condition(self) -> float:
-        """The condition number, estimated from below."""
+        """A lower bound of the condition number."""
         return self.largest / self.smallest if self.smallest > 0 else float("inf")
 
 
@@ -74,21 +74,21 @@ class ConditionWatch:
 
     Arguments:
         layers: The layers.
-        limit: The condition number to warn at.
-        advice: The end of the warning.
+        limit: The condition number above which it warns.
+        advice: The last line of the warning.
     """
 
     def __init__(self, layers: Sequence[FullLayer], limit: float = NEAR_SINGULAR, advice: str = "") -> None:
         self.layers, self.limit, self.advice = list(layers), limit, advice
         self._warned: set[str] = set()
 
-    def look(self, step: int) -> dict[str, Spectrum]:
-        """Estimates the spectrum of each layer, by its path, at a step of the training."""
-        found: dict[str, Spectrum] = {}
+    def check(self, step: int) -> dict[str, Spectrum]:
+        """Estimates the spectrum of each layer, by path, at a training step, and warns."""
+        spectra: dict[str, Spectrum] = {}
         lines = []
         for layer in self.layers:
             path = layer.step.path
-            spectrum = found[path] = estimate_spectrum(layer)
+            spectrum = spectra[path] = estimate_spectrum(layer)
             near = isnan(spectrum.condition) or spectrum.condition > self.limit
             if near and path not in self._warned:
                 self._warned.add(path)
@@ -103,7 +103,7 @@ class ConditionWatch:
                 ConditioningWarning,
                 stacklevel=3,
             )
-        return found
+        return spectra
 
 
 def full_layers(plan: Plan, event_shape: Shape) -> list[FullLayer]:
@@ -121,23 +121,23 @@ def full_layers(plan: Plan, event_shape: Shape) -> list[FullLayer]:
         >>> [layer.step.path for layer in full_layers(model.plan, (3,))]
         ['_transform']
     """
-    found = []
+    layers = []
     for step, shapes in plan.shapes(event_shape):
         if isinstance(step, MatrixStep):
-            found.append(FullLayer(step, (step.weight().shape[0],), _matrix_product(step)))
+            layers.append(FullLayer(step, (step.weight().shape[0],), _matrix_product(step)))
         elif isinstance(step, FullStep):
             shape = step.inverse_shapes(shapes)[0] if step.inverted else shapes[0]
             features: int | None = getattr(step.module, "features", None)
-            found.append(FullLayer(step, shape if features is None else (features,), _full_product(step)))
-    return [layer for layer in found if any(True for _ in layer.step.module.parameters())]
+            layers.append(FullLayer(step, shape if features is None else (features,), _full_product(step)))
+    return [layer for layer in layers if any(True for _ in layer.step.module.parameters())]
 
 
 def estimate_spectrum(layer: FullLayer, steps: int = LANCZOS_STEPS) -> Spectrum:
     r"""Estimates the largest and the smallest singular value by Golub-Kahan bidiagonalisation.
 
-    With k products with W and k with its transpose, :math:`O(k D^2)`: exact for D ≤ k, and good where the extreme ones
-    stand apart from the others, which is how a layer becomes singular. A crowd of small singular values is seen, but
-    the smallest of them is overestimated. No factorisation.
+    It takes k products with W and k with its transpose, :math:`O(k D^2)`, and no factorisation. It is exact for D ≤ k,
+    and accurate if the extreme singular values are well separated, as they are when a layer becomes singular. A cluster
+    of small singular values is detected, but the smallest of them is overestimated.
 
     Example:
         >>> import ebflow_plugin as ebf
@@ -161,17 +161,17 @@ def estimate_spectrum(layer: FullLayer, steps: int = LANCZOS_STEPS) -> Spectrum:
 
 
 def conditioning_penalty(layers: list[FullLayer], generator: Generator | None = None) -> Tensor:
-    r"""How many singular values are near zero: a smooth penalty, estimated with one probe for each layer.
+    r"""A smooth count of the singular values near zero, as a penalty, estimated with one probe for each layer.
 
     .. math:: \sum_{\text{layers}} \operatorname{tr}\left[\delta\,(W^T W + \delta I)^{-1}\right]
               = \sum_{\text{layers}} \sum_i \frac{\delta}{\sigma_i^2 + \delta}, \qquad
               \delta = 10^{-4} \cdot \frac1D \sum_i \sigma_i^2
 
-    A singular value at zero counts 1, one at a hundredth of the root mean square ½, a healthy one nothing: layers in
-    good condition are left alone. The trace is estimated without bias by :math:`\delta\, v^T y` with a random sign
-    vector v and :math:`y = (W^T W + \delta I)^{-1} v` from a few steps of conjugate gradients, and its gradient by
-    that of :math:`-\delta \|W y\|^2`. :math:`O(D^2)` for each dense layer, and no wait for the device. With few steps
-    of conjugate gradients small singular values in a crowd count for less than they should.
+    A singular value of zero counts 1, one at a hundredth of the root mean square ½, a large one almost nothing:
+    well-conditioned layers are not affected. The trace is estimated without bias by :math:`\delta\, v^T y` with a
+    random sign vector v and :math:`y = (W^T W + \delta I)^{-1} v` from a few steps of conjugate gradients, and its
+    gradient by that of :math:`-\delta \|W y\|^2`. :math:`O(D^2)` for each dense layer, without synchronisation. With
+    few steps of conjugate gradients, clustered small singular values are undercounted.
 
     Arguments:
         layers: The layers.

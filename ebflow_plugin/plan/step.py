@@ -1,6 +1,6 @@
-"""A step: one transform of a flow in the density direction, and the kinds that there are; and the base density.
+"""Step, one transform of a flow in the density direction, and its kinds; and the base density.
 
-A step refers to one module of the user's model, and acts through the module's own parameters.
+A step refers to one module of the user's model, and uses the module's own parameters.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ Shapes = tuple[Shape, ...]
 
 
 class Linearity(str, Enum):
-    """What a step is to the energy."""
+    """The role of a step in the energy."""
 
     LINEAR = "linear"  # affine in x: its log-det is a constant and belongs to log Z
     NONLINEAR = "nonlinear"  # its log-det depends on x (or on the context) and belongs to the energy
-    REFUSED = "refused"  # has no place in an energy
+    REFUSED = "refused"  # cannot be part of an energy
 
     __str__ = str.__str__
 
 
 @dataclass(frozen=True)
 class Expansion:
-    """A step at a point.
+    """The value and the derivatives of a step f at a point x.
 
     Attributes:
         value: f(x).
-        push: Takes the tangent of x to that of the value.
-        pull: Takes the derivative of E in the value to that in x, the step's log-det included.
-        curvature: Takes the derivative of E in the value, and the tangent of x, to what the step adds to the second
-            derivative of E along it, with shape ``(B,)``. None for linear steps, which add nothing.
+        push: The Jacobian-vector product: maps a tangent of x to the tangent of the value.
+        pull: Maps the adjoint of the value, dE/df, to the adjoint of x, dE/dx, including the step's log-det.
+        curvature: Maps the adjoint of the value and a tangent of x to the step's contribution to the second derivative
+            of E along the tangent, with shape ``(B,)``. None for linear steps, which contribute nothing.
         log_det: Computes the log-det, with shape ``(B,)``. None for linear steps.
     """
 
@@ -69,27 +69,27 @@ class Expansion:
 
 
 class Expandable(Protocol):
-    """A step, or an operation that a step is made of: takes tensors from the top of a stack, and leaves others."""
+    """A step, or an operation inside a step: it pops tensors from a stack, and pushes its outputs."""
 
     @property
     def takes(self) -> int:
-        """How many tensors it takes."""
+        """The number of input tensors."""
 
     @property
     def gives(self) -> int:
-        """How many it leaves."""
+        """The number of output tensors."""
 
     def expand(self, x: Any, context: Tensor | None) -> Expansion:
-        """How derivatives pass it."""
+        """The value and the derivatives at x."""
 
 
 @dataclass(frozen=True)
 class BaseExpansion:
-    """The end of an energy: a base density, with all steps before it that have no closed form.
+    """The value and the derivatives of the last term of E: a base density, and steps before it without closed form.
 
     Attributes:
-        energy: Computes what it adds to E, with shape ``(B,)``.
-        slopes: The derivative of that in each tensor which reaches it.
+        energy: Computes its contribution to E, with shape ``(B,)``.
+        slopes: The derivative of that with respect to each input tensor.
         curvatures: The second derivative of that along each tangent.
     """
 
@@ -99,14 +99,14 @@ class BaseExpansion:
 
 
 class Part:
-    """A piece of the user's flow: a step, or the base density.
+    """A part of the user's flow: a step, or the base density.
 
     Attributes:
         module: The user's own object.
-        path: Where it stands in the user's model.
+        path: Its path in the user's model.
     """
 
-    _stochastic: Sequence[Callable[[], str | None]] = ()  # what asks its networks whether they are deterministic now
+    _stochastic: Sequence[Callable[[], str | None]] = ()  # reasons why its networks are not deterministic in their mode
 
     def __init__(self, module: Any, path: str) -> None:
         self.module = module
@@ -114,31 +114,31 @@ class Part:
 
     @property
     def class_name(self) -> str:
-        """The class of the module, as people call it."""
+        """The class of the module, for messages and reports."""
         return type(self.module).__name__
 
     @property
     def where(self) -> str:
-        """Path, class and origin, as error messages show them."""
+        """The path, the class and its package, for messages."""
         return f"{self.path}  {self.class_name} ({type(self.module).__module__})"
 
     @property
     def smoothness(self) -> Smoothness:
-        """What the part does to the score."""
+        """Whether the part's score is continuous."""
         return Smoothness.SMOOTH
 
     @property
     def closed(self) -> bool:
-        """Whether its first and second derivatives are known in closed form, by :meth:`expand`."""
+        """Whether :meth:`expand` computes its first and second derivatives in closed form."""
         return False
 
     def expand(self, x: Any, context: Tensor | None) -> Any:
-        """How derivatives pass the part: an :class:`Expansion` or, of a base, a :class:`BaseExpansion`."""
+        """The value and the derivatives at x: an :class:`Expansion` or, for a base, a :class:`BaseExpansion`."""
         raise NotImplementedError(f"{self.where} has no closed form")
 
     @property
     def conditional(self) -> bool:
-        """Whether it needs a context: by default, whether something inside is named after one."""
+        """Whether it needs a context: by default, whether an attribute inside has a name with ``context``."""
         if not isinstance(self.module, nn.Module):
             return False
         members = (item for one in self.module.modules() for item in (*vars(one).items(), *one._modules.items()))
@@ -146,16 +146,16 @@ class Part:
 
     @property
     def may_be_refused(self) -> bool:
-        """Whether :meth:`refusal` can ever have a reason; a plan asks the others no more."""
+        """Whether :meth:`refusal` can ever return a reason; a plan does not call the others."""
         return bool(self._stochastic) or type(self).refusal is not Part.refusal
 
     def refusal(self) -> str | None:
-        """Says why the part cannot be in an energy in its present mode, or returns None.
+        """Returns why the part cannot be in an energy in its current mode, or None.
 
-        Asked at each call, since ``train()`` and ``eval()`` decide for batch norm and dropout: look at flags only.
+        Called on every evaluation, since ``train()`` and ``eval()`` decide for batch norm and dropout: read only flags.
         """
-        for question in self._stochastic:  # a plain loop: torch.compile traces it
-            why = question()
+        for refusal in self._stochastic:  # a plain loop: torch.compile traces it
+            why = refusal()
             if why is not None:
                 return why
         return None
@@ -164,15 +164,15 @@ class Part:
 class Step(Part, ABC):
     """One transform of a flow, in the density direction.
 
-    A class of steps says how one class of modules acts in *its own* forward direction; ``inverted`` says that data
-    passes through the module's inverse on its way to noise. Steps work on a stack of tensors: nearly all take the
-    top tensor and leave one, a split leaves two, a merge takes two (``takes`` and ``gives``).
+    A class of steps defines how one class of modules acts in the modules' *own* forward direction; ``inverted`` says
+    that data pass through the module's inverse on the way to noise. Steps work on a stack of tensors: nearly all pop
+    one tensor and push one, a split pushes two, a merge pops two (``takes`` and ``gives``).
 
     Attributes:
         inverted: Whether the density direction is the module's inverse.
-        reason: Why the step is linear, nonlinear or refused, for people.
-        cost: What its log-det costs, for people.
-        known: Whether its class is registered. An unknown class keeps its own log-det: exact, only slower.
+        reason: Why the step is linear, nonlinear or refused, for reports.
+        cost: The cost of its log-det, for reports.
+        known: Whether its class is known. An unknown class keeps its own log-det: exact, only slower.
     """
 
     linearity: ClassVar[Linearity]
@@ -194,62 +194,62 @@ class Step(Part, ABC):
         return self.closed_form == "both" or (self.closed_form == "forward" and not self.inverted)
 
     def operations(self, curved: bool = True) -> Sequence[Any] | None:
-        """What derivatives pass one after the other: the step itself, or what it is made of; None for autograd.
+        """The operations with closed-form derivatives that make up the step, or the step itself; None for autograd.
 
         Arguments:
-            curved: Whether second derivatives are wanted. For the gradient alone autograd is as fast through a network.
+            curved: Whether second derivatives are needed. For the gradient alone, autograd is as fast.
         """
         return (self,) if self.closed else None
 
     @property
     def sensitive(self) -> bool:
-        """Whether the derivative explodes at an edge of the domain (logit, log), which MaP looks for."""
+        """Whether the derivative explodes at an edge of the domain (logit, log): MaP matches after such steps."""
         return False
 
     @property
     def initialised(self) -> bool:
-        """Whether no data-dependent initialisation is due."""
+        """Whether the step needs no data-dependent initialisation, or had it."""
         return True
 
     def initialize(self, x: Value) -> None:
-        """Runs the module's data-dependent initialisation on a clean batch, if it has one and it is still due."""
+        """Runs the module's data-dependent initialisation on a batch without added noise, unless it has run."""
 
     def library_flaw(self, shape: Shape) -> str | None:
-        """What is wrong with the library's own log-det for events of this shape, as the end of a sentence; or None."""
+        """The error of the library's own log-det for events of this shape, as the predicate of a sentence; or None."""
         return None
 
     def forward_shapes(self, shapes: Shapes) -> Shapes:
-        """The event shapes that the module's own forward makes of these."""
+        """The output shapes of the module's own forward, for these event shapes."""
         return shapes
 
     def inverse_shapes(self, shapes: Shapes) -> Shapes:
-        """The event shapes that the module's own inverse makes of these."""
+        """The output shapes of the module's own inverse, for these event shapes."""
         return shapes
 
     def encoded_shapes(self, shapes: Shapes) -> Shapes:
-        """The event shapes that :meth:`encode` makes of these."""
+        """The output shapes of :meth:`encode`, for these event shapes."""
         return self.inverse_shapes(shapes) if self.inverted else self.forward_shapes(shapes)
 
     def decoded_shapes(self, shapes: Shapes) -> Shapes:
-        """The event shapes that :meth:`decode` makes of these."""
+        """The output shapes of :meth:`decode`, for these event shapes."""
         return self.forward_shapes(shapes) if self.inverted else self.inverse_shapes(shapes)
 
     @abstractmethod
     def encode(self, x: Any, context: Tensor | None) -> tuple[Any, Tensor | None]:
-        """Moves towards noise. Returns the value and, for nonlinear steps, the log-det with shape ``(B,)``."""
+        """Maps towards noise. Returns the value and, for nonlinear steps, the log-det with shape ``(B,)``."""
 
     @abstractmethod
     def decode(self, z: Any, context: Tensor | None) -> Any:
-        """Moves towards data: the inverse of :meth:`encode`."""
+        """Maps towards data: the inverse of :meth:`encode`."""
 
 
 class Blocks(NamedTuple):
     """The blocks of a matrix that its determinant is computed from.
 
     Attributes:
-        size: Rows of a block; None where no shape is known.
-        number: How many blocks there are.
-        banded: Whether they are bands, which cost less than dense ones.
+        size: The rows of a block; None if the shape is unknown.
+        number: The number of blocks.
+        banded: Whether they are banded, which costs less than dense.
 
     Example:
         >>> str(Blocks(4)), str(Blocks(4, 25)), str(Blocks(784, 1, True)), str(Blocks(None))
@@ -268,7 +268,7 @@ class Blocks(NamedTuple):
         return self.counted()
 
     def counted(self, steps: int = 1) -> str:
-        """As part of a sentence, for a number of steps with such blocks."""
+        """A noun phrase for a number of steps with such blocks."""
         side, number = "D" if self.size is None else str(self.size), self.number * steps
         band = "banded " if self.banded else ""
         return f"{number} {band}determinant{'s' * (number > 1)} of {side} × {side}"
@@ -277,7 +277,7 @@ class Blocks(NamedTuple):
 class LinearStep(Step):
     """A step that is affine in x: its log-det is a constant, and :meth:`encode` never computes it.
 
-    Subclasses give the module's own forward direction: :meth:`apply`, :meth:`invert`, :meth:`log_abs_det`.
+    Subclasses implement the module's own forward direction: :meth:`apply`, :meth:`invert`, :meth:`log_abs_det`.
     """
 
     linearity = Linearity.LINEAR
@@ -285,18 +285,18 @@ class LinearStep(Step):
     cost = "O(D)"
 
     def determinant(self, shapes: Shapes | None) -> int | None:
-        """The size of the dense determinant that ``energy()`` skips; None if the log-det is cheap, or not known.
+        """The size of the dense determinant that ``energy()`` skips; None if the log-det is cheap, or unknown.
 
         Arguments:
-            shapes: The event shapes before the step, if known.
+            shapes: The event shapes of the step's input, if known.
         """
         return None
 
     def blocks(self, shapes: Shapes | None) -> Blocks | None:
-        """The factorisations that its log-det takes, and ``energy()`` skips; None if it takes none.
+        """The factorisations that its log-det needs, and ``energy()`` skips; None if it needs none.
 
         Arguments:
-            shapes: The event shapes before the step, if known.
+            shapes: The event shapes of the step's input, if known.
         """
         size = self.determinant(shapes)
         return None if size is None else Blocks(size)
@@ -314,14 +314,14 @@ class LinearStep(Step):
         """log|det| of :meth:`apply` for inputs with this event shape; differentiable in the parameters."""
 
     def operator(self, shape: Shape) -> Operator | None:
-        """The linear part of :meth:`apply` for inputs with this event shape, as something that multiplies.
+        """The linear part of :meth:`apply`, as an operator, for inputs with this event shape.
 
-        None if the log-det is cheap, or nobody knows.
+        None if the log-det is cheap, or its cost is unknown.
         """
         return None
 
     def own_shape(self, shapes: Shapes) -> Shape:
-        """The event shape that :meth:`apply` takes, from the event shapes before the step."""
+        """The input shape of :meth:`apply`, from the event shapes of the step's input."""
         return self.inverse_shapes(shapes)[0] if self.inverted else shapes[0]
 
     def encode(self, x: Any, context: Tensor | None) -> tuple[Any, Tensor | None]:
@@ -334,17 +334,17 @@ class LinearStep(Step):
         """log|det| of :meth:`encode` for inputs with these event shapes.
 
         Arguments:
-            shapes: The event shapes before the step.
-            like: Has the device and dtype of the data, for steps that must be run to tell.
+            shapes: The event shapes of the step's input.
+            like: A tensor with the device and dtype of the data, for steps whose log-det comes from a forward pass.
         """
         own = self.log_abs_det(self.own_shape(shapes))
         return -own if self.inverted else own
 
 
 class NonlinearStep(Step):
-    """A step whose log-det depends on x (or on the context), as its module computes it.
+    """A step whose log-det depends on x (or on the context), computed by its module.
 
-    Subclasses say how their library calls a module: :meth:`call_forward` and :meth:`call_inverse`.
+    Subclasses call the module in the way of their library: :meth:`call_forward` and :meth:`call_inverse`.
     """
 
     linearity = Linearity.NONLINEAR
@@ -356,11 +356,11 @@ class NonlinearStep(Step):
 
     @abstractmethod
     def call_forward(self, x: Any, context: Tensor | None) -> tuple[Any, Any]:
-        """The module's forward: value, and log-det in whatever form the library has it."""
+        """The module's forward: the value, and the log-det in any form that :func:`per_sample` accepts."""
 
     @abstractmethod
     def call_inverse(self, y: Any, context: Tensor | None) -> tuple[Any, Any]:
-        """The module's inverse: value, and log-det in whatever form the library has it."""
+        """The module's inverse: the value, and the log-det in any form that :func:`per_sample` accepts."""
 
     def encode(self, x: Any, context: Tensor | None) -> tuple[Any, Tensor | None]:
         value, log_det = (self.call_inverse if self.inverted else self.call_forward)(x, context)
@@ -371,10 +371,10 @@ class NonlinearStep(Step):
 
 
 class Base(Part, ABC):
-    """The base density of a flow, over the latents that its last step leaves.
+    """The base density of a flow, over the latents: the outputs of its last steps.
 
     Attributes:
-        shapes: The event shapes of the latents, if the distribution tells them.
+        shapes: The event shapes of the latents, if the distribution defines them.
     """
 
     def __init__(self, module: Any, path: str, shapes: Shapes | None = None) -> None:
@@ -388,14 +388,14 @@ class Base(Part, ABC):
 
     @abstractmethod
     def log_prob(self, latents: tuple[Tensor, ...], context: Tensor | None) -> Tensor:
-        """Log p_u, one value for each sample."""
+        """Log p_u, one value per sample."""
 
     @abstractmethod
     def sample(self, n: int, context: Tensor | None, like: Tensor) -> tuple[Tensor, ...]:
-        """Draws ``n`` latents, one for each row of a context, on the device and in the dtype of ``like``."""
+        """Draws ``n`` latents, one for each row of a context, with the device and dtype of ``like``."""
 
     def mean(self, context: Tensor | None) -> Tensor | float | None:
-        """The mean of a Gaussian, to be broadcast against a batch of latents; None of other densities."""
+        """The mean of a Gaussian, to be broadcast against a batch of latents; None for other densities."""
         return None
 
     def sample_at(self, temperature: float, n: int, context: Tensor | None, like: Tensor) -> tuple[Tensor, ...]:
@@ -413,7 +413,7 @@ class Base(Part, ABC):
 
 
 def own_tensors(module: Any) -> Iterator[Tensor]:
-    """All tensors that a module holds: parameters, buffers, and plain attributes.
+    """All tensors of a module: parameters, buffers, and plain attributes.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""What passes between the steps of a plan: a stack of tensors, and log-dets with one value for each sample."""
+"""The values between the steps of a plan: a stack of tensors, and log-dets with one value per sample."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def per_sample(log_det: Any, x: Tensor) -> Tensor:
     if log_det.numel() == 1:
         return log_det.reshape(()).expand(x.shape[0])
     raise UnsupportedStepError(
-        f"a log-det of shape {tuple(log_det.shape)} came back for a batch of {x.shape[0]}: one value for each sample "
-        f"was expected. Register the class with a log-det of shape (B,)."
+        f"a log-det has shape {tuple(log_det.shape)} for a batch of {x.shape[0]}: expected one value for each sample. "
+        f"Register the class with a log-det of shape (B,)."
     )
 
 
 def pop(stack: list[Tensor], count: int) -> Value:
-    """Takes one tensor, or a tuple of several, from the top of a stack."""
+    """Pops one tensor, or a tuple of several, from a stack."""
     if count == 1:
         return stack.pop()
-    taken = tuple(stack[-count:])
+    popped = tuple(stack[-count:])
     del stack[-count:]
-    return taken
+    return popped
 
 
 def summed(values: Tensor) -> Tensor:

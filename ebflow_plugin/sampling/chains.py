@@ -1,4 +1,4 @@
-"""Langevin chains on the energy of a model: the moves, and the way to the space that they run in and back."""
+"""Langevin chains on the energy of a model: the moves, and the maps to and from the space in which they run."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from ebflow_plugin.sampling.preconditioning import Preconditioner, check_covaria
 
 __all__ = ["Chains", "Moves", "run_chains"]
 
-TARGET = 0.574  # the acceptance at which a Metropolis-adjusted Langevin step goes farthest, in many dimensions
+TARGET = 0.574  # the optimal acceptance rate of Metropolis-adjusted Langevin steps in many dimensions
 
 
 @dataclass(frozen=True)
 class Chains:
-    """What :func:`~ebflow_plugin.sampling.langevin.langevin` found.
+    """The result of :func:`~ebflow_plugin.sampling.langevin.langevin`.
 
     Attributes:
-        samples: Where the chains ended, with shape ``(B, *)``.
-        trajectory: The states that ``thin`` kept, with shape ``(S, B, *)``; None if it kept none.
-        energies: The energy at the start and after each step, burn-in included, with shape
-            ``(burn_in + steps + 1, B)``. It is that of the variable that the chains ran in.
-        acceptance: The share of accepted proposals after the burn-in, with shape ``(B,)``; ones if not adjusted.
+        samples: The last states of the chains, with shape ``(B, *)``.
+        trajectory: Every ``thin``-th state, with shape ``(S, B, *)``; None if there are none.
+        energies: The energy at the start and after each step, including the burn-in, with shape
+            ``(burn_in + steps + 1, B)``. It is that of the variable in which the chains ran.
+        acceptance: The fraction of accepted proposals after the burn-in, with shape ``(B,)``; ones if not adjusted.
         step_sizes: The step size of each chain after the burn-in, with shape ``(B,)``.
     """
 
@@ -47,7 +47,7 @@ class Chains:
 
 @dataclass(frozen=True)
 class Moves:
-    """The options of a run of chains, checked; :func:`~ebflow_plugin.sampling.langevin` says what they mean."""
+    """The checked options of a run of chains; see :func:`~ebflow_plugin.sampling.langevin`."""
 
     steps: int
     step_size: float
@@ -70,14 +70,13 @@ def run_chains(
     x0: Tensor,
     mask: Tensor | None,
     moves: Moves,
-    *,
     context: Tensor | None,
     space: str,
     batch_size: int | None,
     generator: Generator | None,
     progress: bool,
 ) -> Chains:
-    """Takes starts to the space of the chains, runs them a batch at a time, and takes what they found back."""
+    """Maps starts to the space of the chains, runs them a batch at a time, and maps the results back."""
     if batch_size is not None:
         at_least(1, "batch_size", batch_size)
     x0 = model.check(x0.detach() if isinstance(x0, Tensor) else x0, context)
@@ -93,28 +92,29 @@ def run_chains(
             start, rows = x0[part], None if context is None else context[part]
             frozen = None if mask is None else ~mask[part]
             if not mapped:
-                found = _chains(target, start, frozen, rows, moves, generator, progress)
+                result = _chains(target, start, frozen, rows, moves, generator, progress)
             else:
                 u, _ = model.preprocess(start, generator)
                 inside = None if embedded is None else embedded[part]
-                back = _way_back(model, inside)
+                back = _to_data(model, inside)
                 if frozen is not None:
                     _refuse_mixing(u, back, frozen)
-                found = _chains(target, u, frozen, rows, moves, generator, progress)
-                found = replace(
-                    found,
-                    samples=back(found.samples),
-                    trajectory=None if found.trajectory is None else torch.stack([back(u) for u in found.trajectory]),
+                result = _chains(target, u, frozen, rows, moves, generator, progress)
+                states = result.trajectory
+                result = replace(
+                    result,
+                    samples=back(result.samples),
+                    trajectory=None if states is None else torch.stack([back(u) for u in states]),
                 )
-                if frozen is not None:  # the way there and back rounds
-                    found = replace(found, samples=torch.where(frozen, start, found.samples))
-            parts.append(found)
+                if frozen is not None:  # undoes the rounding of the map to the matched variable and back
+                    result = replace(result, samples=torch.where(frozen, start, result.samples))
+            parts.append(result)
     if len(parts) == 1:
         return parts[0]
-    kept = [part.trajectory for part in parts if part.trajectory is not None]
+    trajectories = [part.trajectory for part in parts if part.trajectory is not None]
     return Chains(
         samples=torch.cat([part.samples for part in parts]),
-        trajectory=torch.cat(kept, 1) if kept else None,
+        trajectory=torch.cat(trajectories, 1) if trajectories else None,
         energies=torch.cat([part.energies for part in parts], 1),
         acceptance=torch.cat([part.acceptance for part in parts]),
         step_sizes=torch.cat([part.step_sizes for part in parts]),
@@ -130,7 +130,7 @@ def _chains(
     generator: Generator | None,
     progress: bool,
 ) -> Chains:
-    """Runs the chains in the space of ``target``; frozen entries stay as they are."""
+    """Runs the chains in the space of ``target``; frozen entries do not change."""
     sizes = torch.full_like(x.flatten(1)[:, 0], moves.step_size)
     wide = (-1, *[1] * (x.dim() - 1))
     units = None
@@ -151,10 +151,10 @@ def _chains(
         new = x + (move if units is None else units.push(move))
         new_energy, new_slope = _energy_and_slope(target, new, frozen, context, units)
         if moves.adjusted:
-            # The noise that would have led back, and how likely it is beside the noise that was drawn.
+            # The noise of the reverse move, and its probability relative to that of the forward noise.
             reverse = (0.5 * alpha).sqrt() * (slope + new_slope) - noise
             change = energy - new_energy + 0.5 * (noise.square() - reverse.square()).flatten(1).sum(1)
-            # A proposal without a finite energy lies outside of the support, and has probability zero.
+            # A proposal without a finite energy lies outside the support, and has probability zero.
             chance = torch.where(torch.isfinite(new_energy), change.clamp_max(0.0).exp(), 0.0).nan_to_num(0.0)
             taken = uniform_like(chance, generator) < chance
             x = torch.where(taken.reshape(wide), new, x)
@@ -164,14 +164,14 @@ def _chains(
                 accepted += taken
             elif adapts:
                 sizes = sizes * ((chance - TARGET) * (t + 1) ** -0.5).exp()
-                if t >= moves.burn_in // 2:  # the mean over the second half is steadier than the last value
+                if t >= moves.burn_in // 2:  # the mean over the second half is less noisy than the last value
                     tuned, counted = tuned + sizes.log(), counted + 1
                 if t + 1 == moves.burn_in:
                     sizes = (tuned / counted).exp()
         else:
             if not bool(torch.isfinite(new_energy).all()):
                 raise EBFlowError(
-                    f"an unadjusted chain ran away at step {t + 1}: its energy is not finite. Lower step_size, or use "
+                    f"an unadjusted chain diverged at step {t + 1}: its energy is not finite. Lower step_size, or use "
                     "adjusted=True"
                 )
             x, energy, slope = new, new_energy, new_slope
@@ -194,15 +194,15 @@ def _energy_and_slope(
     return energy.detach(), slope if units is None else units.pull(slope)
 
 
-def _way_back(model: EnergyModel, context: Tensor | None) -> Callable[[Tensor], Tensor]:
+def _to_data(model: EnergyModel, context: Tensor | None) -> Callable[[Tensor], Tensor]:
     return lambda u: model.prefix.decode((u,), context)
 
 
 def _refuse_mixing(u: Tensor, back: Callable[[Tensor], Tensor], frozen: Tensor) -> None:
-    """Refuses preprocessing through which an observed entry depends on a missing one."""
+    """Raises if an observed entry depends on a missing one through the preprocessing."""
     before, after = back(u), back(torch.where(frozen, u, u + 1.0) if frozen.shape == u.shape else u)
     if frozen.shape != u.shape or not torch.equal(before[frozen], after[frozen]):
         raise InputError(
-            "the preprocessing of this model mixes entries, so that a mask of the data is none of the matched "
-            'variable; use space="data"'
+            "the preprocessing of this model mixes entries, so a mask of the data is no mask of the matched variable; "
+            'use space="data"'
         )

@@ -1,4 +1,4 @@
-r"""How far a model is from a density that is known, as in the paper's synthetic experiments."""
+r"""Divergences of a model from a known density, as in the paper's synthetic experiments."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def fisher_divergence(
         model: The model q.
         x: Samples of the true density p, with shape ``(B, *)``.
         true_score: :math:`\nabla \log p(x)`: a tensor with the shape of x, or a function of a batch.
-        context: What the model is conditioned on, with ``B`` rows.
-        batch_size: At most how many samples at a time.
+        context: The context of the model, with ``B`` rows.
+        batch_size: The largest number of samples at a time.
 
     Returns:
         A scalar with ``.std_error``.
@@ -66,10 +66,10 @@ def kl_divergence(
         model: The model q.
         x: Samples of the true density p, with shape ``(B, *)``.
         true_log_prob: :math:`\log p(x)`: a tensor with shape ``(B,)``, or a function of a batch.
-        context: What the model is conditioned on, with ``B`` rows.
-        log_z: The model's log Z, if the exact one is out of reach: a number, or ``model.log_z(method="lanczos")``,
-            whose standard error is counted.
-        batch_size: At most how many samples at a time.
+        context: The context of the model, with ``B`` rows.
+        log_z: The model's log Z, if the exact one is too expensive: a number, or ``model.log_z(method="lanczos")``,
+            whose standard error is included.
+        batch_size: The largest number of samples at a time.
 
     Returns:
         A scalar with ``.std_error``.

@@ -27,10 +27,10 @@ def draw(
     temperature: float = 1.0,
     batch_size: int | None = None,
 ) -> Tensor:
-    """Draws ``n`` samples, or ``n`` for each row of a context: ``(n, *)`` or ``(C, n, *)``. A shape may stand for n.
+    """Draws ``n`` samples, or ``n`` for each row of a context: ``(n, *)`` or ``(C, n, *)``. n may be a shape.
 
-    The noise is drawn at once, since it is no larger than the samples; the steps then take ``batch_size`` rows at a
-    time.
+    The latents are drawn at once, since they are no larger than the samples; the inverses of the steps then process
+    ``batch_size`` rows at a time.
     """
     shape = tuple(at_least(0, "n", size) for size in (n if isinstance(n, (tuple, list)) else (n,)))
     n = prod(shape)
@@ -43,7 +43,7 @@ def draw(
     leading = shape if context is None else (context.shape[0], *shape)
     if n == 0:
         if plan.event_shape is None:
-            raise InputError("n = 0 samples have no known shape: the base density does not tell it")
+            raise InputError("n = 0 samples have no known shape: the base density does not define it")
         return like.new_empty(*leading, *plan.event_shape)
     with seeded_by(generator):
         rows = plan.embed(context)

@@ -36,36 +36,37 @@ def langevin(
 
     .. math:: x \leftarrow x - \alpha \nabla E(x) + \sqrt{2 \alpha}\, z, \qquad z \sim \mathcal{N}(0, I)
 
-    Adjusted, each move is a proposal that Metropolis and Hastings accept or refuse, so that the chains have the
-    density of the model as their limit for any :math:`\alpha`. Unadjusted, as in the paper, the limit is off by
+    Adjusted, each move is a proposal with a Metropolis-Hastings correction, so that the stationary density of the
+    chains is that of the model for any :math:`\alpha`. Unadjusted, as in the paper, it has a bias of
     :math:`O(\alpha)`.
 
     Cost: one energy and its gradient for each step and chain, :math:`O(D^2)` for a full linear layer; no determinant.
 
     Arguments:
-        model: What :func:`~ebflow_plugin.wrap` returns.
+        model: A wrapped flow (:func:`~ebflow_plugin.wrap`).
         x0: The starts, with shape ``(B, *)``, in data space.
-        steps: How many steps after the burn-in.
-        step_size: :math:`\alpha`, at the beginning.
-        context: What the model is conditioned on, with ``B`` rows.
-        adjusted: Whether moves are accepted or refused.
-        burn_in: How many steps before the others.
-        adapt: Whether each chain tunes its own step size during the burn-in, to an acceptance of 0.574; adjusted chains
-            alone. The step size is fixed after it, so that the limit is right.
-        covariance: Moves are in its units: with :math:`L L^\top` this ``(D, D)`` matrix, :math:`\nabla E` becomes
-            :math:`L L^\top \nabla E` and z becomes L z. The limit stays; if it is about the covariance of the
-            (flattened) variable that the chains run in, ill-scaled densities take tens of steps and not thousands.
-        space: ``"matched"``: the chains run in the variable after the model's preprocessing and are mapped back,
-            which knows no edges; ``"data"``: in the data's own. They are the same for a model without preprocessing,
-            and adjusted chains have the same limit in either.
-        thin: Keeps every such state after the burn-in; None keeps the last alone.
-        batch_size: At most how many chains at a time.
-        generator: Draws everything random.
-        progress: Shows a bar.
+        steps: The number of steps after the burn-in.
+        step_size: The initial :math:`\alpha`.
+        context: The context of the model, with ``B`` rows.
+        adjusted: Whether to apply the Metropolis-Hastings correction.
+        burn_in: The number of burn-in steps.
+        adapt: Whether each adjusted chain tunes its own step size during the burn-in, to an acceptance rate of 0.574.
+            The step size is fixed afterwards, which keeps the stationary density.
+        covariance: A preconditioner: with :math:`L L^\top` this ``(D, D)`` matrix, :math:`\nabla E` becomes
+            :math:`L L^\top \nabla E` and z becomes L z. The stationary density does not change. If it is close to the
+            covariance of the (flattened) variable of the chains, ill-scaled densities take tens of steps in place of
+            thousands.
+        space: ``"matched"``: the chains run in the variable after the model's preprocessing, which has no boundaries,
+            and are mapped back; ``"data"``: they run in data space. Without preprocessing both are the same, and
+            adjusted chains have the same stationary density in either.
+        thin: Returns every ``thin``-th state after the burn-in as the trajectory; None returns only the last states.
+        batch_size: The largest number of chains at a time.
+        generator: The source of all randomness.
+        progress: Shows a progress bar.
 
     Raises:
-        InputError: If an option or a start is not what it should be.
-        EBFlowError: If an unadjusted chain runs away.
+        InputError: If an option or a start is invalid.
+        EBFlowError: If an unadjusted chain diverges.
 
     Example:
         >>> import ebflow_plugin as ebf
@@ -74,19 +75,9 @@ def langevin(
         >>> langevin(model, torch.zeros(3, 2), steps=5, step_size=0.1).samples.shape
         torch.Size([3, 2])
     """
-    refuse_other_models("langevin", model)
-    _check_space(model, space)
-    return run_chains(
-        model,
-        x0,
-        None,
-        Moves(steps, step_size, burn_in, adjusted, adapt, thin, covariance),
-        context=context,
-        space=space,
-        batch_size=batch_size,
-        generator=generator,
-        progress=progress,
-    )
+    _check("langevin", model, space)
+    moves = Moves(steps, step_size, burn_in, adjusted, adapt, thin, covariance)
+    return run_chains(model, x0, None, moves, context, space, batch_size, generator, progress)
 
 
 def impute(
@@ -113,28 +104,28 @@ def impute(
     .. math::
         x_M \leftarrow x_M - \alpha \nabla_{x_M} E(x_O, x_M) + \sqrt{2 \alpha}\, z
 
-    The limit is the model's :math:`p(x_M \mid x_O)`, without any training for it. The observed entries of the result
-    are those of x, bit by bit.
+    The stationary density is the model's :math:`p(x_M \mid x_O)`, without training for it. The observed entries of the
+    result are exactly those of x.
 
     Cost: one energy and its gradient for each step and chain.
 
     Arguments:
-        model: What :func:`~ebflow_plugin.wrap` returns.
+        model: A wrapped flow (:func:`~ebflow_plugin.wrap`).
         x: Data, with shape ``(B, *)``.
         mask: True where an entry is missing, with the shape of x, or of one of its rows for the same entries in all.
-        steps: How many steps after the burn-in.
-        step_size: :math:`\alpha`, at the beginning.
-        chains: How many chains for each row of x.
-        init: Where the missing entries start, with the shape of x; by default as they stand in x.
-        context: What the model is conditioned on, with ``B`` rows.
+        steps: The number of steps after the burn-in.
+        step_size: The initial :math:`\alpha`.
+        chains: The number of chains for each row of x.
+        init: The initial values of the missing entries, with the shape of x; by default those of x.
+        context: The context of the model, with ``B`` rows.
         adjusted: As for :func:`langevin`.
         burn_in: As for :func:`langevin`.
         adapt: As for :func:`langevin`.
-        covariance: As for :func:`langevin`, of all entries; what is used is that of the missing ones given the others.
-        space: As for :func:`langevin`. The matched variable needs preprocessing that treats entries one by one.
-        batch_size: At most how many chains at a time.
-        generator: Draws everything random.
-        progress: Shows a bar.
+        covariance: As for :func:`langevin`, of all entries; it is conditioned on the observed ones.
+        space: As for :func:`langevin`. The matched variable needs an elementwise preprocessing.
+        batch_size: The largest number of chains at a time.
+        generator: The source of all randomness.
+        progress: Shows a progress bar.
 
     Returns:
         The filled data, with shape ``(B, chains, *)``.
@@ -148,8 +139,7 @@ def impute(
         >>> filled.shape, bool((filled[..., 0] == 0).all())
         (torch.Size([3, 4, 2]), True)
     """
-    refuse_other_models("impute", model)
-    _check_space(model, space)
+    _check("impute", model, space)
     chains = at_least(1, "chains", chains)
     check_tensor("x", x)
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
@@ -170,21 +160,12 @@ def impute(
             raise InputError(f"init is on {init.device}, x is on {x.device}; move one with .to()")
     start = x if init is None else torch.where(mask, init, x)
     if start.is_floating_point() and bool((mask & ~torch.isfinite(start)).any()):
-        raise InputError("missing entries start at NaN or inf: pass finite ones in init=, the mean of the data for one")
+        raise InputError("missing entries start at NaN or inf: pass finite values as init= (the mean of the data, say)")
     repeated = [None if t is None else t.repeat_interleave(chains, dim=0) for t in (start, mask, context)]
     rows, missing, contexts = repeated
     assert rows is not None
-    found = run_chains(
-        model,
-        rows,
-        missing,
-        Moves(steps, step_size, burn_in, adjusted, adapt, None, covariance),
-        context=contexts,
-        space=space,
-        batch_size=batch_size,
-        generator=generator,
-        progress=progress,
-    )
+    moves = Moves(steps, step_size, burn_in, adjusted, adapt, None, covariance)
+    found = run_chains(model, rows, missing, moves, contexts, space, batch_size, generator, progress)
     return found.samples.unflatten(0, (len(x), chains))
 
 
@@ -197,22 +178,23 @@ def denoise(
     space: str = "matched",
     batch_size: int | None = None,
 ) -> Tensor:
-    r"""Takes Gaussian noise off data: the posterior mean, if the model is that of the noisy data.
+    r"""Denoises data with Gaussian noise: the posterior mean, if the model is that of the noisy data.
 
     .. math:: \mathbb{E}[x_0 \mid x] = x + \sigma^2\, \nabla \log p(x)
 
-    That is what a model learns from :class:`~ebflow_plugin.objectives.DSM` with the same :math:`\sigma`. No graph.
+    A model learns the density of the noisy data from :class:`~ebflow_plugin.objectives.DSM` with the same
+    :math:`\sigma`. The result carries no graph.
 
     Cost: one score.
 
     Arguments:
-        model: What :func:`~ebflow_plugin.wrap` returns.
+        model: A wrapped flow (:func:`~ebflow_plugin.wrap`).
         x: Noisy data, with shape ``(B, *)``.
         sigma: The standard deviation of the noise: a number, or one for each row with shape ``(B,)``.
-        context: What the model is conditioned on, with ``B`` rows.
-        space: Where the noise is: in the ``"matched"`` variable after the model's preprocessing, which is where DSM
-            adds it, or in the ``"data"``. They are the same for a model without preprocessing.
-        batch_size: At most how many rows at a time.
+        context: The context of the model, with ``B`` rows.
+        space: Where the noise is: in the ``"matched"`` variable after the model's preprocessing, where DSM adds it, or
+            in the ``"data"``. Without preprocessing both are the same.
+        batch_size: The largest number of rows at a time.
 
     Example:
         >>> import ebflow_plugin as ebf
@@ -221,8 +203,7 @@ def denoise(
         >>> denoise(model, torch.ones(1, 2), sigma=0.5)
         tensor([[0.7500, 0.7500]])
     """
-    refuse_other_models("denoise", model)
-    _check_space(model, space)
+    _check("denoise", model, space)
     check_tensor("x", x)
     if isinstance(sigma, Tensor):
         if sigma.shape not in ((), x.shape[:1]):
@@ -241,7 +222,8 @@ def denoise(
         return model.prefix.decode((clean,), model.plan.embed(context))
 
 
-def _check_space(model: EnergyModel, space: str) -> None:
+def _check(name: str, model: EnergyModel, space: str) -> None:
+    refuse_other_models(name, model)
     if space not in ("data", "matched"):
         raise InputError(f"unknown space {space!r}. {suggest(str(space), ('data', 'matched'))}")
     if space == "data" and any(isinstance(step, DequantizeStep) for step in model.plan.steps):

@@ -1,4 +1,4 @@
-r"""Langevin moves in the units of a covariance: long where the density is wide, short where it is narrow."""
+r"""Preconditioning of Langevin moves by a covariance: long where the density is wide, short where it is narrow."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ __all__ = ["Preconditioner", "check_covariance"]
 
 
 class Preconditioner:
-    r"""The factor L of each chain, with :math:`L L^\top` the covariance of the entries that move given the others.
+    r"""The factor L of each chain, with :math:`L L^\top` the covariance of the moving entries given the frozen ones.
 
     A plain Langevin step on w with :math:`x = L w` is a preconditioned one on x,
 
     .. math:: x \leftarrow x - \alpha L L^\top \nabla E(x) + \sqrt{2 \alpha}\, L z.
 
-    Its limit does not depend on L; how fast it gets there does. Chains with the same frozen entries share a factor.
+    Its stationary density does not depend on L, but its speed does. Chains with the same frozen entries share a factor.
 
     Cost: :math:`O(D^3)` for each distinct set of frozen entries, then :math:`O(D^2)` for each chain and step.
 
     Arguments:
-        covariance: Of the variable that the chains run in, flattened: ``(D, D)``.
-        frozen: True for entries that stay, with shape ``(B, *)``.
+        covariance: The covariance of the (flattened) variable of the chains: ``(D, D)``.
+        frozen: True for entries that do not change, with shape ``(B, *)``.
 
     Example:
         >>> covariance = torch.tensor([[4.0, 1.0], [1.0, 1.0]])
@@ -49,7 +49,7 @@ class Preconditioner:
         return self._each(w, [factor.mT for factor in self._factors])
 
     def pull(self, slope: Tensor) -> Tensor:
-        """Lᵀ times the gradient in x: the gradient in w."""
+        """Lᵀ times the gradient with respect to x, which is that with respect to w."""
         return self._each(slope, self._factors)
 
     def _each(self, rows: Tensor, matrices: list[Tensor]) -> Tensor:
@@ -68,7 +68,7 @@ def check_covariance(covariance: Tensor, x: Tensor) -> Tensor:
     """Returns a covariance of the entries of x, with its device and dtype.
 
     Raises:
-        InputError: If it is none.
+        InputError: If it is not a covariance.
     """
     check_tensor("covariance", covariance)
     size = x[0].numel()

@@ -1,4 +1,4 @@
-"""fit(): a training loop that people can trust. The loop is in :mod:`ebflow_plugin.training.loop`."""
+"""fit(): training with validation, checkpoints and guards. The loop is in :mod:`ebflow_plugin.training.loop`."""
 
 from ebflow_plugin.training.checkpoints import load_best
 from ebflow_plugin.training.fitting import FitResult, fit

@@ -1,4 +1,4 @@
-"""The data of a training run as batches, in an order that a resumed run finds again."""
+"""The data of a training run as batches, in an order that a resumed run reproduces."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ __all__ = ["Batches", "LoaderBatches", "batches"]
 
 
 class Batches:
-    """Batches of data that can be indexed: rows of tensors, or the items of a Dataset.
+    """Batches of indexable data: rows of tensors, or the items of a Dataset.
 
-    The order of an epoch follows from the seed and the number of the epoch, so that two numbers are the place. Rows
-    that do not fill a batch are left out of an epoch, other ones in each. Each process takes its own part of every
-    batch.
+    The seed and the number of the epoch determine its order, so the position in the data is two numbers. Rows that do
+    not fill a batch are left out of an epoch, different ones in each. Each process takes its own part of every batch.
 
     Arguments:
-        fetch: Returns the batch of these indices.
-        rows: How many rows there are.
-        size: How many rows a batch has (in this process).
-        shuffle: Whether each epoch has its own order; if not, all rows come in order, and the last batch is short.
-        seed: Where the order comes from; ``rank`` and ``world`` say which of how many processes this is.
+        fetch: Returns the batch of some indices.
+        rows: The number of rows.
+        size: The number of rows of a batch (in this process).
+        shuffle: Whether to shuffle each epoch; if not, all rows are used in order, and the last batch may be smaller.
+        seed: The seed of the order.
+        rank: The rank of this process.
+        world: The number of processes.
 
     Example:
         >>> x = torch.arange(10.0).reshape(5, 2)
@@ -66,14 +67,14 @@ class Batches:
         self._order: tuple[int, Tensor] | None = None
 
     def __len__(self) -> int:
-        """How many batches an epoch has."""
+        """The number of batches in an epoch."""
         return self.rows // (self.size * self.world) if self.shuffle else -(-self.rows // self.size)
 
     def __str__(self) -> str:
         return f"{self.rows} rows, batches of {self.size}"
 
     def next(self) -> Batch:
-        """The next batch; epochs follow each other without end."""
+        """The next batch, over endless epochs."""
         batch = self._fetch(self._index(self.epoch, self.position))
         self.position += 1
         if self.position == len(self):
@@ -81,7 +82,7 @@ class Batches:
         return batch
 
     def once(self) -> Iterator[Batch]:
-        """This process's share of one epoch, from its start; the place in the data does not change."""
+        """This process's part of one epoch; the position in the data does not change."""
         for place in range(len(self)) if self.shuffle else range(self.rank, len(self), self.world):
             yield self._fetch(self._index(0, place))
 
@@ -90,11 +91,11 @@ class Batches:
         return self._fetch(self._index(0, 0, joined=True))
 
     def state(self) -> dict[str, Any]:
-        """The place in the data."""
+        """The position in the data."""
         return {"epoch": self.epoch, "position": self.position}
 
     def load(self, state: dict[str, Any], device: torch.device) -> None:
-        """Goes to a place in the data."""
+        """Moves to a position in the data."""
         self.epoch, self.position = state["epoch"], state["position"] % len(self)
 
     def _index(self, epoch: int, place: int, joined: bool = False) -> Tensor:
@@ -111,11 +112,11 @@ class Batches:
 class LoaderBatches:
     """The batches of a user's DataLoader.
 
-    A resumed run finds the order again if its randomness comes from torch: the global generator, the loader's own
-    ``generator``, or that of its sampler. To go to a place, the epoch begins from the state that the generators had at
-    its start, and the batches before the place are loaded and dropped.
+    A resumed run reproduces the order if its randomness comes from torch: the global generator, the loader's own
+    ``generator``, or that of its sampler. To move to a position, the generators are set to their state at the start of
+    the epoch, and the batches before the position are loaded and dropped.
 
-    With several processes the sampler must give each its own part.
+    With several processes, the sampler must assign each its own part.
 
     Example:
         >>> loader = DataLoader(TensorDataset(torch.zeros(6, 2)), batch_size=3, shuffle=True)
@@ -127,8 +128,8 @@ class LoaderBatches:
     def __init__(self, loader: DataLoader[Any], *, rank: int = 0, world: int = 1) -> None:
         self._loader, self.rank, self.world = loader, rank, world
         parts = (loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
-        found = (getattr(part, "generator", None) for part in parts)
-        self.generators = tuple({id(g): g for g in found if isinstance(g, Generator)}.values())
+        candidates = (getattr(part, "generator", None) for part in parts)
+        self.generators = tuple({id(g): g for g in candidates if isinstance(g, Generator)}.values())
         self.epoch = self.position = 0
         self._device = torch.device("cpu")
         self._start: RandomState | None = None
@@ -137,7 +138,7 @@ class LoaderBatches:
             raise InputError("the DataLoader is empty: its dataset has no rows, or drop_last leaves none")
 
     def __len__(self) -> int:
-        """How many batches an epoch has."""
+        """The number of batches in an epoch."""
         try:
             return len(self._loader)
         except TypeError:
@@ -148,7 +149,7 @@ class LoaderBatches:
 
     @property
     def rows(self) -> int:
-        """How many rows an epoch has, about."""
+        """The approximate number of rows in an epoch."""
         size = self._loader.batch_size or getattr(self._loader.batch_sampler, "batch_size", None)
         dataset = self._loader.dataset
         return len(self) * size if size else len(dataset) if isinstance(dataset, Sized) else len(self)
@@ -157,7 +158,7 @@ class LoaderBatches:
         return f"a DataLoader of {len(self)} batches"
 
     def next(self) -> Batch:
-        """The next batch; epochs follow each other without end."""
+        """The next batch, over endless epochs."""
         for _ in range(2):
             if self._iterator is None:
                 self._start = random_state(self._device, self.generators)
@@ -168,31 +169,31 @@ class LoaderBatches:
                 self._iterator, self.epoch, self.position = None, self.epoch + 1, 0
             if item is not None:
                 return pair(item)
-        raise InputError("the DataLoader gave no batch")
+        raise InputError("the DataLoader returned no batch")
 
     def once(self) -> Iterator[Batch]:
-        """This process's share of one epoch."""
+        """This process's part of one epoch."""
         for place, item in enumerate(self._loader):
             if place % self.world == self.rank:
                 yield pair(item)
 
     def first(self) -> Batch:
-        """The first batch of an epoch; nothing that follows changes by asking."""
+        """The first batch of an epoch. The random state is restored."""
         before = random_state(self._device, self.generators)
         try:
             item = next(iter(self._loader), None)
         finally:
             set_random_state(before, self._device, self.generators)
         if item is None:
-            raise InputError("the DataLoader gave no batch")
+            raise InputError("the DataLoader returned no batch")
         return pair(item)
 
     def state(self) -> dict[str, Any]:
-        """The place in the data, and the state of the generators at the start of the epoch."""
+        """The position in the data, and the state of the generators at the start of the epoch."""
         return {"epoch": self.epoch, "position": self.position, "start": self._start if self.position else None}
 
     def load(self, state: dict[str, Any], device: torch.device) -> None:
-        """Goes to a place in the data. The generators are left wherever that brings them."""
+        """Moves to a position in the data, which advances the generators."""
         self.epoch, self._device = state["epoch"], device
         if state.get("start") is not None:
             self._start, self.position = state["start"], state["position"]
@@ -211,10 +212,10 @@ class LoaderBatches:
 def batches(
     data: Any, size: int, *, name: str = "data", shuffle: bool = True, seed: int = 0, rank: int = 0, world: int = 1
 ) -> Batches | LoaderBatches:
-    """Makes batches of what :func:`~ebflow_plugin.fit` was given.
+    """The batches of the data that :func:`~ebflow_plugin.fit` takes.
 
     Raises:
-        InputError: If it is empty, of another kind, or holds NaN or inf.
+        InputError: If the data are empty, of an unsupported type, or hold NaN or inf.
 
     Example:
         >>> len(batches((torch.zeros(10, 2), torch.zeros(10, 3)), 5))
@@ -227,8 +228,8 @@ def batches(
         plain = isinstance(data.sampler, (RandomSampler, SequentialSampler)) and data.batch_sampler is not None
         if shuffle and world > 1 and plain:
             raise InputError(
-                f"{name} is a DataLoader that gives every one of {world} processes the same rows; pass the Dataset, or "
-                "give the DataLoader a torch.utils.data.DistributedSampler"
+                f"{name} is a DataLoader that loads the same rows in each of {world} processes; pass the Dataset, or "
+                "use a torch.utils.data.DistributedSampler in the DataLoader"
             )
         return LoaderBatches(data, rank=rank, world=world)
     if isinstance(data, TensorDataset):
@@ -259,7 +260,7 @@ def batches(
         raise InputError(
             f"{name} must be a tensor, a pair (tensor, context), a Dataset with a length or a DataLoader, "
             f"got {type(data).__module__}.{type(data).__qualname__}"
-            + (f"; torch.from_numpy({name}) makes a tensor of it" if type(data).__module__ == "numpy" else "")
+            + (f"; torch.from_numpy({name}) turns it into a tensor" if type(data).__module__ == "numpy" else "")
         )
     if not count:
         raise InputError(f"{name} is empty: 0 rows")

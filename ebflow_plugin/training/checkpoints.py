@@ -1,8 +1,8 @@
 """Checkpoints of a training run: written atomically, the last two kept, read with a fallback to the older one.
 
 A checkpoint is one file, ``step-00001000.pt``, that ``torch.load(weights_only=True)`` reads. The weights with the best
-validation NLL are in ``best.safetensors`` (``best.pt`` without the safetensors package). Every byte of all of these
-files is checked against a sum in the file.
+validation NLL are in ``best.safetensors`` (``best.pt`` without the safetensors package). All of these files contain a
+checksum, which is verified.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ __all__ = ["CheckpointFolder", "atomic_write", "check_saveable", "compare", "loa
 
 FORMAT = "ebflow_plugin.fit"
 VERSION = 1
-KEPT = 2
-FATAL = ("model", "objective", "optimizer", "scheduler", "ema")  # what a checkpoint must agree on to be resumed
-NO_SUM = b"0" * 64  # stands where the checksum will, while it is computed
+KEPT = 2  # checkpoints
+FATAL = ("model", "objective", "optimizer", "scheduler", "ema")  # facts that must agree to resume from a checkpoint
+NO_SUM = b"0" * 64  # the placeholder of the checksum while it is computed
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def atomic_write(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Writes a file that is either there completely or not at all, whatever happens meanwhile.
+    """Writes a file completely or not at all.
 
-    The bytes go to a temporary file in the same folder, to the disk, and under their name, in this order. Who may read
-    it is up to the umask, as for any new file.
+    The bytes are written to a temporary file in the same folder, synced to the disk, and renamed. The permissions
+    follow the umask, as for any new file.
 
     Raises:
-        WriteError: If the disk is full, or the folder cannot be written to; what was there before stays.
+        WriteError: If the disk is full, or the folder cannot be written to; an existing file is not changed.
 
     Example:
         >>> import tempfile
@@ -63,15 +63,15 @@ def atomic_write(path: Path, write: Callable[[IO[bytes]], object]) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException as error:
-        with suppress(OSError):  # of a folder that is gone
+        with suppress(OSError):  # the folder may be gone
             temporary.unlink(missing_ok=True)
         reason: BaseException | None = error
         while reason is not None and reason is not handled and not isinstance(reason, OSError):
-            reason = reason.__cause__ or reason.__context__  # torch.save reports a full disk by an error of its own
+            reason = reason.__cause__ or reason.__context__  # torch.save raises its own error if the disk is full
         if isinstance(reason, OSError) and reason is not handled and isinstance(error, Exception):
             raise not_written(path, reason) from reason
         raise
-    if hasattr(os, "O_DIRECTORY"):  # the name is on the disk once its folder is
+    if hasattr(os, "O_DIRECTORY"):  # syncing the folder makes the rename durable
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(folder)
@@ -80,16 +80,16 @@ def atomic_write(path: Path, write: Callable[[IO[bytes]], object]) -> None:
 
 
 def not_written(path: Path, reason: OSError) -> WriteError:
-    """The error of a file that cannot be written."""
-    hint = " Make room, and go on from what was written before." if reason.errno in FULL else ""
+    """The error for a file that cannot be written."""
+    hint = " Make room, and resume from the last checkpoint." if reason.errno in FULL else ""
     return WriteError(f"{path} cannot be written: {reason.strerror or reason}.{hint}")
 
 
 class CheckpointFolder:
-    """The folder of a run. It is made if it is not there.
+    """The folder of a run, created if it does not exist.
 
     Raises:
-        InputError: If it cannot be made or written to.
+        InputError: If it cannot be created or written to.
 
     Example:
         >>> import tempfile
@@ -113,26 +113,26 @@ class CheckpointFolder:
             ) from error
 
     def files(self) -> list[Path]:
-        """The checkpoints that are there, the latest first."""
+        """The existing checkpoints, the latest first."""
         return sorted(self.path.glob("step-*.pt"), reverse=True)
 
     def write(self, name: str, content: Mapping[str, Any]) -> Path:
-        """Writes one file that ``torch.load`` reads."""
+        """Writes one file with ``torch.save``."""
         path = self.path / name
         atomic_write(path, lambda file: torch.save(dict(content), file))
         return path
 
     def save(self, state: Mapping[str, Any]) -> Path:
-        """Writes a checkpoint, then removes all but the last two, and temporary files of killed processes."""
+        """Writes a checkpoint, then removes all but the last two, and the temporary files of killed processes."""
         path = self.write(f"step-{state['step']:08d}.pt", {"format": FORMAT, "version": VERSION, **state})
         for old in (*self.files()[KEPT:], *self.path.glob(".*.tmp")):
             old.unlink(missing_ok=True)
         return path
 
     def load(self) -> dict[str, Any] | None:
-        """Reads the latest checkpoint that is complete; None if there is none yet.
+        """Reads the latest intact checkpoint; None if there is no checkpoint yet.
 
-        Warns about each file that it cannot read, and goes on to the older one.
+        Warns about each file that it cannot read, and falls back to the older one.
 
         Raises:
             InputError: If there are checkpoints and none can be read.
@@ -154,12 +154,12 @@ class CheckpointFolder:
         if reasons:
             raise InputError(
                 f"no checkpoint in {self.path} can be read\n  " + "\n  ".join(reasons) + "\nRemove the folder, pass "
-                "another one, or resume=False to begin anew."
+                "another one, or resume=False to start over."
             )
         return None
 
     def save_best(self, state: Mapping[str, Tensor], facts: Mapping[str, Any]) -> Path:
-        """Writes the best weights, and what is known about them (the step, the NLL)."""
+        """Writes the best weights, and facts about them (the step, the NLL)."""
         tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
         if find_spec("safetensors") is None:
             return self.write("best.pt", {"weights": tensors, "facts": dict(facts)})
@@ -184,12 +184,12 @@ class CheckpointFolder:
         return content["weights"], content["facts"]
 
     def find_best(self) -> dict[str, Tensor] | str:
-        """The best weights, or why there are none: a run can go on without them."""
+        """The best weights, or why they cannot be read: a run can continue without them."""
         try:
-            found = self.load_best()
+            best = self.load_best()
         except InputError as error:
             return str(error)
-        return f"{self.path} holds none" if found is None else found[0]
+        return f"{self.path} holds none" if best is None else best[0]
 
     def clear(self) -> None:
         """Removes the checkpoints and the best weights of an earlier run."""
@@ -198,7 +198,7 @@ class CheckpointFolder:
 
 
 def _unzip(path: Path) -> Any:
-    """What torch.save wrote, checked against the sums that are in every zip file."""
+    """Reads a file of torch.save, verified by the checksums of its zip archive."""
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
@@ -239,7 +239,7 @@ def _first_line(error: Exception) -> str:
 
 
 def check_saveable(**parts: Any) -> None:
-    """Raises if ``torch.load(weights_only=True)`` cannot read a state again, before any work is lost to it."""
+    """Raises, before training, if ``torch.load(weights_only=True)`` could not read a state back."""
     for name, part in parts.items():
         buffer = io.BytesIO()
         try:
@@ -248,23 +248,23 @@ def check_saveable(**parts: Any) -> None:
             torch.load(buffer, weights_only=True)
         except Exception as error:
             raise InputError(
-                f"the state of the {name} cannot be kept in a checkpoint: {str(error).splitlines()[0]}. Its "
-                "state_dict() must hold tensors, numbers, strings, lists and dicts only."
+                f"the state of the {name} cannot be saved in a checkpoint: {str(error).splitlines()[0]}. Its "
+                "state_dict() must hold only tensors, numbers, strings, lists and dicts."
             ) from error
 
 
 def load_best(model: EBFlow, folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Gives a model the weights with the best validation NLL of a training run.
+    """Loads the weights with the best validation NLL of a training run into a model.
 
     Arguments:
         model: A model like the one that was trained.
-        folder: What :func:`~ebflow_plugin.fit` got as ``checkpoint``.
+        folder: The ``checkpoint`` folder of :func:`~ebflow_plugin.fit`.
 
     Returns:
-        What is known about them: ``step`` and ``nll``.
+        Facts about the weights: ``step`` and ``nll``.
 
     Raises:
-        InputError: If there are none, or they are of another model.
+        InputError: If there are no best weights, or they belong to another model.
 
     Example:
         >>> import ebflow_plugin as ebf
@@ -279,19 +279,19 @@ def load_best(model: EBFlow, folder: str | os.PathLike[str]) -> dict[str, Any]:
         True
     """
     path = path_of("folder", folder)
-    found = CheckpointFolder(path).load_best() if path.is_dir() else None
-    if found is None:
+    best = CheckpointFolder(path).load_best() if path.is_dir() else None
+    if best is None:
         raise InputError(f"{folder} holds no best weights; fit(…, validation=…, checkpoint=folder) writes them")
-    write_weights(model, found[0], f"the best weights in {folder}")
-    return found[1]
+    write_weights(model, best[0], f"the best weights in {folder}")
+    return best[1]
 
 
 def write_weights(model: EBFlow, weights: Mapping[str, Tensor], what: str) -> None:
-    """Loads a state dict in place, and drops what the flow computed from its old values."""
+    """Loads a state dict in place, and empties the flow's caches of the old values."""
     try:
         model.load_state_dict(dict(weights))
     except RuntimeError as error:
-        raise InputError(f"{what} are of another model: {error}") from error
+        raise InputError(f"{what} belong to another model: {error}") from error
     model.adapter.release(model.flow)
 
 
@@ -299,26 +299,26 @@ def compare(path: Path | None, here: Mapping[str, str], there: Mapping[str, str]
     """Compares the facts of a run with those of a checkpoint. Returns whether they are the same.
 
     Raises:
-        InputError: If the model, the objective, … differ. Other differences give a warning.
+        InputError: If the model, the objective, … differ. Other differences cause a warning.
     """
     differing = [name for name in here if here[name] != there.get(name)]
     lines = "\n  ".join(f"{name}: {_shorten(there.get(name, 'nothing'), here[name])}" for name in differing)
     if set(differing) & set(FATAL):
         raise InputError(
             f"the checkpoint in {path} is of another run\n  {lines}\nPass another checkpoint folder, or resume=False "
-            "to begin anew in this one."
+            "to start over in this one."
         )
     if differing:
-        told = f"the run in {path} goes on with other settings, and not exactly as it would have\n  {lines}"
-        warnings.warn(told, ResumeWarning, stacklevel=6)
+        message = f"the run in {path} resumes with other settings, and not exactly as it would have\n  {lines}"
+        warnings.warn(message, ResumeWarning, stacklevel=6)
     return not differing
 
 
 def _shorten(there: str, here: str) -> str:
-    """Both texts, or, of long ones, the first lines that differ."""
+    """Both texts, or, if they are long, the first parts that differ."""
     if len(there) + len(here) <= 160:
         return f"{there} there, {here} here"
     old, new = there.split("; "), here.split("; ")
-    gone, come = [part for part in old if part not in new], [part for part in new if part not in old]
-    parts = [f"only there {', '.join(gone[:3])}"] * bool(gone) + [f"only here {', '.join(come[:3])}"] * bool(come)
+    gone, added = [part for part in old if part not in new], [part for part in new if part not in old]
+    parts = [f"only there {', '.join(gone[:3])}"] * bool(gone) + [f"only here {', '.join(added[:3])}"] * bool(added)
     return "; ".join(parts) or "in another order"

@@ -1,4 +1,4 @@
-"""Several processes under ``torchrun``: which one this is, what they exchange, and a start that all of them share."""
+"""Several processes under ``torchrun``: ranks, reductions, and a start that all of them share."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Processes:
     """The processes of a run: those of torch's default process group, or this one alone.
 
     Attributes:
-        rank: Which process this is.
-        world: How many there are.
-        first: Whether this process writes the files and shows the progress.
+        rank: The rank of this process.
+        world: The number of processes.
+        first: Whether this is the first process, which writes the files and shows the progress.
     """
 
     def __init__(self, rank: int = 0, world: int = 1) -> None:
@@ -46,13 +46,13 @@ class Processes:
 
     def gather(self, value: T) -> list[T]:
         """The values of all processes, in each of them."""
-        found: list[Any] = [value] * self.world
+        values: list[Any] = [value] * self.world
         if self.world > 1:
-            distributed.all_gather_object(found, value)
-        return found
+            distributed.all_gather_object(values, value)
+        return values
 
     def on_first(self, action: Callable[[], T]) -> T:
-        """Does something in the first process. Returns its result, or raises its error, in all of them."""
+        """Runs an action in the first process. Returns its result, or raises its error, in all of them."""
         if self.world == 1:
             return action()
         outcome: list[Any] = [None, None]
@@ -69,9 +69,9 @@ class Processes:
 
 
 def processes(device: torch.device) -> Processes:
-    """The processes that this one belongs to.
+    """The processes of this run.
 
-    An existing process group is used. Under ``torchrun``, which sets RANK and WORLD_SIZE, one is made (gloo on the
+    Uses an existing process group. Under ``torchrun``, which sets RANK and WORLD_SIZE, it creates one (gloo on the
     CPU, nccl on CUDA) that stays open until the process ends. Otherwise there is one process.
 
     Example:
@@ -103,9 +103,9 @@ def _close() -> None:
 
 
 def start_once(model: EBFlow, x: Tensor, context: Tensor | None, group: Processes, generator: Generator) -> None:
-    """Runs the data-dependent start of a flow, such as that of ActNorms, in the first process, for all of them.
+    """Runs the data-dependent start of a flow (of its ActNorms, say) in the first process, for all processes.
 
-    It starts from the batch ``x`` of the first process. The generator draws the noise of a
+    It uses the batch ``x`` of the first process. The generator draws the noise of a
     :class:`~ebflow_plugin.Dequantize`.
     """
     sharded, plan = is_sharded(model), model.core_plan
@@ -118,20 +118,21 @@ def start_once(model: EBFlow, x: Tensor, context: Tensor | None, group: Processe
             for tensor in (*model.parameters(), *model.buffers()):
                 received = tensor.detach().clone()
                 distributed.broadcast(received, 0)
-                tensor.copy_(received)  # in place, so that version counters show it
+                tensor.copy_(received)  # in place, which raises version counters
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether the parameters of a module are spread over processes (FSDP2)."""
+    """Whether the parameters of a module are sharded over processes (FSDP2)."""
     return any(hasattr(parameter, "to_local") for parameter in module.parameters())
 
 
 def parallel(objective: nn.Module, device: torch.device, unused: bool = True) -> DistributedDataParallel:
-    """An objective whose gradients are averaged over all processes: those of the joined batch.
+    """An objective whose gradients are averaged over all processes, which is the gradient of the joint batch.
 
-    The second derivatives of score matching are taken inside the objective's ``forward``, so that one backward pass
-    reaches each parameter once, as DistributedDataParallel needs it. Training does not change buffers, which are not
-    exchanged. Where the loss leaves out some parameters (``unused``), as score matching does, each step looks for them.
+    The derivatives in x of score matching are computed inside the objective's ``forward``, so that one backward pass
+    reaches each parameter once, as DistributedDataParallel requires. Buffers do not change in training, and are not
+    synchronised. If the loss does not depend on some parameters (``unused``), as in score matching, each step searches
+    for them.
     """
     known = inspect.signature(DistributedDataParallel).parameters
     buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"

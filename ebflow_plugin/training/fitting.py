@@ -1,4 +1,4 @@
-"""fit(): a training loop that people can trust."""
+"""fit(): training with validation, checkpoints and guards."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ __all__ = ["FitResult", "fit"]
 
 @dataclass(frozen=True)
 class FitResult:
-    """What :func:`fit` returns.
+    """The result of :func:`fit`.
 
     Attributes:
         history: The metrics of each evaluation, as in the JSON lines.
-        steps: How many steps were taken, those before a resume included.
+        steps: The number of steps, including those before a resume.
         stopped: Why it ended: ``"steps"``, ``"patience"`` or ``"callback"``.
-        start_nll: The validation NLL before the first step, after the start of ActNorms; None without validation.
-        best_nll: The lowest validation NLL, the start's included, of the averaged weights if there is an EMA.
+        start_nll: The validation NLL before the first step, after ActNorms were initialised; None without validation.
+        best_nll: The lowest validation NLL, including that of the start; of the averaged weights if there is an EMA.
         best_step: Its step.
         best_state: Its weights, a state dict of the model on the CPU.
-        skipped: How many batches were skipped since something was not finite.
+        skipped: The number of batches that were skipped because something was not finite.
         checkpoint: The folder of the checkpoints.
         metrics: The file of the JSON lines.
-        ema: The average that was kept.
+        ema: The EMA of the weights, if there is one.
 
     Example:
         >>> FitResult(history=[], steps=3, stopped="steps").best_nll is None
@@ -61,7 +61,7 @@ class FitResult:
     ema: EMA | None = None
 
     def load_best(self, model: EBFlow) -> None:
-        """Gives a model the weights with the lowest validation NLL.
+        """Loads the weights with the lowest validation NLL into a model.
 
         Raises:
             InputError: If there was no validation data.
@@ -102,61 +102,63 @@ def fit(
 ) -> FitResult:
     r"""Trains the model of an objective, with the exact NLL of validation data beside the loss.
 
-    The optimum of score matching is not that of the likelihood: NLL can rise while the loss falls. So give
-    ``validation``, choose by it (``result.load_best(model)``), and stop by it (``patience``). The model is left with
-    its last weights.
+    The optimum of score matching is not that of the likelihood: the NLL can rise while the loss falls. So pass
+    ``validation``, select weights by it (``result.load_best(model)``), and stop by it (``patience``). After training,
+    the model has its last weights.
 
-    The same seed gives the same run, and a run that was killed at any moment and started again with the same
-    arguments and ``checkpoint`` folder gives the same numbers as one that never was. All noise comes from generators
-    of the run (or the objective's own); torch's global generators are as before afterwards.
+    The same seed yields the same run. A run that is killed at any moment and started again with the same arguments and
+    ``checkpoint`` folder yields the same numbers as an uninterrupted one. All noise comes from generators of the run
+    (or the objective's own); the state of torch's global generators is restored.
 
-    Under ``torchrun`` each process calls ``fit`` with the same arguments and its model on its own device. Batches are
-    of ``batch_size`` rows in each process, gradients are averaged, and the first process writes the files.
+    Under ``torchrun`` each process calls ``fit`` with the same arguments and its model on its own device. Each process
+    uses batches of ``batch_size`` rows, gradients are averaged, and the first process writes the files.
 
     Arguments:
         objective: The loss; it holds the model.
         data: A tensor, a pair ``(tensor, context)``, a Dataset with a length, or a DataLoader. A DataLoader keeps its
-            own batch size and order, which resuming finds again if its randomness comes from torch's generators. A
-            context that the model makes no use of is refused.
-        optimizer: An optimizer of all of the model's trainable parameters, or a function that makes one from them;
-            Adam with a learning rate of 0.001 by default. To train some of them, freeze the others. None that needs a
-            closure (LBFGS).
-        steps: How many steps to take in all. This or ``epochs``.
-        epochs: How often to go through the data. This or ``steps``.
-        batch_size: Rows in a batch. Rows that do not fill one are left to the next epoch, which has another order.
+            own batch size and order, which a resumed run reproduces if its randomness comes from torch's generators.
+            A context that the model does not use raises an error.
+        optimizer: An optimizer of all trainable parameters of the model, or a function that builds one from them; Adam
+            with a learning rate of 0.001 by default. To train only some parameters, freeze the others. Optimizers that
+            need a closure (LBFGS) are not supported.
+        steps: The total number of steps. This or ``epochs``.
+        epochs: The number of passes over the data. This or ``steps``.
+        batch_size: Rows in a batch. Rows that do not fill a batch are left out of the epoch.
         validation: Data as in ``data``, whose exact NLL is computed at each evaluation.
         evaluate_every: Steps between two evaluations, each of which is one record of the metrics. By default 20 in a
-            run, and at least every 1000 steps; but fewer, and not less than 3 in a run, where an evaluation would go
-            through more rows (of the validation data, and to calibrate of the data) than the steps before it.
-        patience: Stops after so many evaluations without a better NLL.
-        ema: Evaluates, and keeps as the best, averaged weights: True, or an :class:`~ebflow_plugin.EMA` of the model.
-        scheduler: A learning-rate schedule, or a function that makes one from the optimizer; it moves at each step
-            (``ReduceLROnPlateau`` at each evaluation, by the NLL of the validation data).
+            run, and at least every 1000 steps; but fewer, down to 3 in a run, if an evaluation would process more rows
+            (of the validation data, and of the data to calibrate) than the steps before it.
+        patience: Stops after this many evaluations without a better NLL.
+        ema: Evaluates averaged weights, and keeps the best of them: True, or an :class:`~ebflow_plugin.EMA` of the
+            model.
+        scheduler: A learning-rate scheduler, or a function that builds one from the optimizer. It is stepped after each
+            step (``ReduceLROnPlateau`` after each evaluation, with the validation NLL).
         clip_norm: The largest norm of the gradient of all parameters together.
         checkpoint: A folder for checkpoints (the last two), the best weights and the metrics.
         checkpoint_every: Steps between two checkpoints; as ``evaluate_every`` by default, or 20 in a run, and at least
             every 1000 steps.
-        resume: Goes on from the last checkpoint of the folder, if there is one. Otherwise they are removed.
-        callbacks: Functions of an :class:`~ebflow_plugin.training.progress.Event`, called at each evaluation; one that
-            returns True ends the run.
-        on_non_finite: ``"stop"`` raises a :class:`TrainingError` that names the step and the layer; ``"skip"`` leaves
-            the batch out and counts (and stops after 10 in a row). On CUDA, ``"skip"`` waits for the device at each
-            step, ``"stop"`` at every tenth.
+        resume: Resumes from the last checkpoint in the folder, if there is one. If False, existing checkpoints are
+            removed.
+        callbacks: Functions of an :class:`~ebflow_plugin.training.progress.Event`, called at each evaluation. If one
+            returns True, the run stops.
+        on_non_finite: ``"stop"`` raises a :class:`TrainingError` that names the step and the layer; ``"skip"`` skips
+            and counts the batch (and stops after 10 in a row). On CUDA, ``"skip"`` synchronises with the device in each
+            step, ``"stop"`` in every tenth.
         conditioning: The weight of a penalty on full layers that are nearly singular
             (:func:`~ebflow_plugin.plan.spectrum.conditioning_penalty`).
-        calibrate: Calibrates the model at each evaluation (``"full"``, which True means too, or ``"diagonal"``; see
-            :meth:`EBFlow.calibrate <ebflow_plugin.EBFlow.calibrate>`), and takes the NLL after it for the NLL: the
-            best weights are the calibrated best. Training goes on without. One pass over the data each time, which
-            makes evaluations rarer by default.
-        metrics: A file for the metrics as JSON lines, ``metrics.jsonl`` in the checkpoint folder by default. A run
-            that begins anew begins the file anew.
+        calibrate: Calibrates the model at each evaluation (``"full"``, the same as True, or ``"diagonal"``; see
+            :meth:`EBFlow.calibrate <ebflow_plugin.EBFlow.calibrate>`), and reports the NLL after it: the best weights
+            are the best calibrated ones. Training continues without the calibration. It takes one pass over the data
+            each time, which makes evaluations rarer by default.
+        metrics: A file for the metrics as JSON lines, ``metrics.jsonl`` in the checkpoint folder by default. A new run
+            replaces it.
         progress: Shows a live display on a terminal (with rich), a line for each evaluation elsewhere.
-        seed: Where all randomness comes from.
+        seed: The seed of all randomness.
 
     Raises:
-        InputError: If something in the arguments cannot work, before anything is trained.
+        InputError: If an argument is invalid, before anything is trained.
         TrainingError: If the loss or a gradient is not finite.
-        KeyboardInterrupt: On Ctrl-C; with ``checkpoint``, when one more step is taken and saved.
+        KeyboardInterrupt: On Ctrl-C; with ``checkpoint``, after one more step is taken and saved.
 
     Example:
         >>> import ebflow_plugin as ebf
@@ -180,8 +182,8 @@ def fit(
     with ExitStack() as stack, torch.inference_mode(False), torch.enable_grad():
         run = Run(scalar_objective("fit", objective), data, settings, stack)
         run.train()
-        found = run.progress
+        done = run.progress
         return FitResult(
-            found.history, found.step, found.stopped or "steps", found.start_nll, found.best_nll, found.best_step,
-            run.best_state, found.skipped, None if run.folder is None else run.folder.path, run.metrics, run.ema,
+            done.history, done.step, done.stopped or "steps", done.start_nll, done.best_nll, done.best_step,
+            run.best_state, done.skipped, None if run.folder is None else run.folder.path, run.metrics, run.ema,
         )  # fmt: skip

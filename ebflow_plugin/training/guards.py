@@ -1,4 +1,4 @@
-"""Losses and gradients that are not finite: at which step, in which layer, and why."""
+"""Detects losses and gradients that are not finite, and finds the step, the layer and the cause."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ class Finding:
 
     step: int
     loss: bool  # whether the loss was not finite
-    parameters: tuple[str, ...]  # the names of those whose gradient was not finite, in the order of the model
+    parameters: tuple[str, ...]  # the parameters with a gradient that was not finite, in the order of the model
 
 
 class FiniteWatch:
-    """Watches losses and gradients without waiting for the device, and tells which step was the first bad one.
+    """Watches losses and gradients without synchronising with the device, and finds the first bad step.
 
-    :meth:`see` notes what is not finite, on the device; :meth:`look` fetches the notes.
+    :meth:`record` stores on the device what is not finite; :meth:`check` reads it.
 
     Arguments:
         names: The names of the parameters whose gradients are watched.
-        processes: All of the processes learn what one of them finds.
+        processes: The processes of the run, which share what one of them finds.
 
     Example:
         >>> watch = FiniteWatch(["weight", "bias"])
         >>> for step in range(1, 4):
         ...     bias = torch.tensor(float("nan") if step > 1 else 0.0)
-        ...     watch.see(step, torch.tensor(0.0), torch.stack([torch.tensor(1.0), bias]))
-        >>> watch.look()
+        ...     watch.record(step, torch.tensor(0.0), torch.stack([torch.tensor(1.0), bias]))
+        >>> watch.check()
         Finding(step=2, loss=False, parameters=('bias',))
     """
 
@@ -51,8 +51,8 @@ class FiniteWatch:
         self._bad: Tensor | None = None
         self._step: Tensor | None = None
 
-    def see(self, step: int, loss: Tensor, norms: Tensor) -> None:
-        """Notes the loss of a step, and the norms of its gradients, one for each name."""
+    def record(self, step: int, loss: Tensor, norms: Tensor) -> None:
+        """Records the loss of a step, and the norms of its gradients, one for each name."""
         bad = ~torch.isfinite(torch.cat([loss.detach().reshape(1).to(norms), norms]))
         now = torch.full((), step, dtype=torch.int64, device=bad.device)
         if self._bad is None or self._step is None:
@@ -61,8 +61,8 @@ class FiniteWatch:
             latched = self._bad.any()
             self._bad, self._step = torch.where(latched, self._bad, bad), torch.where(latched, self._step, now)
 
-    def look(self) -> Finding | None:
-        """Waits for the device, and forgets: what was the first bad step since the last look?"""
+    def check(self) -> Finding | None:
+        """Returns the first bad step since the last check, and resets. Synchronises with the device."""
         if self._bad is None or self._step is None:
             return None
         bad, self._bad, step = self._bad.to(torch.int64), None, self._step
@@ -77,18 +77,18 @@ class FiniteWatch:
 
 
 def gradient_norms(parameters: Iterable[nn.Parameter], like: Tensor) -> Tensor:
-    """The norm of each parameter's gradient, zero where there is none; of this process's shard where it is sharded."""
-    found = (parameter.grad for parameter in parameters)
-    gradients = [one.to_local() if one is not None and hasattr(one, "to_local") else one for one in found]
-    there = [gradient for gradient in gradients if gradient is not None]
-    each = iter(torch._foreach_norm(there) if there else ())
+    """The norm of each parameter's gradient, zero if it has none; of the local shard of a sharded parameter."""
+    full = (parameter.grad for parameter in parameters)
+    gradients = [one.to_local() if one is not None and hasattr(one, "to_local") else one for one in full]
+    present = [gradient for gradient in gradients if gradient is not None]
+    each = iter(torch._foreach_norm(present) if present else ())
     norms = [like.new_zeros(()) if gradient is None else next(each).to(like) for gradient in gradients]
     return torch.stack(norms) if norms else like.new_zeros(0)
 
 
 @torch.no_grad()
 def diagnose(model: EBFlow, x: Tensor, context: Tensor | None) -> list[str]:
-    """Finds where a batch stops being finite on its way to noise: one line for each thing that is wrong."""
+    """Finds where the values of a batch stop being finite on the way to noise: one line for each problem."""
     lines = []
     for name, tensor in (("the batch", x), ("its context", context)):
         if tensor is not None and not _finite(tensor):
@@ -98,7 +98,7 @@ def diagnose(model: EBFlow, x: Tensor, context: Tensor | None) -> list[str]:
         if isinstance(module, Dequantize):
             try:
                 module.refuse(x)
-            except InputError as error:  # which is not raised at every step on CUDA
+            except InputError as error:  # on CUDA it is not raised in every step
                 lines.append(str(error))
     broken = [name for name, parameter in model.named_parameters() if not _finite(parameter)]
     if broken:
@@ -106,7 +106,7 @@ def diagnose(model: EBFlow, x: Tensor, context: Tensor | None) -> list[str]:
     if lines:
         return lines
     steps: list[Step] = []
-    finite: list[bool] = []  # whether what reaches each step is finite, and at the end the latents
+    finite: list[bool] = []  # whether the input of each step is finite, and at the end the latents
 
     def visit(step: Step, value: Value) -> None:
         steps.append(step)
@@ -128,16 +128,16 @@ def diagnose(model: EBFlow, x: Tensor, context: Tensor | None) -> list[str]:
 
 
 def failure(model: EBFlow, finding: Finding, lines: Sequence[str], advice: str) -> TrainingError:
-    """The error that names the step and the layer, and ends with what to do."""
-    found = [f"step {finding.step}: {'the loss' if finding.loss else 'a gradient'} is not finite"]
+    """The error, which names the step and the layer, and ends with the advice."""
+    message = [f"step {finding.step}: {'the loss' if finding.loss else 'a gradient'} is not finite"]
     if finding.parameters:
         name = finding.parameters[0]
         wanted = dict(model.named_parameters()).get(name)
         holders = (part for part in model.plan.parts() if isinstance(part.module, nn.Module))
         owner = next((part for part in holders if any(p is wanted for p in part.module.parameters())), None)
         where = name if owner is None else f"{name} of {owner.where}"
-        found.append(f"  {len(finding.parameters)} gradients are not finite, the first is that of {where}")
-    return TrainingError("\n".join([*found, *(f"  {line}" for line in lines), advice]))
+        message.append(f"  {len(finding.parameters)} gradients are not finite, the first is that of {where}")
+    return TrainingError("\n".join([*message, *(f"  {line}" for line in lines), advice]))
 
 
 def _finite(value: Value) -> bool:

@@ -1,4 +1,4 @@
-"""Ctrl-C: the current step ends first, and one more is taken and saved."""
+"""Ctrl-C in a training run: the current step is completed, and one more is taken and saved."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["Interrupts"]
 
 
 class Interrupts:
-    """Listens for Ctrl-C inside a ``with`` block. A second one stops at once, as usual.
+    """Listens for Ctrl-C inside a ``with`` block. A second Ctrl-C stops at once, as usual.
 
-    Only the main thread receives signals, and a handler of the user's own stays: in both cases nothing changes. A
-    nested block tells the outer one. With ``listen=False`` it does nothing.
+    It does nothing outside the main thread, which alone receives signals, if the user has a handler, or with
+    ``listen=False``. A nested block notifies the outer one.
 
     Attributes:
-        asked: Whether somebody asked to stop.
+        asked: Whether Ctrl-C was pressed.
 
     Example:
         >>> with Interrupts() as interrupts:
@@ -44,7 +44,7 @@ class Interrupts:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._listen and signal.getsignal(signal.SIGINT) == self._stop:  # nobody replaced the handler since
+        if self._listen and signal.getsignal(signal.SIGINT) == self._stop:  # the handler was not replaced since
             signal.signal(signal.SIGINT, signal.default_int_handler if self._outer is None else self._outer._stop)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
@@ -54,5 +54,5 @@ class Interrupts:
         block: Interrupts | None = self
         while block is not None:
             block.asked, block = True, block._outer
-        with suppress(OSError, ValueError, RuntimeError):  # the reader of a pipe receives Ctrl-C too, and may be gone
+        with suppress(OSError, ValueError, RuntimeError):  # Ctrl-C may also have ended the reader of a pipe
             print("\nStopping when the next step is saved; Ctrl-C again stops at once.", file=sys.stderr, flush=True)

@@ -18,7 +18,7 @@ from ebflow_plugin.errors import EBFlowError, ResumeWarning, TrainingError, Writ
 from ebflow_plugin.linalg.random import mix, random_state, set_random_state
 from ebflow_plugin.objectives import Objective
 from ebflow_plugin.objectives.evaluation import LikelihoodSum, calibrated
-from ebflow_plugin.objectives.noise import lend, noise_of
+from ebflow_plugin.objectives.noise import noise_of, use_generators
 from ebflow_plugin.plan.inputs import Batch
 from ebflow_plugin.plan.spectrum import ConditionWatch, FullLayer, conditioning_penalty, full_layers
 from ebflow_plugin.training.batches import Batches, LoaderBatches, batches
@@ -32,12 +32,12 @@ from ebflow_plugin.training.progress import Callback, Event, JsonLines, Record, 
 __all__ = ["Event", "Run"]
 
 VALIDATION_BATCH = 256
-LOOK_EVERY = {"cpu": 1}  # steps between two looks at what is not finite; elsewhere a look waits for the device:
-LOOK_EVERY_ELSEWHERE = 10
+CHECK_EVERY = {"cpu": 1}  # steps between two checks of losses and gradients, by device
+CHECK_EVERY_ELSEWHERE = 10  # since a check synchronises with the device
 SKIPPED_IN_A_ROW = 10
 NOT_FINITE = (
-    "Lower the learning rate, clip gradients (clip_norm=), keep the layers away from singular ones (conditioning=), or "
-    'leave out such batches (on_non_finite="skip").'
+    "Lower the learning rate, clip gradients (clip_norm=), keep the layers well-conditioned (conditioning=), or skip "
+    'such batches (on_non_finite="skip").'
 )
 NEARLY_SINGULAR = (
     "Add conditioning=0.01 (or more) to fit(), lower the learning rate, or mix in a little likelihood: "
@@ -49,7 +49,7 @@ Source = Batches | LoaderBatches
 
 @dataclass
 class Progress:
-    """How far a run is: everything of it that is neither weights nor generators."""
+    """The progress of a run: all of its state that is neither weights nor generators."""
 
     step: int = 0
     skipped: int = 0
@@ -65,7 +65,7 @@ class Progress:
 
 
 class PenalisedLoss(nn.Module):
-    """An objective and the conditioning penalty: what DistributedDataParallel is put around."""
+    """An objective with the conditioning penalty, as one module for DistributedDataParallel."""
 
     def __init__(self, objective: Objective, layers: list[FullLayer], weight: float, generator: Generator) -> None:
         super().__init__()
@@ -81,13 +81,13 @@ class PenalisedLoss(nn.Module):
 
 
 class Run:
-    """A training run: everything that a checkpoint holds, and the loop. It is ready to go on when it is made.
+    """A training run: the state of a checkpoint, and the loop. Its constructor resumes from a checkpoint.
 
     Arguments:
         objective: The loss; it holds the model.
         data: The training data.
-        settings: What was asked for.
-        stack: Closes what the run opens: forked generators, borrowed ones, the display.
+        settings: The other arguments of ``fit``.
+        stack: Closes the contexts that the run opens: of the random state, the generators, the display.
     """
 
     def __init__(self, objective: Objective, data: Any, settings: Settings, stack: ExitStack) -> None:
@@ -105,7 +105,7 @@ class Run:
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         torch.manual_seed(mix(settings.seed, "global", group.rank))
         noise = noise_of(objective, settings.seed, group.rank, device)
-        stack.enter_context(lend(noise))
+        stack.enter_context(use_generators(noise))
         first = self._to_device(*self.data.first())
         check_batch(self.model, "data", *first)
         if self.validation is not None:
@@ -146,7 +146,7 @@ class Run:
         self._grad_norm = torch.zeros((), device=device)
         self._validation_seed = mix(settings.seed, "validation", group.rank)
         self._skip = settings.on_non_finite == "skip"
-        self._look_every = 1 if self._skip else LOOK_EVERY.get(device.type, LOOK_EVERY_ELSEWHERE)
+        self._check_every = 1 if self._skip else CHECK_EVERY.get(device.type, CHECK_EVERY_ELSEWHERE)
         if state is not None:
             self._load(state, exact)
 
@@ -170,24 +170,24 @@ class Run:
             return []
 
     def _has_unused(self, x: Tensor, context: Tensor | None) -> bool:
-        """Whether the loss of the first batch leaves out parameters. Nothing that follows changes by asking."""
-        drawn, known = random_state(self.device, self._generators), self.objective.state()
+        """Whether the loss of the first batch does not depend on some parameters. All state is restored."""
+        random, state = random_state(self.device, self._generators), self.objective.state()
         value, _ = self._loss(x, context)
-        found = torch.autograd.grad(value, self._parameters, allow_unused=True)
-        set_random_state(drawn, self.device, self._generators)
-        self.objective.load_state(known)
-        flag = torch.tensor(int(any(gradient is None for gradient in found)), device=self.device)
+        gradients = torch.autograd.grad(value, self._parameters, allow_unused=True)
+        set_random_state(random, self.device, self._generators)
+        self.objective.load_state(state)
+        flag = torch.tensor(int(any(gradient is None for gradient in gradients)), device=self.device)
         return bool(self.processes.maximum(flag))
 
     def _to_device(self, x: Tensor, context: Tensor | None) -> Batch:
-        there = None if context is None else context.to(self.device, non_blocking=True)
-        return x.to(self.device, non_blocking=True), there
+        context = None if context is None else context.to(self.device, non_blocking=True)
+        return x.to(self.device, non_blocking=True), context
 
     def train(self) -> None:
-        """Runs to the end, from wherever it is.
+        """Trains from the current step to the end.
 
         Raises:
-            KeyboardInterrupt: On Ctrl-C; with a folder for checkpoints, when the next step is saved.
+            KeyboardInterrupt: On Ctrl-C; with a folder for checkpoints, after the next step is saved.
         """
         interrupts = Interrupts(listen=self.folder is not None and self.processes.world == 1)
         try:
@@ -196,29 +196,29 @@ class Run:
         except Exception as error:
             if not interrupts.asked or isinstance(error, EBFlowError):
                 raise
-            # Ctrl-C reaches the workers of a DataLoader and the readers of pipes too, and those fail first.
-            at = f"stopped in step {self.progress.step}; fit(…, resume=True) goes on from the last checkpoint"
-            raise KeyboardInterrupt(at) from error
+            # Ctrl-C also reaches the workers of a DataLoader and the readers of pipes, which then fail first.
+            message = f"stopped in step {self.progress.step}; fit(…, resume=True) resumes from the last checkpoint"
+            raise KeyboardInterrupt(message) from error
         finally:
             for parameter in self._parameters:
                 parameter.grad = None
         if interrupts.asked:
-            raise KeyboardInterrupt(f"stopped after step {self.progress.step}; fit(…, resume=True) goes on from there")
+            raise KeyboardInterrupt(f"stopped after step {self.progress.step}; fit(…, resume=True) resumes from there")
 
     def _run(self, interrupts: Interrupts) -> None:
         progress, pace = self.progress, self.pace
         if progress.step == 0 and self.validation is not None and not self.model.core_plan.waits_for_data():
-            self._evaluate(self.validation)  # a good start can be the best there is
+            self._evaluate(self.validation)  # the start may have the best weights of the run
             progress.start_nll = progress.best_nll
         mark = time.monotonic(), progress.step
         stopping = False
         while progress.step < pace.steps and not self._should_stop() and not stopping:
-            stopping = interrupts.asked  # if it comes later, the next step is the last: every saved step was looked at
+            stopping = interrupts.asked  # one that comes later stops after the next step: every saved step was checked
             progress.step += 1
             last = progress.step == pace.steps
             due = progress.step % pace.evaluate_every == 0 or last
             saving = self.folder is not None and (progress.step % pace.save_every == 0 or last or stopping)
-            self._take_step(look=due or saving)
+            self._take_step(check=due or saving)
             if due:
                 mark = self._record(mark)
             if self.folder is not None and (saving or self._should_stop()):
@@ -232,7 +232,7 @@ class Run:
             progress.stopped = "patience"
         return bool(progress.stopped)
 
-    def _take_step(self, look: bool) -> None:
+    def _take_step(self, check: bool) -> None:
         progress, parameters = self.progress, self._parameters
         for parameter in parameters:
             parameter.grad = None
@@ -241,9 +241,9 @@ class Run:
         if loss.requires_grad:
             torch.autograd.backward(loss, inputs=parameters)
         norms = gradient_norms(parameters, self._sum)
-        self._watch.see(progress.step, value, norms)
-        if look or progress.step % self._look_every == 0:
-            finding = self._watch.look()
+        self._watch.record(progress.step, value, norms)
+        if check or progress.step % self._check_every == 0:
+            finding = self._watch.check()
             if finding is not None:
                 self._not_finite(finding, batch)
                 return
@@ -260,7 +260,7 @@ class Run:
         progress.counted += 1
 
     def _not_finite(self, finding: Finding, batch: Batch) -> None:
-        """Leaves out the batch, or stops and says why."""
+        """Skips the batch, or raises the error with its cause."""
         progress = self.progress
         if self._skip:
             progress.skipped += 1
@@ -279,13 +279,13 @@ class Run:
         try:
             if self.processes.first:
                 self.folder.write(name, state)
-        except WriteError as error:  # the failure that brought us here is what matters
+        except WriteError as error:  # the first failure is the one to raise
             return f"The state could not be saved: {error} "
         path = self.folder.path / name
-        return f"The state is in {path}; fit(…, resume=True) goes on from the last checkpoint before it. "
+        return f"The state is in {path}; fit(…, resume=True) resumes from the last checkpoint before it. "
 
     def _record(self, mark: tuple[float, int]) -> tuple[float, int]:
-        """Evaluates, and tells everyone."""
+        """Evaluates, appends the record, and calls the callbacks."""
         progress, now = self.progress, time.monotonic()
         total = self.processes.total(torch.stack([self._sum, torch.full_like(self._sum, progress.counted)]))
         value, count = total.tolist()
@@ -298,7 +298,7 @@ class Run:
         }
         self._sum.zero_()
         progress.counted = 0
-        spectra = self._conditions.look(progress.step)
+        spectra = self._conditions.check(progress.step)
         if self.validation is not None:
             record.update(self._evaluate(self.validation))
             if isinstance(self.scheduler, ReduceLROnPlateau):
@@ -306,13 +306,13 @@ class Run:
             record["best_nll"] = progress.best_nll
         if spectra:
             record["condition"] = {
-                path: {"smallest": found.smallest, "condition": found.condition} for path, found in spectra.items()
+                path: {"smallest": one.smallest, "condition": one.condition} for path, one in spectra.items()
             }
         if progress.skipped:
             record["skipped"] = progress.skipped
-        shown = self.processes.gather(self.objective.metrics())  # those of the first process, with the counts of all
-        counts = {name for name, value in shown[0].items() if isinstance(value, int)}
-        record.update({**shown[0], **{name: sum(each.get(name, 0) for each in shown) for name in counts}})
+        gathered = self.processes.gather(self.objective.metrics())  # the first process's, with the counts of all summed
+        counts = {name for name, value in gathered[0].items() if isinstance(value, int)}
+        record.update({**gathered[0], **{name: sum(each.get(name, 0) for each in gathered) for name in counts}})
         passed = now - mark[0]
         progress.seconds += passed
         record["seconds"] = progress.seconds
@@ -326,8 +326,8 @@ class Run:
         return time.monotonic(), progress.step
 
     def _evaluate(self, validation: Source) -> Record:
-        """NLL on the validation data with the averaged weights, calibrated if asked for; keeps the best weights."""
-        kind, drawn = self.settings.calibration, random_state(self.device, self._generators)
+        """The NLL of the validation data with the averaged weights, calibrated on request; saves the best weights."""
+        kind, random = self.settings.calibration, random_state(self.device, self._generators)
         try:
             rows = (self._to_device(*batch) for batch in self.data.once())
             with nullcontext() if self.ema is None else self.ema.applied(), calibrated(self.model, rows, kind):
@@ -337,32 +337,32 @@ class Run:
                 nll, bits, uncalibrated = total.mean(self.processes.total)
                 if math.isnan(nll):
                     raise TrainingError("the NLL on the validation data is not a number")
-                found: Record = {"nll": nll, "bits_per_dim": bits}
+                record: Record = {"nll": nll, "bits_per_dim": bits}
                 if kind is not None:
-                    found["nll_uncalibrated"] = uncalibrated
-                self._keep_best(found)
+                    record["nll_uncalibrated"] = uncalibrated
+                self._save_if_best(record)
         except WriteError:
             raise
         except EBFlowError as error:
             step = self.progress.step
             raise TrainingError(f"step {step}: {error}\n{self._save_failure(step)}") from error
         finally:
-            set_random_state(drawn, self.device, self._generators)  # calibrating draws from them
-        return found
+            set_random_state(random, self.device, self._generators)  # calibrating draws from them
+        return record
 
-    def _keep_best(self, found: Record) -> None:
-        progress, nll = self.progress, found["nll"]
+    def _save_if_best(self, record: Record) -> None:
+        progress, nll = self.progress, record["nll"]
         progress.stale += 1
         if progress.best_nll is None or nll < progress.best_nll:
             progress.best_nll, progress.best_step, progress.stale = nll, progress.step, 0
             self.best_state = {name: tensor.detach().cpu().clone() for name, tensor in self.model.state_dict().items()}
             if self.folder is not None and self.processes.first:
-                self.folder.save_best(self.best_state, {"step": progress.step, **found})
+                self.folder.save_best(self.best_state, {"step": progress.step, **record})
 
     def _state(self, since: float) -> dict[str, Any]:
-        """Everything that the run is. All processes must ask for it together."""
-        mine = {"random": random_state(self.device, self._generators), "data": self.data.state()}
-        ranks = self.processes.gather({**mine, "loss": float(self._sum), "objective": self.objective.state()})
+        """The complete state of the run. A collective call of all processes."""
+        own = {"random": random_state(self.device, self._generators), "data": self.data.state()}
+        ranks = self.processes.gather({**own, "loss": float(self._sum), "objective": self.objective.state()})
         progress = {name: value for name, value in vars(self.progress).items() if name != "stopped"}
         progress["seconds"] += time.monotonic() - since if since else 0.0
         return {
@@ -376,10 +376,10 @@ class Run:
         }
 
     def _load(self, state: dict[str, Any], exact: bool) -> None:
-        """Goes on from a checkpoint of a run with the same model, objective and optimiser.
+        """Resumes from a checkpoint of a run with the same model, objective and optimiser.
 
-        If ``exact``, as if never interrupted. If not, with another batch size or number of processes, from the start
-        of the epoch, with new noise.
+        If ``exact``, as if never interrupted. If not (with another batch size or number of processes, say), from the
+        start of the epoch, with new noise.
         """
         write_weights(self.model, state["model"], "the weights in the checkpoint")
         self.optimizer.load_state_dict(state["optimizer"])
@@ -392,11 +392,11 @@ class Run:
                 setattr(self.progress, name, state[name])
         ranks = state["ranks"]
         if exact:
-            mine = ranks[self.processes.rank]
-            self.data.load(mine["data"], self.device)
-            set_random_state(mine["random"], self.device, self._generators)
-            self._sum.fill_(mine["loss"])
-            self.objective.load_state(mine.get("objective", {}))  # earlier versions had none
+            own = ranks[self.processes.rank]
+            self.data.load(own["data"], self.device)
+            set_random_state(own["random"], self.device, self._generators)
+            self._sum.fill_(own["loss"])
+            self.objective.load_state(own.get("objective", {}))  # earlier versions did not save it
         else:
             self.data.load({"epoch": ranks[0]["data"]["epoch"], "position": 0}, self.device)
             for place, generator in enumerate(self._generators):
@@ -405,7 +405,7 @@ class Run:
             self._load_best()
 
     def _load_best(self) -> None:
-        """The best weights so far. Without them the run still goes on: the best are then those from here on."""
+        """Loads the best weights so far. If they are lost, the run continues, and searches for the best from here."""
         assert self.folder is not None
         best = self.processes.on_first(self.folder.find_best)
         if not isinstance(best, str):
@@ -414,7 +414,7 @@ class Run:
         progress = self.progress
         if self.processes.first:
             warnings.warn(
-                f"the best weights so far are lost: {best}. The run goes on, and the best are those from step "
+                f"the best weights so far are lost: {best}. The run continues, and the best are those from step "
                 f"{progress.step} on.",
                 ResumeWarning,
                 stacklevel=5,

@@ -1,4 +1,4 @@
-"""The arguments of :func:`~ebflow_plugin.fit`, checked before any work is done."""
+"""The arguments of :func:`~ebflow_plugin.fit`, checked before training starts."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from ebflow_plugin.training.batches import Batches, LoaderBatches
 
 __all__ = ["Pace", "Settings", "average", "check_batch", "optimizer_of", "scalar_objective", "scheduler_of"]
 
-EVALUATIONS = 20  # in a run, unless evaluate_every says otherwise
+EVALUATIONS = 20  # the default number of evaluations in a run
 AT_LEAST_EVERY = 1000
-FEWEST = 3  # evaluations in a run, however many rows they go through
+FEWEST = 3  # the smallest default number of evaluations, however many rows they process
 
 
 class Pace(NamedTuple):
-    """How many steps a run has, and how many are between two evaluations and two checkpoints."""
+    """The number of steps of a run, and of the steps between two evaluations and two checkpoints."""
 
     steps: int
     evaluate_every: int
     save_every: int
 
     def seconds_left(self, step: int, speed: float, evaluation: float) -> float:
-        """How long the rest of a run will take: its steps, and the evaluations among them and at the end.
+        """The time left, for the remaining steps and evaluations.
 
-        ``speed`` is in steps in a second, ``evaluation`` in seconds.
+        ``speed`` is in steps per second, ``evaluation`` in seconds.
 
         Example:
             >>> Pace(steps=250, evaluate_every=100, save_every=100).seconds_left(100, speed=10.0, evaluation=5.0)
@@ -53,7 +53,7 @@ class Pace(NamedTuple):
 
 @dataclass
 class Settings:
-    """What :func:`~ebflow_plugin.fit` was asked for, but for the objective and the data. Checked when it is made."""
+    """The arguments of :func:`~ebflow_plugin.fit` other than the objective and the data, checked on construction."""
 
     optimizer: Any
     steps: int | None
@@ -94,7 +94,7 @@ class Settings:
         kind = "full" if self.calibrate is True else str(self.calibrate)
         self.calibration = kind if self.calibrate else None
         if self.validation is None and (self.patience is not None or self.calibration is not None):
-            raise InputError("patience and calibrate need validation data, whose NLL they go by")
+            raise InputError("patience and calibrate need validation data, whose NLL they use")
         flag("resume", self.resume)
         flag("progress", self.progress)
         for name in ("checkpoint", "metrics"):
@@ -102,33 +102,33 @@ class Settings:
                 setattr(self, name, path_of(name, getattr(self, name)))
         if not isinstance(self.seed, Integral) or isinstance(self.seed, bool):
             raise InputError(f"seed must be an integer, got {self.seed!r}")
-        self.seed = int(self.seed)  # other types of the same value would give other streams
+        self.seed = int(self.seed)  # another type of the same value would seed other streams
         if callable(self.callbacks) or not isinstance(self.callbacks, Iterable):
             raise InputError(f"callbacks must be a list of functions: callbacks=[function], got {self.callbacks!r}")
         self.callbacks = tuple(self.callbacks)
         for place, callback in enumerate(self.callbacks):
             if not callable(callback):
-                raise InputError(f"callbacks[{place}] is no function of an event, but {callback!r}")
+                raise InputError(f"callbacks[{place}] must be a function of an event, got {callback!r}")
 
     def pace(self, data: Batches | LoaderBatches, validation: Batches | LoaderBatches | None) -> Pace:
         """The number of steps, and how often to evaluate and to save.
 
-        The latter follow from how many rows an evaluation goes through, not from a clock, so that the same seed gives
-        the same run.
+        These depend on how many rows an evaluation processes, not on measured times, so that the same seed yields the
+        same run.
         """
         total, length = self.steps or 0, len(data)
         if self.epochs is not None:
             total = self.epochs * length
         often = min(AT_LEAST_EVERY, max(1, total // EVALUATIONS))
         evaluated = 0 if validation is None else validation.rows + (data.rows if self.calibration is not None else 0)
-        worth = ceil(evaluated * length / data.rows)  # steps that go through as many rows
+        worth = ceil(evaluated * length / data.rows)  # the steps that process as many rows as an evaluation
         evaluate_every = self.evaluate_every or max(often, min(worth, ceil(total / FEWEST)))
         return Pace(total, evaluate_every, self.checkpoint_every or self.evaluate_every or often)
 
     def facts(
         self, objective: Objective, optimizer: Optimizer, scheduler: LRScheduler | None, ema: EMA | None
     ) -> dict[str, str]:
-        """What a run should agree on with the checkpoint that it goes on from, in words."""
+        """The facts, as text, that a run should share with the checkpoint from which it resumes."""
         options = sorted(optimizer.defaults.items())
         words = "; ".join(f"{name}={value}" for name, value in options if value is not None)
         groups = "+".join(str(len(group["params"])) for group in optimizer.param_groups)
@@ -141,13 +141,13 @@ class Settings:
             "scheduler": "none" if scheduler is None else type(scheduler).__name__,
             "ema": "none" if ema is None else f"decay={ema.decay}, warmup={ema.warmup}",
             "seed": str(self.seed),
-            "training": f"accumulate=1, {numbers}, amp=False",  # the words of the first format
+            "training": f"accumulate=1, {numbers}, amp=False",  # the text of the first format
             "evaluation": f"calibrate={self.calibration}, on_non_finite={self.on_non_finite}",
         }
 
 
 def check_batch(model: EBFlow, name: str, x: Tensor, context: Tensor | None) -> None:
-    """Looks at the first batch of data before any work is done: shapes, types, NaN, labels that nobody uses."""
+    """Checks the first batch before training starts: shapes, types, NaN, and labels that the model does not use."""
     try:
         model.check(x, context)
         if x.is_floating_point():
@@ -161,7 +161,7 @@ def check_batch(model: EBFlow, name: str, x: Tensor, context: Tensor | None) -> 
 
 
 def scalar_objective(caller: str, objective: object) -> Objective:
-    """Returns an objective whose value is a scalar, or raises an error that names who needs one."""
+    """Returns an objective whose value is a scalar, or raises an error that names the caller."""
     if not isinstance(objective, Objective):
         kind = type(objective).__name__
         raise InputError(f"{caller} needs an objective, such as ebf.objectives.SSM(model), got {kind}")
@@ -173,7 +173,7 @@ def scalar_objective(caller: str, objective: object) -> Objective:
 def optimizer_of(
     objective: Objective, optimizer: Optimizer | Callable[[list[nn.Parameter]], Optimizer] | None
 ) -> Optimizer:
-    """The optimizer that was given, or made by the function that was given, or Adam. It holds what is to be trained."""
+    """The user's optimizer, or that of the user's function, or Adam. Raises unless it has all trainable parameters."""
     named = {name: parameter for name, parameter in objective.model.named_parameters() if parameter.requires_grad}
     parameters = list(named.values())
     known = {id(parameter) for parameter in objective.model.parameters()}
@@ -187,36 +187,35 @@ def optimizer_of(
         raise InputError("the model has no parameters that require a gradient: there is nothing to train")
     if optimizer is None:
         return Adam(parameters, lr=1e-3)
-    made = optimizer if isinstance(optimizer, Optimizer) else None
-    if made is None:
+    built = optimizer if isinstance(optimizer, Optimizer) else None
+    if built is None:
         if not callable(optimizer):
-            raise InputError(f"optimizer must be an Optimizer, or a function that makes one, got {optimizer!r}")
-        made = optimizer(parameters)
-        if not isinstance(made, Optimizer):
-            raise InputError(f"the function given as optimizer must return a torch.optim.Optimizer, got {made!r}")
-    held = {id(parameter) for group in made.param_groups for parameter in group["params"]}
-    lacking = [name for name, parameter in named.items() if id(parameter) not in held]
-    if len(lacking) == len(parameters):
-        raise InputError("the optimizer holds none of the model's parameters; make it from objective.parameters()")
-    if lacking:
+            raise InputError(f"optimizer must be an Optimizer, or a function that builds one, got {optimizer!r}")
+        built = optimizer(parameters)
+        if not isinstance(built, Optimizer):
+            raise InputError(f"the function passed as optimizer must return a torch.optim.Optimizer, got {built!r}")
+    held = {id(parameter) for group in built.param_groups for parameter in group["params"]}
+    missing = [name for name, parameter in named.items() if id(parameter) not in held]
+    if len(missing) == len(parameters):
+        raise InputError("the optimizer holds none of the model's parameters; build it from objective.parameters()")
+    if missing:
         raise InputError(
-            f"the optimizer lacks {len(lacking)} of {len(parameters)} trainable parameters of the model: "
-            f"{_some(lacking)}. Make it from objective.parameters(), or freeze what is to stay as it is: "
-            "requires_grad_(False)."
+            f"the optimizer lacks {len(missing)} of {len(parameters)} trainable parameters of the model: "
+            f"{_some(missing)}. Build it from objective.parameters(), or freeze the others: requires_grad_(False)."
         )
     if held - known:
         raise InputError(
             f"the optimizer holds {len(held - known)} parameters that are not the model's, which fit does not train; "
             "put them in the flow (an embedding_net, say), or train them in a loop of your own"
         )
-    closure = inspect.signature(type(made).step).parameters.get("closure")
+    closure = inspect.signature(type(built).step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise InputError(
-            f"{type(made).__name__} computes the loss of a step several times, which fit does not do: each batch has "
-            "noise of its own, computed once. Take an optimizer such as Adam or SGD, or a loop of your own with "
+            f"{type(built).__name__} computes the loss of a step several times, which fit does not do: each batch has "
+            "noise of its own, computed once. Use an optimizer such as Adam or SGD, or a loop of your own with "
             "optimizer.step(closure)."
         )
-    return made
+    return built
 
 
 def _some(names: list[str]) -> str:
@@ -226,25 +225,23 @@ def _some(names: list[str]) -> str:
 def scheduler_of(
     optimizer: Optimizer, scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None, validated: bool
 ) -> LRScheduler | None:
-    """The scheduler that was given, or made by the function that was given."""
+    """The user's scheduler, or that of the user's function."""
     if scheduler is None:
         return None
-    made = scheduler if isinstance(scheduler, LRScheduler) else scheduler(optimizer) if callable(scheduler) else None
-    if not isinstance(made, LRScheduler):
+    built = scheduler if isinstance(scheduler, LRScheduler) else scheduler(optimizer) if callable(scheduler) else None
+    if not isinstance(built, LRScheduler):
         raise InputError(
-            f"scheduler must be a torch learning-rate scheduler, or a function that makes one, got {scheduler!r}"
+            f"scheduler must be a torch learning-rate scheduler, or a function that builds one, got {scheduler!r}"
         )
-    if made.optimizer is not optimizer:
+    if built.optimizer is not optimizer:
         raise InputError("the scheduler is of another optimizer; pass a function: scheduler=lambda optimizer: …")
-    if isinstance(made, ReduceLROnPlateau) and not validated:
-        raise InputError(
-            "ReduceLROnPlateau goes by the NLL of validation data, and would never move without: pass some"
-        )
-    return made
+    if isinstance(built, ReduceLROnPlateau) and not validated:
+        raise InputError("ReduceLROnPlateau uses the NLL of validation data: pass validation=")
+    return built
 
 
 def average(model: EBFlow, ema: bool | EMA | None) -> EMA | None:
-    """The average that was given, or a new one. It begins here, after the data-dependent start."""
+    """The user's EMA, or a new one. It starts here, after the data-dependent start."""
     if ema is None or ema is False:
         return None
     if ema is True:
@@ -252,7 +249,7 @@ def average(model: EBFlow, ema: bool | EMA | None) -> EMA | None:
     if not isinstance(ema, EMA):
         raise InputError(f"ema must be True, an ebflow_plugin.EMA or None, got {ema!r}")
     if ema.model is not model:
-        raise InputError("the EMA is of another model; make it of the objective's: EMA(objective.model)")
+        raise InputError("the EMA is of another model; create it as EMA(objective.model)")
     if ema.updates == 0:
         ema.restart()
     return ema

@@ -1,4 +1,4 @@
-"""What a training run tells at each evaluation, and where it goes: a display and JSON lines are callbacks like any."""
+"""The event of each evaluation of a training run, and the built-in callbacks: displays and JSON lines."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ SHOWN_LAYERS = 8
 
 @dataclass(frozen=True)
 class Event:
-    """What a callback gets at each evaluation.
+    """The argument of callbacks, at each evaluation.
 
     Attributes:
         step: The number of the step.
         record: The metrics of the evaluation.
-        model: The model, with its present weights.
-        ema: Their average, if there is one.
-        steps: How many steps the run has.
-        start_nll: The validation NLL before the first step, if there was one.
-        seconds_left: How long the rest of the run will take, about: its steps, and the evaluations among them.
+        model: The model, with its current weights.
+        ema: The average of the weights, if there is one.
+        steps: The number of steps of the run.
+        start_nll: The validation NLL before the first step, if it was computed.
+        seconds_left: The estimated time left, for steps and evaluations.
     """
 
     step: int
@@ -46,7 +46,7 @@ class Event:
     seconds_left: float = 0.0
 
     def pace(self) -> list[str]:
-        """How fast the run is, and how long it will take, for people."""
+        """The step, the speed, and the time left, as text."""
         minutes, seconds = divmod(round(max(0.0, self.seconds_left)), 60)
         left = f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d} left"
         return [f"step {self.step}/{self.steps}", f"{self.record['steps_per_second']:.1f} steps/s", left]
@@ -56,16 +56,16 @@ Callback = Callable[[Event], object]
 
 
 class Lines:
-    """One line for each evaluation, in a file; on the standard error by default."""
+    """Prints one line for each evaluation to a file, standard error by default."""
 
     def __init__(self, file: IO[str] | None = None) -> None:
-        self._file, self._begun = file, False
+        self._file, self._started = file, False
 
     def __call__(self, event: Event) -> None:
-        """Writes the line; before the first one, what the start was like."""
-        if not self._begun and event.start_nll is not None:
+        """Prints the line; before the first one, the NLL of the start."""
+        if not self._started and event.start_nll is not None:
             self._write(f"step 0/{event.steps}", *describe({"nll": event.start_nll}))
-        self._begun = True
+        self._started = True
         step, *pace = event.pace()
         self._write(step, *describe(event.record), *pace)
 
@@ -74,7 +74,7 @@ class Lines:
 
 
 class LiveDisplay:
-    """A live display on a rich Console: a bar with speed and time left, the numbers, the full layers' condition."""
+    """A live display on a rich Console: a bar with speed and time left, metrics, and condition numbers."""
 
     def __init__(self, console: Any = None) -> None:
         from rich.console import Console
@@ -112,9 +112,9 @@ class LiveDisplay:
 
 
 class JsonLines:
-    r"""Metrics on the disk: one JSON object a line, each complete as soon as it is there.
+    r"""Writes metrics to a file, one JSON object per line.
 
-    It begins with ``records``, instead of whatever the file held before.
+    It replaces an existing file, and starts with ``records``.
 
     Example:
         >>> import tempfile
@@ -135,7 +135,7 @@ class JsonLines:
             raise InputError(f"the metrics file {path} cannot be written: {error}") from error
 
     def __call__(self, event: Event) -> None:
-        """Adds a line."""
+        """Appends a line."""
         try:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(_line(event.record))
@@ -152,7 +152,7 @@ def display() -> tuple[Callback, AbstractContextManager[object]]:
 
 
 def describe(record: Mapping[str, Any], conditions: bool = True) -> list[str]:
-    """The numbers of an evaluation, for people.
+    """The metrics of an evaluation, as text.
 
     Example:
         >>> describe({"loss": 1.0, "nll": 2.0, "best_nll": 2.0, "skipped": 3})
@@ -181,7 +181,7 @@ def _line(record: Mapping[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """The same for JSON, which has no NaN and no inf: they become words."""
+    """The same value for JSON, with NaN and inf as strings."""
     if isinstance(value, Mapping):
         return {key: _plain(part) for key, part in value.items()}
     return str(value) if isinstance(value, float) and not isfinite(value) else value

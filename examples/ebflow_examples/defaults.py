@@ -13,7 +13,7 @@ from ebflow_examples.data import NAMES
 from ebflow_examples.runs import Run
 from ebflow_examples.streams import drawing_from
 from ebflow_plugin.errors import InputError, SingularError
-from ebflow_plugin.plan.inputs import positive, whole
+from ebflow_plugin.plan.inputs import integer, positive
 
 __all__ = ["check", "objective_of", "settle"]
 
@@ -31,7 +31,7 @@ def check(config: TrainConfig) -> None:
         positive("lr", config.lr)
     for name in ("batch_size", "steps", "epochs", "threads", "evaluate_every"):
         if getattr(config, name) is not None:
-            whole(name, getattr(config, name))
+            integer(name, getattr(config, name))
     for name, loss in LOSS_OPTIONS.items():
         if getattr(config, name) is not None and config.loss != loss:
             having = "the loss that is chosen without --loss" if config.loss is None else f"loss {config.loss}"

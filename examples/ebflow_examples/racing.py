@@ -24,7 +24,7 @@ from ebflow_examples import plots
 from ebflow_examples.data import DataSet
 from ebflow_examples.models import flow_for, preprocessing
 from ebflow_examples.reproduce.curves import COLOURS, Points, joined
-from ebflow_examples.runs import standard_error
+from ebflow_examples.runs import above_truth
 from ebflow_examples.streams import drawing_from, stream
 from ebflow_plugin.errors import ConditioningWarning, TrainingError
 
@@ -136,14 +136,9 @@ def run(
 
 @torch.no_grad()
 def gap(model: ebf.EBFlow, data: DataSet, rows: Tensor) -> tuple[float, float]:
-    """How far a model is above the truth: the mean of log p(x) of the truth less that of the model, in nats.
-
-    It is the Kullback-Leibler divergence, estimated on rows that both see, and so with little error, which is the
-    second number. Zero is the least, which no model can do better than.
-    """
+    """How far a model is above the truth, in nats, and the error of that: :func:`~ebflow_examples.runs.above_truth`."""
     assert data.truth is not None
-    apart = data.truth.log_prob(rows).double() - model.log_prob(rows).double()
-    return float(apart.mean()), standard_error(apart)
+    return above_truth(data.truth, rows, -model.log_prob(rows))
 
 
 def spread(drawn: Tensor, data: DataSet) -> float:

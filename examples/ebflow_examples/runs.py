@@ -18,7 +18,7 @@ from torch import Generator, Tensor
 
 import ebflow_plugin as ebf
 from ebflow_examples.config import TrainConfig, option_types, read_toml
-from ebflow_examples.data import DataSet, load
+from ebflow_examples.data import DataSet, Truth, load
 from ebflow_examples.models import flow_for, preprocessing
 from ebflow_examples.streams import drawing_from, stream
 from ebflow_plugin.errors import InputError, suggest
@@ -29,8 +29,10 @@ __all__ = [
     "DATA",
     "SUMMARY",
     "WEIGHTS",
+    "Floor",
     "Likelihood",
     "Run",
+    "above_truth",
     "build",
     "check_data",
     "fingerprint",
@@ -102,9 +104,35 @@ class Likelihood:
     bits_error: float
     rows: int
 
+    @classmethod
+    def of(cls, values: Tensor, dim: int) -> Likelihood:
+        """Sums up the NLLs of rows of ``dim`` entries."""
+        nll, error, bit = float(values.mean()), standard_error(values), log(2.0) * dim
+        return cls(nll, error, nll / bit, error / bit, len(values))
+
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class Floor:
+    """The entropy of data whose density is known, in nats, and how far the NLL of a model is above it.
+
+    The gap is that of :func:`above_truth`, which has less of an error than NLL - entropy.
+    """
+
+    entropy: float
+    gap: float
+    gap_error: float
+
+    @classmethod
+    def of(cls, truth: Truth | None, rows: Tensor, values: Tensor) -> Floor | None:
+        """Compares the NLLs of rows with the truth; None if there is none, or its entropy is not known."""
+        entropy = None if truth is None else truth.entropy()
+        if truth is None or entropy is None:
+            return None
+        return cls(entropy, *above_truth(truth, rows, values))
 
 
 def build(config: TrainConfig) -> Run:
@@ -233,7 +261,7 @@ def check_data(path: Path, found: str) -> None:
 
 
 def _load(run: Run, path: Path, weights: str) -> tuple[str, int]:
-    """Returns a model its weights, and says which they are, and of which step."""
+    """Loads the weights of a run into its model, and returns which they are, and their step."""
     if weights == "best":
         step = int(ebf.load_best(run.model, path)["step"])
         return f"best weights, step {step}" + (": the start, nothing was learnt" if step == 0 else ""), step
@@ -257,10 +285,7 @@ def _load(run: Run, path: Path, weights: str) -> tuple[str, int]:
 
 def likelihood(model: ebf.EBFlow, rows: Tensor, seed: int = 0, split: str = "test") -> Likelihood:
     """The exact NLL of rows, the same each time: the noise of a dequantisation is that of the seed and the split."""
-    values = nll_of_rows(model, rows, seed, split)
-    nll, error = float(values.mean()), standard_error(values)
-    bit = log(2.0) * rows[0].numel()
-    return Likelihood(nll, error, nll / bit, error / bit, len(values))
+    return Likelihood.of(nll_of_rows(model, rows, seed, split), rows[0].numel())
 
 
 @torch.no_grad()
@@ -272,6 +297,16 @@ def nll_of_rows(model: ebf.EBFlow, rows: Tensor, seed: int = 0, split: str = "te
         u, log_det = model.preprocess(batch, generator)
         parts.append(-(model.core.log_prob(u) + log_det).double())
     return torch.cat(parts)
+
+
+def above_truth(truth: Truth, rows: Tensor, nlls: Tensor) -> tuple[float, float]:
+    """How far a model is above the truth: the mean of log p(x) of the truth less that of the model, in nats.
+
+    It is the Kullback-Leibler divergence, estimated on rows that both see, and so with little error, which is the
+    second number. Zero is the least, which no model can do better than.
+    """
+    apart = nlls.detach().cpu().double() + truth.log_prob(rows.cpu().double())
+    return float(apart.mean()), standard_error(apart)
 
 
 def standard_error(values: Tensor) -> float:

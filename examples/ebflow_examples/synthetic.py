@@ -42,6 +42,9 @@ class Truth(Protocol):
     def sample(self, count: int, generator: Generator | None = None) -> Tensor:
         """Draws rows, shape (count, D), in double precision."""
 
+    def entropy(self) -> float | None:
+        """Its entropy in nats, the least NLL that any model can have; None if no formula tells it."""
+
 
 class SmoothedSet:
     r"""Points of some set, smoothed by a Gaussian: the mixture :math:`\sum_i w_i \prod_d k_d(x_d - c_{id})`.
@@ -275,6 +278,9 @@ class Autoregressive:
             rows = x.detach().double().requires_grad_()
             (score,) = torch.autograd.grad(self.log_prob(rows).sum(), rows)
         return score.to(x.dtype)
+
+    def entropy(self) -> None:
+        """Not known: a mean of log |x + d 2^i| over the whole chain before."""
 
     def _shift(self, place: int) -> float:
         return self.distance * 2.0 ** (place + 1)  # the paper counts from 1

@@ -190,7 +190,7 @@ def _train(run: Run, out: Path, resume: bool, progress: bool) -> dict[str, Any]:
 
 
 def _put_back(out: Path, kept: dict[str, bytes | None]) -> None:
-    """Returns files of a run folder their old content."""
+    """Restores the old content of files of a run folder."""
     for name, content in kept.items():
         if content is None:
             (out / name).unlink(missing_ok=True)

@@ -1,7 +1,6 @@
 """The built-in models: their sizes, that each is what it says, in either library, and what does not fit."""
 
 import math
-import warnings
 from dataclasses import replace
 
 import normflows as nf
@@ -17,6 +16,8 @@ from ebflow_examples.nflows_kit import TriangularLinear
 from ebflow_examples.runs import build as run_build
 from ebflow_examples.streams import stream
 from ebflow_plugin.errors import InputError, UnknownNameError
+from randomness import rng
+from warned import no_warnings
 
 VECTORS, IMAGES = (5,), (2, 4, 4)  # an odd number of features: halves differ
 SMALL = {
@@ -52,7 +53,7 @@ CASES = [
 
 def moved(flow, seed=0):
     """Moves every parameter: zero-initialised networks hide what is wrong with them."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = rng(seed)
     with torch.no_grad():
         for parameter in flow.parameters():
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
@@ -96,8 +97,7 @@ def log_prob_of(flow, x):
 def test_models_keep_the_contracts(name, library, linear, shape):
     flow, x = made(name, shape, library=library, linear=linear)
     assert type(flow).__module__.startswith(library)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with no_warnings():
         model = ebf.wrap(flow, strict=True)
     own = log_prob_of(flow, x)
     torch.testing.assert_close(model.log_prob(x), own, rtol=1e-9, atol=1e-9)

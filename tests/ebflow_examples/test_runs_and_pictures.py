@@ -18,11 +18,12 @@ from ebflow_examples.pictures import impute_rows, missing
 from ebflow_examples.runs import Run, build, likelihood
 from ebflow_examples.training import SCHEDULES, configuration, free_folder
 from ebflow_plugin.errors import InputError, SingularError, TrainingError, UnknownNameError
+from randomness import rng
 
 
 def gaussian_images(count=40, levels=8):
     """A run on images of 2 x 2 pixels, with an untrained model."""
-    rows = torch.randint(levels, (count, 4), generator=torch.Generator().manual_seed(0)).float()
+    rows = torch.randint(levels, (count, 4), generator=rng(0)).float()
     flow = flows.Flow(transforms.LULinear(4), distributions.StandardNormal([4]))
     model = ebf.wrap(flow, preprocess=[ebf.Dequantize(levels), ebf.Rescale(0.05, 0.95), ebf.Logit()])
     return Run(TrainConfig(), DataSet("noise", rows, rows, rows, levels=levels), model, (1, 2, 2))
@@ -96,7 +97,7 @@ def test_what_is_left_open_is_chosen_by_the_data():
     assert chosen.gaussianize is True
     asked = settle(build(TrainConfig(loss="fdssm", gaussianize=False)))
     assert (asked.config.lr, asked.config.eps, asked.config.sigma) == (1e-4, 1.0, None)
-    u, _ = asked.model.preprocess(asked.data.train, torch.Generator().manual_seed(0))
+    u, _ = asked.model.preprocess(asked.data.train, rng(0))
     white = asked.model.flow._transform._transforms[0](u)[0]
     assert (white.T.cov() - torch.eye(64)).abs().mean() < 0.05  # the noise of the dequantisation is another one
     assert settle(build(TrainConfig(linear="lu", limit=100))).config.whiten is False
@@ -112,7 +113,7 @@ def test_schedules_begin_at_one_and_fall():
 
 def test_the_likelihood_is_that_of_a_gaussian_with_its_error():
     identity = flows.Flow(transforms.IdentityTransform(), distributions.StandardNormal([2]))
-    rows = torch.randn(1200, 2, generator=torch.Generator().manual_seed(0))
+    rows = torch.randn(1200, 2, generator=rng(0))
     found = likelihood(ebf.wrap(identity), rows)
     values = 0.5 * rows.double().square().sum(1) + log(2 * pi)
     assert found.nll == pytest.approx(float(values.mean()), rel=1e-6)
@@ -128,7 +129,7 @@ def test_the_likelihood_of_dequantised_data_is_the_same_each_time():
 
 
 def test_masks_cover_the_side_that_they_name():
-    chance = torch.Generator().manual_seed(0)
+    chance = rng(0)
     shape = (3, 4, 6)
     assert missing("right", shape, 2, 0.5, chance)[..., 3:].all()
     assert not missing("right", shape, 2, 0.5, chance)[..., :3].any()

@@ -18,6 +18,7 @@ from ebflow_examples.runs import build, likelihood, open_run
 from ebflow_examples.streams import drawing_from, stream
 from ebflow_examples.training import train
 from ebflow_plugin.plan.preprocessing import DequantizeStep
+from randomness import rng
 
 SMALL = TrainConfig(
     steps=2, batch_size=20, limit=150, evaluate_every=1, loss="dsm", sigma=0.2, device="cpu", calibrate="full"
@@ -105,7 +106,7 @@ def test_weights_rows_and_noise_come_from_different_streams():
     with drawing_from(0, "weights"):
         weights = torch.randn(100)
     data, noise = (torch.randn(100, generator=stream(0, name)) for name in ("data", "noise"))
-    plain = torch.randn(100, generator=torch.Generator().manual_seed(0))
+    plain = torch.randn(100, generator=rng(0))
     for first, second in ((weights, data), (weights, noise), (data, noise), (data, plain)):
         assert abs(float(torch.corrcoef(torch.stack([first, second]))[0, 1])) < 0.4
     assert not torch.equal(Settings().data(100), plain)

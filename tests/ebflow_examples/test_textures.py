@@ -15,13 +15,10 @@ from ebflow_examples.data import OF_TEXTURES, load
 from ebflow_examples.models import flow_for
 from ebflow_examples.reproduce import race
 from ebflow_examples.reproduce.common import Cell, Found, Options
-from ebflow_examples.runs import build, standard_error
+from ebflow_examples.runs import Floor, build, standard_error
 from ebflow_examples.textures import Textures
 from ebflow_plugin.errors import InputError, TrainingError
-
-
-def seeded(seed=0):
-    return torch.Generator().manual_seed(seed)
+from randomness import rng
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +39,7 @@ def matrices(truth):
 
 
 def test_the_density_is_the_change_of_variables(truth):
-    x = truth.sample(6, seeded())
+    x = truth.sample(6, rng())
     first, second = matrices(truth)
     bias = truth._first.bias.repeat_interleave(64)
     a = x.flatten(1) @ first.T + bias
@@ -55,14 +52,14 @@ def test_the_density_is_the_change_of_variables(truth):
 
 
 def test_the_score_is_its_gradient(truth):
-    x = truth.sample(4, seeded()).requires_grad_()
+    x = truth.sample(4, rng()).requires_grad_()
     (expected,) = torch.autograd.grad(truth.model.log_prob(x).sum(), x)
     torch.testing.assert_close(truth.score(x.detach()), expected, rtol=1e-9, atol=1e-9)
 
 
 def test_samples_have_the_density(truth):
     """Latents of samples are standard normal; by the density's own identity E[score] = 0 too."""
-    x = truth.sample(4000, seeded(1))
+    x = truth.sample(4000, rng(1))
     (z,), _ = truth.model.plan.encode(x)
     assert abs(z.mean()) < 4 / math.sqrt(z.numel())
     assert abs(z.square().mean() - 1) < 4 * math.sqrt(2 / z.numel())
@@ -73,8 +70,11 @@ def test_samples_have_the_density(truth):
 @pytest.mark.parametrize("side", [7, 8, 16])
 def test_the_entropy_is_the_mean_nll_of_samples(side):
     truth = Textures(side)
-    nll = -truth.log_prob(truth.sample(4000, seeded(2)))
+    rows = truth.sample(4000, rng(2))
+    nll = -truth.log_prob(rows)
     assert abs(float(nll.mean()) - truth.entropy()) < 4 * standard_error(nll)
+    floor = Floor.of(truth, rows.flatten(1), nll)
+    assert (floor.entropy, floor.gap, floor.gap_error) == pytest.approx((truth.entropy(), 0.0, 0.0), abs=1e-9)
 
 
 def test_the_variances_in_the_entropy_are_those_of_the_inverse(truth):
@@ -108,7 +108,7 @@ def test_the_data_set(textures16):
 
 def test_nothing_is_drawn_from_the_global_generator(truth):
     before = torch.random.get_rng_state()
-    truth.sample(2, seeded())
+    truth.sample(2, rng())
     Textures(8)
     assert torch.equal(before, torch.random.get_rng_state())
 

@@ -18,19 +18,14 @@ from cases import SUPPORTED
 from ebflow_plugin.ema import EMA
 from ebflow_plugin.errors import EBFlowError
 from ebflow_plugin.objectives import DSM, ML
-
-
-def flow_of(*transforms, size=3):
-    return Flow(CompositeTransform(transforms), StandardNormal([size])).double()
+from nflows_small import flow_of
+from randomness import rng
+from training_models import weights
 
 
 def make_model(size=3):
     torch.manual_seed(0)
-    return ebf.wrap(flow_of(LULinear(size), ActNorm(size), LULinear(size, identity_init=False), size=size))
-
-
-def snapshot(model):
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    return ebf.wrap(flow_of(LULinear(size), ActNorm(size), LULinear(size, identity_init=False), shape=(size,)))
 
 
 def same(model, values):
@@ -40,7 +35,7 @@ def same(model, values):
 
 @torch.no_grad()
 def move(model, seed=0, scale=0.1):
-    generator = torch.Generator().manual_seed(seed)
+    generator = rng(seed)
     for parameter in model.parameters():
         parameter.add_(scale * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
 
@@ -62,7 +57,7 @@ def test_the_average_is_the_formula(decay, warmup, steps):
 
 
 def test_buffers_are_followed():
-    flow = flow_of(BatchNorm(3), ActNorm(3)).eval()
+    flow = flow_of(BatchNorm(3), ActNorm(3), shape=(3,)).eval()
     model = ebf.wrap(flow)
     ema = EMA(model)
     with torch.no_grad():
@@ -85,7 +80,7 @@ def test_applied_swaps_and_restores_bit_for_bit():
     move(model)
     ema.update()
     move(model, seed=1)
-    own, identities = snapshot(model), [id(parameter) for parameter in model.parameters()]
+    own, identities = weights(model), [id(parameter) for parameter in model.parameters()]
     addresses = [parameter.data_ptr() for parameter in model.parameters()]
     with ema.applied() as averaged:
         assert averaged is model
@@ -102,7 +97,7 @@ def test_an_exception_restores_too():
     model = make_model()
     ema = EMA(model)
     move(model)
-    own = snapshot(model)
+    own = weights(model)
     with pytest.raises(ZeroDivisionError), ema.applied():
         raise ZeroDivisionError
     assert same(model, own)
@@ -112,7 +107,7 @@ def test_an_exception_restores_too():
 def test_what_is_written_inside_is_lost():
     model = make_model()
     ema = EMA(model)
-    own, averages = snapshot(model), copy.deepcopy(ema.state_dict()["averages"])
+    own, averages = weights(model), copy.deepcopy(ema.state_dict()["averages"])
     with ema.applied():
         move(model)
     assert same(model, own)
@@ -121,12 +116,12 @@ def test_what_is_written_inside_is_lost():
 
 def test_optimisers_stay_valid():
     """A run with evaluations of the average in between is the run without them, bit for bit."""
-    x = torch.randn(20, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x = torch.randn(20, 3, generator=rng(0), dtype=torch.float64)
     ends = []
     for evaluate in (False, True):
         model = make_model()
         model.initialize(x)
-        ema, loss = EMA(model), DSM(model, generator=torch.Generator().manual_seed(0))
+        ema, loss = EMA(model), DSM(model, generator=rng(0))
         optimiser = torch.optim.Adam(loss.parameters(), lr=0.01)
         for _ in range(5):
             optimiser.zero_grad()
@@ -136,7 +131,7 @@ def test_optimisers_stay_valid():
             if evaluate:
                 with ema.applied(), torch.no_grad():
                     model.log_prob(x)
-        ends.append((snapshot(model), ema.state_dict()["averages"]))
+        ends.append((weights(model), ema.state_dict()["averages"]))
     for one, two in zip(*ends, strict=True):
         assert all(torch.equal(one[name], two[name]) for name in one)
 
@@ -202,13 +197,13 @@ def test_copy_to():
 
 
 def test_copy_to_another_kind_of_model():
-    ema, before = EMA(make_model(3)), snapshot(make_model(4))
+    ema, before = EMA(make_model(3)), weights(make_model(4))
     other = make_model(4)
     with pytest.raises(ebf.InputError, match=r"(?s)does not have the parameters.*bias: shape \(4,\), not \(3,\)"):
         ema.copy_to(other)
     assert same(other, before)
     with pytest.raises(ebf.InputError, match="_weight: not in the average"):
-        ema.copy_to(ebf.wrap(flow_of(NaiveLinear(3, False))))
+        ema.copy_to(ebf.wrap(flow_of(NaiveLinear(3, False), shape=(3,))))
     with pytest.raises(ebf.InputError, match="copy_to.. needs an EBFlow, got Flow"):
         ema.copy_to(other.flow)
 
@@ -306,7 +301,7 @@ def test_small_steps_do_not_vanish_in_half_precision():
 
 
 def test_a_preprocessed_model():
-    flow = flow_of(LULinear(3))
+    flow = flow_of(LULinear(3), shape=(3,))
     model = ebf.wrap(flow, preprocess=[ebf.Rescale(0.05, 0.95), ebf.Logit()])
     x = torch.rand(4, 3, dtype=torch.float64)
     ema = EMA(model, decay=0.5)
@@ -324,7 +319,7 @@ def test_a_preprocessed_model():
 def test_frozen_parameters_stay_exactly():
     model = make_model()
     model.requires_grad_(False)
-    ema, own = EMA(model), snapshot(model)
+    ema, own = EMA(model), weights(model)
     for _ in range(5):
         ema.update()
     with ema.applied():

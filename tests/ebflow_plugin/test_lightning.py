@@ -2,9 +2,6 @@
 
 import importlib.util
 import math
-import os
-import signal
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -14,8 +11,7 @@ import pytest
 import torch
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
-from nflows import distributions, flows, transforms
-from nflows.nn import nets
+from nflows import distributions, flows
 from torch.utils.data import DataLoader, TensorDataset
 
 import ebflow_plugin as ebf
@@ -30,10 +26,12 @@ from ebflow_plugin.lightning import (
     LitObjective,
 )
 from ebflow_plugin.objectives import DSM, FDSSM, ML, SM, SML, SSM
-from training_models import make_data, make_model, same, weights
+from gaussian_models import nll
+from nflows_small import coupling_model
+from processes import load_script, run_together
+from randomness import rng
+from training_models import adam, make_data, make_model, same, weights
 
-TESTS = Path(__file__).parents[1]
-SCRIPT = TESTS / "support" / "scripts" / "lightning_runs.py"
 QUIET = {
     "logger": False,
     "enable_progress_bar": False,
@@ -48,10 +46,6 @@ pytestmark = [
 ]
 
 
-def adam(rate):
-    return lambda parameters: torch.optim.Adam(parameters, lr=rate)
-
-
 def train(module, x, validation=None, epochs=1, size=32, ckpt_path=None, shuffle=False, **options):
     """A run of a Trainer; gives it back."""
     options = {"enable_checkpointing": False, **QUIET, **options}
@@ -60,11 +54,6 @@ def train(module, x, validation=None, epochs=1, size=32, ckpt_path=None, shuffle
     held_out = None if validation is None else DataLoader(validation, batch_size=40)
     trainer.fit(module, DataLoader(data, batch_size=size, shuffle=shuffle), held_out, ckpt_path=ckpt_path)
     return trainer
-
-
-def nll(model, x):
-    with torch.no_grad():
-        return -model.log_prob(x).mean().item()
 
 
 def test_a_run_is_the_plain_loop_and_logs_the_exact_likelihood():
@@ -178,21 +167,9 @@ def test_gradients_are_clipped_and_accumulated():
     assert trainer.global_step == 1
 
 
-def coupling_model(context=None):
-    torch.manual_seed(0)
-
-    def net(inputs, outputs):
-        return nets.ResidualNet(
-            inputs, outputs, hidden_features=8, context_features=context, num_blocks=1, activation=torch.tanh
-        )
-
-    coupling = transforms.AffineCouplingTransform(torch.tensor([1, 0, 1, 0]), net)
-    return ebf.wrap(flows.Flow(coupling, distributions.StandardNormal([4])))
-
-
 def test_a_model_with_a_context():
     model = coupling_model(context=2)
-    x, context = make_data(100), torch.randn(100, 2, generator=torch.Generator().manual_seed(0))
+    x, context = make_data(100), torch.randn(100, 2, generator=rng(0))
     pairs = TensorDataset(x, context)
     trainer = train(
         LitObjective(SSM(model), adam(0.02)), pairs, pairs, 3, callbacks=[ExactNLL(), Calibrate("diagonal")]
@@ -214,7 +191,7 @@ def test_integers_and_several_validation_sets():
         flows.Flow(FullLinear(4), distributions.StandardNormal([4])),
         preprocess=[ebf.Dequantize(8, noise="smooth"), ebf.Rescale(0.05, 0.95), ebf.Logit()],
     )
-    x = torch.randint(8, (60, 4), generator=torch.Generator().manual_seed(0))
+    x = torch.randint(8, (60, 4), generator=rng(0))
     trainer = Trainer(max_epochs=1, callbacks=[ExactNLL(), ConditionGuard()], enable_checkpointing=False, **QUIET)
     loaders = [DataLoader(x[:30], batch_size=20), DataLoader(x, batch_size=20)]
     module = LitObjective(SSM(model))
@@ -298,7 +275,7 @@ def test_a_schedule_by_the_likelihood():
 
 
 def test_the_users_own_generator_is_used_and_stays():
-    generator = torch.Generator().manual_seed(3)
+    generator = rng(3)
     objective = DSM(make_model(), generator=generator)
     before = generator.get_state()
     train(LitObjective(objective), make_data(64))
@@ -322,40 +299,17 @@ def test_what_cannot_be(make, message):
         make()
 
 
-def load_script():
-    sys.path.insert(0, str(SCRIPT.parent))
-    try:
-        spec = importlib.util.spec_from_file_location("lightning_runs", SCRIPT)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(SCRIPT.parent))
-    return module
-
-
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """What each of two gloo processes found; one launch, which takes seconds, for all that follows."""
-    folder = tmp_path_factory.mktemp("together")
-    paths = [str(SCRIPT.parent), *sys.path]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", SCRIPT, folder]
-    with (folder / "log").open("w") as file:
-        running = subprocess.Popen(command, env=environment, stdout=file, stderr=file, start_new_session=True)
-        try:
-            code = running.wait(timeout=240)
-        except subprocess.TimeoutExpired:  # torchrun and its workers, which are a session of their own
-            os.killpg(running.pid, signal.SIGKILL)
-            raise
-    assert code == 0, (folder / "log").read_text()[-3000:]
-    return [torch.load(folder / f"found-{rank}.pt") for rank in range(2)]
+    return run_together("lightning_runs", tmp_path_factory.mktemp("together"))
 
 
 @pytest.mark.slow
 def test_two_processes_train_as_one_with_the_joined_batch(found):
     """Every objective, those with second derivatives too: under DDP, and sharded (FSDP2)."""
     first, second = found
-    script = load_script()
+    script = load_script("lightning_runs")
     start = script.started_model().state_dict()
     for name, make in script.OBJECTIVES.items():
         with warnings.catch_warnings():

@@ -1,5 +1,6 @@
-"""verify() holds on what is right (test_contracts.py), and finds what is wrong."""
+"""verify() holds on what is right (test_testing_contracts.py), and finds what is wrong."""
 
+from functools import partial
 from math import log
 
 import pytest
@@ -8,20 +9,18 @@ from nflows import distributions, flows, transforms
 from nflows.nn import nets
 
 import ebflow_plugin as ebf
+import nflows_small
 from ebflow_plugin import verification
-from ebflow_plugin.adapting import teaching as rules
+from ebflow_plugin.adapting import rules
+from randomness import randn, rng
 
 D = 4
-
-
-def make_flow(*layers):
-    torch.manual_seed(0)
-    return flows.Flow(transforms.CompositeTransform(layers), distributions.StandardNormal([D])).double().eval()
+flow_of = partial(nflows_small.flow_of, shape=(D,), mode="eval")
 
 
 @pytest.fixture
 def x():
-    return torch.randn(5, D, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return randn(5, D)
 
 
 class WrongLogDet(transforms.Transform):
@@ -72,7 +71,7 @@ LIES = [
 @pytest.mark.parametrize(("cls", "claim"), LIES)
 def test_a_lie_is_found(cls, claim, x):
     with pytest.raises(ebf.VerificationError, match="checks failed") as error:
-        ebf.verify(make_flow(transforms.LULinear(D, identity_init=False), cls()), x)
+        ebf.verify(flow_of(transforms.LULinear(D, identity_init=False), cls()), x)
     failed = [line for line in str(error.value).splitlines() if line.startswith("FAILED")]
     assert any(claim in line for line in failed), str(error.value)
 
@@ -85,7 +84,7 @@ def test_a_nonlinear_class_taught_as_linear_is_named(x):
     ebf.register_linear(Warp)
     try:
         with pytest.raises(ebf.VerificationError, match=r"FAILED +linear step is affine +_transform._transforms.1"):
-            ebf.verify(make_flow(transforms.LULinear(D), Warp()), x)
+            ebf.verify(flow_of(transforms.LULinear(D), Warp()), x)
     finally:
         rules.REGISTERED.remove(Warp)
 
@@ -95,7 +94,7 @@ def test_a_coupling_that_starts_at_zero_is_found_out_after_its_parameters_move(x
     coupling = transforms.AffineCouplingTransform(
         [1, 0, 1, 0], lambda i, o: nets.ResidualNet(i, o, 8, activation=torch.tanh)
     )
-    flow = make_flow(coupling)
+    flow = flow_of(coupling)
     with torch.no_grad():
         for parameter in coupling.transform_net.final_layer.parameters():
             parameter.zero_()
@@ -107,7 +106,7 @@ def test_a_coupling_that_starts_at_zero_is_found_out_after_its_parameters_move(x
 
 
 def test_the_flow_stays_as_it_is(x):
-    flow = make_flow(transforms.ActNorm(D), transforms.LULinear(D, using_cache=True)).train()
+    flow = flow_of(transforms.ActNorm(D), transforms.LULinear(D, using_cache=True)).train()
     before = {name: tensor.clone() for name, tensor in flow.state_dict().items()}
     state = torch.get_rng_state()
     report = ebf.verify(flow, x)
@@ -119,7 +118,7 @@ def test_the_flow_stays_as_it_is(x):
 
 
 def test_the_report_is_a_table(x):
-    report = ebf.verify(make_flow(transforms.LULinear(D), transforms.Tanh()), x)
+    report = ebf.verify(flow_of(transforms.LULinear(D), transforms.Tanh()), x)
     text = str(report)
     assert "checks hold" in text
     assert "linear step is affine" in text
@@ -129,7 +128,7 @@ def test_the_report_is_a_table(x):
 
 
 def test_nan_and_single_points_are_refused(x):
-    flow = make_flow(transforms.LULinear(D))
+    flow = flow_of(transforms.LULinear(D))
     with pytest.raises(ebf.InputError, match="at least two data points, got 1"):
         ebf.verify(flow, x[:1])
     x[3, 2] = float("nan")
@@ -138,7 +137,7 @@ def test_nan_and_single_points_are_refused(x):
 
 
 def test_float32_models_are_checked_in_float64(x):
-    flow = make_flow(transforms.LULinear(D), transforms.Tanh()).float()
+    flow = flow_of(transforms.LULinear(D), transforms.Tanh()).float()
     assert all(check.passed for check in ebf.verify(flow, x.float()))
 
 
@@ -148,7 +147,7 @@ def test_a_flow_that_does_not_run_in_float64_says_so(x):
             return inputs @ torch.eye(D), inputs.new_zeros(len(inputs))
 
     with pytest.warns(UserWarning, match="not known"):
-        report = ebf.verify(make_flow(Single()).float(), x.float())
+        report = ebf.verify(flow_of(Single()).float(), x.float())
     assert any(check.passed is None and "does not run in float64" in check.detail for check in report)
 
 
@@ -177,9 +176,9 @@ def test_a_wrong_inverse_of_a_taught_class_is_found(x):
     ebf.register_linear(Scale, apply=lambda module, x: 2.0 * x, invert=lambda module, y: y / 2.1)
     try:
         with pytest.raises(ebf.VerificationError, match=r"FAILED +inverse undoes the step +_transform._transforms.0"):
-            ebf.verify(make_flow(Scale()), x)
+            ebf.verify(flow_of(Scale()), x)
         ebf.register_linear(Scale, apply=lambda module, x: 2.0 * x, invert=lambda module, y: y / 2.0, force=True)
-        assert all(check.passed for check in ebf.verify(make_flow(Scale()), x))
+        assert all(check.passed for check in ebf.verify(flow_of(Scale()), x))
     finally:
         rules.REGISTERED.remove(Scale)
 
@@ -187,13 +186,13 @@ def test_a_wrong_inverse_of_a_taught_class_is_found(x):
 @pytest.mark.filterwarnings("ignore:1 of")
 def test_a_wrong_inverse_of_an_unknown_class_is_found(x):
     with pytest.raises(ebf.VerificationError, match=r"FAILED +inverse undoes the step "):
-        ebf.verify(make_flow(WrongInverse()), x)
+        ebf.verify(flow_of(WrongInverse()), x)
 
 
 @pytest.mark.filterwarnings("ignore:1 of")
 @pytest.mark.parametrize("shape", [(129,), (300,), (3, 10, 10)])
 def test_a_wrong_log_det_of_a_large_event_is_found(shape):
-    x = torch.randn(3, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(3, *shape, dtype=torch.float64, generator=rng(0))
     base = distributions.StandardNormal(shape)
     with pytest.raises(ebf.VerificationError, match=r"FAILED +log-det matches autograd"):
         ebf.verify(flows.Flow(Halved(), base).double(), x)

@@ -11,6 +11,7 @@ from torch import nn
 
 import ebflow_plugin as ebf
 from ebflow_nflows import FullLinear
+from randomness import randn, rng
 
 D = 4
 
@@ -31,7 +32,7 @@ def make_flow(context=None, dtype=torch.float64):
 
 @pytest.fixture
 def x():
-    return torch.randn(6, D, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return randn(6, D)
 
 
 @pytest.fixture
@@ -260,11 +261,11 @@ def no_waiting():
 def test_samples_have_the_shape_of_nflows_and_follow_the_generator():
     model = ebf.wrap(make_flow(context=3)).eval()
     context = torch.randn(2, 3, dtype=torch.float64)
-    first, second = (model.sample(5, context, generator=torch.Generator().manual_seed(1)) for _ in range(2))
+    first, second = (model.sample(5, context, generator=rng(1)) for _ in range(2))
     assert first.shape == (2, 5, D)
     assert torch.equal(first, second)
     state = torch.get_rng_state()
-    model.sample(5, context, generator=torch.Generator().manual_seed(1))
+    model.sample(5, context, generator=rng(1))
     assert torch.equal(state, torch.get_rng_state())
     assert not torch.equal(model.sample(5, context), model.sample(5, context))
     assert not first.requires_grad

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+
+from randomness import rng
 
 X_SEED, CONTEXT_SEED, PERTURB_SEED = 10_000, 20_000, 30_000  # streams that never meet the one of a model's own draws
 
@@ -35,7 +39,7 @@ class Case:
 
     def x(self, batch: int = 5, seed: int = 0) -> Tensor:
         """Draw a float64 batch from inside the domain, away from its edges."""
-        generator = torch.Generator().manual_seed(X_SEED + seed)
+        generator = rng(X_SEED + seed)
         shape = (batch, *self.event_shape)
         if self.domain == "real":
             return torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -46,7 +50,7 @@ class Case:
         """Draw a float64 batch of contexts, or none for a flow without."""
         if self.context_shape is None:
             return None
-        generator = torch.Generator().manual_seed(CONTEXT_SEED + seed)
+        generator = rng(CONTEXT_SEED + seed)
         return torch.randn((batch, *self.context_shape), generator=generator, dtype=torch.float64)
 
     def own(self, flow: nn.Module, x: Tensor, context: Tensor | None = None) -> Tensor:
@@ -67,6 +71,52 @@ class Case:
         return self.name
 
 
+def case_rows(
+    case: Callable[..., Case],
+    build: Callable[..., nn.Module],
+    shapes: tuple[tuple[int, ...], tuple[int, ...]],
+    usual: dict[str, object],
+    cls: str,
+    config: str,
+    make: Callable[[], nn.Module],
+    expect: str,
+    modes: str = "eval",
+    *,
+    shape: tuple[int, ...] | None = None,
+    latent: tuple[int, ...] | None = None,
+    **facts: object,
+) -> list[Case]:
+    """Give one case for each mode. A library has the first four: its case, how a flow is built, shapes and options.
+
+    The shape is that of images if the config begins with "img", else that of vectors; so is that of the latents.
+    `build` takes what makes the flow, the shape of the latents, the mode, and the options that `usual` has values for.
+    """
+    shape = shape or shapes[config.startswith("img")]
+    options = {name: facts.pop(name, value) for name, value in usual.items()}
+    return [
+        case(
+            name=f"{cls}: {config} ({mode})",
+            build=partial(build, make, latent or shape, mode, **options),
+            event_shape=shape,
+            expect=expect,
+            **facts,
+        )
+        for mode in modes.split()
+    ]
+
+
+def drawn(make: Callable[[], nn.Module]) -> nn.Module:
+    """Make something with the same random numbers each time; names that a library has deprecated are welcome."""
+    with seeded(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return make()
+
+
+def subclasses(cls: type) -> set[type]:
+    """Return a class, and all that are derived from it."""
+    return {cls, *(below for child in cls.__subclasses__() for below in subclasses(child))}
+
+
 @contextmanager
 def seeded(seed: int = 0) -> Iterator[None]:
     """Seed torch's CPU generator inside the block, and leave it as it was after."""
@@ -78,7 +128,7 @@ def seeded(seed: int = 0) -> Iterator[None]:
 @torch.no_grad()
 def perturb(module: nn.Module, scale: float = 0.3, seed: int = 0) -> None:
     """Move every parameter away from its initial value, where many nonlinear layers look linear."""
-    generator = torch.Generator().manual_seed(PERTURB_SEED + seed)
+    generator = rng(PERTURB_SEED + seed)
     for parameter in module.parameters():
         parameter += scale * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
 
@@ -86,7 +136,7 @@ def perturb(module: nn.Module, scale: float = 0.3, seed: int = 0) -> None:
 @torch.no_grad()
 def set_running_stats(module: nn.Module, seed: int = 0) -> None:
     """Give every batch normalisation the statistics of some data that it might have seen."""
-    generator = torch.Generator().manual_seed(PERTURB_SEED + seed)
+    generator = rng(PERTURB_SEED + seed)
     for layer in module.modules():
         if isinstance(getattr(layer, "running_var", None), Tensor):
             layer.running_mean.normal_(0.0, 0.3, generator=generator)

@@ -10,7 +10,6 @@ import normflows as nf
 import torch
 from hypothesis import strategies as st
 from nflows import distributions, flows, transforms
-from nflows.nn import nets
 from normflows.flows.mixing import _LULinear
 from torch import nn
 from zuko import transforms as T
@@ -19,22 +18,17 @@ from zuko.lazy import Flow, LazyComposedTransform, LazyInverse, UnconditionalTra
 import ebflow_nflows
 import ebflow_normflows
 import ebflow_zuko
+import nflows_parts
 from case import perturb, seeded
+from randomness import rng
 from zuko_parts import autoregressive, coupling, elementwise, normal
 
 D, SHAPE = 4, (4, 4, 4)
+net, conv_net = nflows_parts.net(), nflows_parts.conv_net()
 
 
 def mask(size):
     return torch.arange(size) % 2
-
-
-def net(inputs, outputs):
-    return nets.ResidualNet(inputs, outputs, hidden_features=6, num_blocks=1, activation=torch.tanh)
-
-
-def conv_net(inputs, outputs):
-    return nets.ConvResidualNet(inputs, outputs, hidden_channels=4, num_blocks=1, activation=torch.tanh)
 
 
 @dataclass(frozen=True)
@@ -219,5 +213,5 @@ def build(library: Library, images: bool, spec, seed: int) -> nn.Module:
 
 
 def data(images: bool, batch: int, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
+    generator = rng(seed)
     return torch.randn(batch, *(SHAPE if images else (D,)), dtype=torch.float64, generator=generator)

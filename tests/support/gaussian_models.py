@@ -4,13 +4,14 @@ import torch
 from nflows import distributions, flows, transforms
 
 from ebflow_nflows import FullLinear, SmoothLeakyReLU
+from randomness import rng
 
 D = 5
 
 
 def data(n=400, dim=D, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    mixing = torch.randn(dim, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(99))
+    generator = rng(seed)
+    mixing = torch.randn(dim, dim, dtype=torch.float64, generator=rng(99))
     return torch.randn(n, dim, dtype=torch.float64, generator=generator) @ mixing + 3.0
 
 

@@ -7,12 +7,9 @@ from nflows import distributions, flows, transforms
 
 import ebflow_nflows
 import ebflow_plugin as ebf
+from randomness import rng
 
 WIDE = torch.float64
-
-
-def seed(number=0):
-    return torch.Generator().manual_seed(number)
 
 
 def full(dim, spread, generator):
@@ -24,7 +21,7 @@ def full(dim, spread, generator):
 
 
 def make_model(dim, spread=0.3, nonlinear=False):
-    generator = seed(dim)
+    generator = rng(dim)
     layers = [full(dim, spread, generator)]
     if nonlinear:
         layers += [ebflow_nflows.SmoothLeakyReLU(0.6), full(dim, spread, generator)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -13,7 +12,7 @@ from nflows.flows.base import Flow
 from nflows.nn.nets import MLP, ConvResidualNet, ResidualNet
 from torch import nn
 
-from case import Case, perturb, seeded, set_running_stats
+from case import Case, case_rows, drawn, perturb, set_running_stats
 
 D, VEC, IMG = 6, (6,), (4, 4, 4)
 relu, tanh = torch.relu, torch.tanh
@@ -28,45 +27,15 @@ COUPLED, STOCHASTIC = "the samples of a batch influence each other", "dropout dr
 
 def build(make: Make, latent: Sequence[int], mode: str, noise: float, fresh_stats: bool) -> Flow:
     """Build the flow, move it away from its initial values, and set its mode."""
-    with seeded(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # AffineTransform
-        part = make()
-        flow = part if isinstance(part, Flow) else Flow(part, StandardNormal(latent))
-    flow.double()
+    part = drawn(make)
+    flow = (part if isinstance(part, Flow) else Flow(part, StandardNormal(latent))).double()
     perturb(flow, noise)
     if not fresh_stats:
         set_running_stats(flow)
     return flow.train(mode == "train")
 
 
-def rows(
-    cls: str,
-    config: str,
-    make: Make,
-    expect: str,
-    modes: str = "eval",
-    *,
-    shape: tuple[int, ...] | None = None,
-    latent: tuple[int, ...] | None = None,
-    noise: float = 0.3,
-    fresh_stats: bool = False,
-    **facts: object,
-) -> list[Case]:
-    """Give one case for each mode."""
-    shape = shape or (IMG if config.startswith("img") else VEC)
-    return [
-        Case(
-            name=f"{cls}: {config} ({mode})",
-            library="nflows",
-            build=partial(build, make, latent or shape, mode, noise, fresh_stats),
-            event_shape=shape,
-            expect=expect,
-            **facts,
-        )
-        for mode in modes.split()
-    ]
-
-
+rows = partial(case_rows, partial(Case, library="nflows"), build, (VEC, IMG), {"noise": 0.3, "fresh_stats": False})
 linear = partial(rows, expect="linear")
 nonlinear = partial(rows, expect="nonlinear")
 refused = partial(rows, expect="refused")

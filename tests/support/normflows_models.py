@@ -87,9 +87,9 @@ def image_flow(base: nn.Module, use_lu: bool) -> nn.Module:
     return nf.NormalizingFlow(base, stack(lambda: coupling(conv_net(2, 4)), conv, norm))
 
 
-def labelled_glow(transform: nn.Module | None = None) -> nn.Module:
+def labelled_glow(transform: nn.Module | None = None, **options: object) -> nn.Module:
     bases = [GlowBase((8, 1, 1), CLASSES), ClassCondDiagGaussian((2, 2, 2), CLASSES)]
-    return nf.MultiscaleFlow(bases, *glow_levels(), transform=transform)
+    return nf.MultiscaleFlow(bases, *glow_levels(**options), transform=transform)
 
 
 def plain_glow(transform: nn.Module | None = None, **options: object) -> nn.Module:

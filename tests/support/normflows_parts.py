@@ -15,6 +15,7 @@ from normflows.nets import LipschitzMLP
 from torch import Tensor, nn
 
 from case import CONTEXT_SEED, Case, perturb, seeded
+from randomness import rng
 
 D, CLASSES, CONTEXT = 6, 3, 3
 VEC, IMG = (D,), (4, 2, 4)  # height and width differ, so that nothing may mistake one for the other
@@ -38,7 +39,7 @@ class NormflowsCase(Case):
         """Draw a batch of contexts: of class labels where the case has classes."""
         if self.classes is None:
             return super().context(batch, seed)
-        generator = torch.Generator().manual_seed(CONTEXT_SEED + seed)
+        generator = rng(CONTEXT_SEED + seed)
         labels = torch.randint(self.classes, (batch,), generator=generator)
         return nn.functional.one_hot(labels, self.classes).double() if self.context_shape else labels
 

@@ -11,7 +11,7 @@ class MixStep(MatrixStep):  # linear: says where W is; products, determinants an
         return self.module.matrix
 
 
-class Calls:  # how the library calls a layer, and in which form its log-det comes
+class Calls:  # how the library calls a layer, and the form of its log-det
     def call_forward(self, x, context):
         return self.module(x)
 
@@ -20,16 +20,16 @@ class Calls:  # how the library calls a layer, and in which form its log-det com
         return x, -self.module(x)[1]
 
 
-class SinhStep(Calls, NonlinearStep):  # smooth, as every known step is that does not say otherwise
+class SinhStep(Calls, NonlinearStep):  # smooth, as every known step is by default
     reason = "elementwise"
 
 
-class UnknownStep(Calls, OpaqueStep):  # a class that nobody knows: its own log-det, and one warning
+class UnknownStep(Calls, OpaqueStep):  # an unknown class: its own log-det, and one warning
     pass
 
 
 class NormalBase(Base):
-    smoothness = Smoothness.SMOOTH  # else SSM warns that its score may jump
+    smoothness = Smoothness.SMOOTH  # otherwise SSM warns that its score may jump
 
     def log_prob(self, latents, context):
         return self.module.log_prob(latents[0])
@@ -38,7 +38,7 @@ class NormalBase(Base):
         return (torch.randn(n, self.module.features, device=like.device, dtype=like.dtype),)
 
 
-RULES = {"Mix": MixStep, "Sinh": SinhStep}  # by exact class; one that only arranges others is a Container
+RULES = {"Mix": MixStep, "Sinh": SinhStep}  # by exact class; a class that only composes others is a Container
 
 
 class ToyAdapter(Adapter):

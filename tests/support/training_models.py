@@ -5,12 +5,13 @@ from nflows import distributions, flows, transforms
 
 import ebflow_plugin as ebf
 from ebflow_nflows import FullLinear, SmoothLeakyReLU
+from randomness import rng
 
 TIMING = ("seconds", "steps_per_second")
 
 
 def make_model(size=4, seed=0, actnorm=True, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(seed)
+    generator = rng(seed)
     steps = [transforms.ActNorm(size)] if actnorm else []
     steps += [
         FullLinear(size, init="orthogonal", generator=generator),
@@ -22,8 +23,8 @@ def make_model(size=4, seed=0, actnorm=True, dtype=torch.float32):
 
 
 def make_data(rows=200, size=4, seed=0, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(seed)
-    mixing = torch.randn(size, size, generator=torch.Generator().manual_seed(99))
+    generator = rng(seed)
+    mixing = torch.randn(size, size, generator=rng(99))
     return (torch.randn(rows, size, generator=generator) @ mixing).to(dtype)
 
 
@@ -37,3 +38,37 @@ def weights(model):
 
 def same(a, b):
     return set(a) == set(b) and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def adam(rate):
+    return lambda parameters: torch.optim.Adam(parameters, lr=rate)
+
+
+class CrashError(Exception):
+    """What ends a run in the middle."""
+
+
+def crash_at(step):
+    """A callback that ends a run after this step."""
+
+    def callback(event):
+        if event.step == step:
+            raise CrashError
+
+    return callback
+
+
+def checkpointed_run(folder, source=None, model=None, **options):
+    """A short run with checkpoints in a folder: its result, and the model."""
+    model = make_model() if model is None else model
+    arguments = {
+        "steps": 20,
+        "batch_size": 8,
+        "validation": make_data(30, seed=1),
+        "evaluate_every": 4,
+        "checkpoint_every": 4,
+        "checkpoint": folder,
+        "progress": False,
+    }
+    source = make_data(50) if source is None else source
+    return ebf.fit(ebf.objectives.DSM(model, sigma=0.5), source, **{**arguments, **options}), model

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +14,7 @@ from zuko.flows import ElementWiseTransform, GeneralCouplingTransform, MaskedAut
 from zuko.lazy import Flow, LazyComposedTransform, LazyDistribution, LazyInverse, UnconditionalDistribution
 from zuko.lazy import UnconditionalTransform as Fixed
 
-from case import Case, perturb, seeded
+from case import Case, case_rows, drawn, perturb
 
 D, VEC, IMG = 4, (4,), (2, 4, 4)
 Make = Callable[[], nn.Module]  # a LazyTransform, or a whole Flow
@@ -45,41 +44,13 @@ def normal(*shape: int) -> LazyDistribution:
 
 def build(make: Make, latent: tuple[int, ...], mode: str, noise: float) -> nn.Module:
     """Build the flow, move it away from its initial values, and set its mode."""
-    with seeded(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Unconditional
-        part = make()
-    flow = part if isinstance(part, LazyDistribution) else Flow(part, normal(*latent))
-    flow.double()
+    part = drawn(make)
+    flow = (part if isinstance(part, LazyDistribution) else Flow(part, normal(*latent))).double()
     perturb(flow, noise)
     return flow.train(mode == "train")
 
 
-def rows(
-    cls: str,
-    config: str,
-    make: Make,
-    expect: str,
-    modes: str = "eval",
-    *,
-    shape: tuple[int, ...] | None = None,
-    latent: tuple[int, ...] | None = None,
-    noise: float = 0.2,
-    **facts: object,
-) -> list[Case]:
-    """Give one case for each mode."""
-    shape = shape or (IMG if config.startswith("img") else VEC)
-    return [
-        ZukoCase(
-            name=f"{cls}: {config} ({mode})",
-            build=partial(build, make, latent or shape, mode, noise),
-            event_shape=shape,
-            expect=expect,
-            **facts,
-        )
-        for mode in modes.split()
-    ]
-
-
+rows = partial(case_rows, ZukoCase, build, (VEC, IMG), {"noise": 0.2})
 linear = partial(rows, expect="linear")
 nonlinear = partial(rows, expect="nonlinear")
 refused = partial(rows, expect="refused")

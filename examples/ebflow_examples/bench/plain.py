@@ -110,6 +110,6 @@ def sphere(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def copy_parameters(source: nn.Module, target: nn.Module) -> None:
-    """Returns a model the parameters of another that holds the same ones in the same order."""
+    """Copies the parameters of a model to another one that has the same ones in the same order."""
     for mine, theirs in zip(target.parameters(), source.parameters(), strict=True):
         mine.copy_(theirs)

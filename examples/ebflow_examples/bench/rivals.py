@@ -37,9 +37,7 @@ def against_nflows(settings: Settings) -> Table:
     x = settings.data(BATCH, DIM)
     plain_flows = {"nflows ML, NaiveLinear": naive_fc(DIM), "nflows ML, LULinear": build("fc", (DIM,), linear="lu")}
     steps = {name: training_step(flow.to(x), nll(flow), x) for name, flow in plain_flows.items()}
-    for name in ("SSM", "DSM", "FDSSM", "RelativeML"):
-        model = ebf.wrap(build("fc", (DIM,)).to(x))
-        steps[f"{name}, FullLinear"] = training_step(model, objective(name, model), x)
+    steps |= full_steps(x, "nflows")
     times = settings.time("nflows", steps, seconds=4.0)
     rows = [compare(name, times[name], times[rival]) for rival in plain_flows for name in steps if "nflows" not in name]
     return Table(
@@ -49,6 +47,15 @@ def against_nflows(settings: Settings) -> Table:
         "Two linear layers with a smooth leaky ReLU between them. A step of one objective is not worth a step of "
         "another: this is what a step costs, not what it learns.",
     )
+
+
+def full_steps(x: Tensor, library: str) -> dict[str, Callable[[], None]]:
+    """A training step of each of our objectives, with the FullLinear of a library."""
+    steps = {}
+    for name in ("SSM", "DSM", "FDSSM", "RelativeML"):
+        model = ebf.wrap(build("fc", (DIM,), library=library).to(x))
+        steps[f"{name}, FullLinear"] = training_step(model, objective(name, model), x)
+    return steps
 
 
 def after_unconstrain(settings: Settings) -> Table:
@@ -109,9 +116,7 @@ def against_zuko(settings: Settings) -> Table:
         name: training_step(flow.to(x), lambda x, flow=flow: -flow().log_prob(x).mean(), x)
         for name, flow in plain_flows.items()
     }
-    for name in ("SSM", "DSM", "FDSSM", "RelativeML"):
-        model = ebf.wrap(build("fc", (DIM,), library="zuko").to(x))
-        steps[f"{name}, FullLinear"] = training_step(model, objective(name, model), x)
+    steps |= full_steps(x, "zuko")
     for name in ("ML", "DSM"):
         same = ebf.wrap(build("fc", (DIM,), library="zuko", linear="lu").to(x))
         steps[f"{name}, the LULinearTransform flow"] = training_step(same, objective(name, same), x)

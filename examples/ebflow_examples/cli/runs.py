@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ebflow_examples.cli.options import DataRoot, Device, Folder, Json, Picture, Seed, Weights
 from ebflow_examples.console import say, say_json
+
+if TYPE_CHECKING:  # torch is imported by the commands that need it
+    from ebflow_examples.runs import Run
 
 __all__ = ["density", "evaluate", "impute", "sample"]
 
@@ -23,6 +27,8 @@ def evaluate(
 ) -> None:
     """Compute the exact NLL and bits/dim of a run, with standard errors over the rows.
 
+    For data whose entropy is known (sine, swirl, checkerboard, textures) also that, and the gap of the NLL to it.
+
     **Examples**
 
     ```bash
@@ -30,16 +36,23 @@ def evaluate(
     ebflow eval runs/swirl --weights last --split validation --json
     ```
     """
-    from ebflow_examples.runs import likelihood, open_run
+    from ebflow_examples.runs import Floor, Likelihood, nll_of_rows, open_run
 
     opened = open_run(run, weights, device, data_root)
-    found = likelihood(opened.model, opened.split(split), opened.config.seed, split)
+    rows = opened.split(split)
+    values = nll_of_rows(opened.model, rows, opened.config.seed, split)
+    found = Likelihood.of(values, rows[0].numel())
+    floor = Floor.of(opened.data.truth, rows, values)
     if as_json:
-        say_json({"run": str(run), "split": split, "weights": opened.facts, **found.to_dict()})
+        known = {} if floor is None else asdict(floor)
+        say_json({"run": str(run), "split": split, "weights": opened.facts, **found.to_dict(), **known})
         return
     say(f"{opened.config.data}, {found.rows:,} {split} rows; {opened.facts}")
     say(f"NLL       {found.nll:.4f} ± {found.nll_error:.4f} nats")
     say(f"bits/dim  {found.bits_per_dim:.4f} ± {found.bits_error:.4f}")
+    if floor is not None:
+        say(f"entropy   {floor.entropy:.4f} nats, the least that any model can have")
+        say(f"gap       {floor.gap:.4f} ± {floor.gap_error:.4f} nats: log p of the truth less the model's, row by row")
 
 
 def sample(
@@ -62,10 +75,8 @@ def sample(
     ```
     """
     from ebflow_examples.pictures import draw_samples, unseen_features
-    from ebflow_examples.runs import open_run
 
-    opened = open_run(run, weights, device, data_root)
-    path = _png(out, run / "samples.png")
+    opened, path = _opened(run, weights, device, data_root, out, "samples.png")
     numbers = draw_samples(opened, count, path, temperature=temperature, seed=seed)
     say(f"{count} samples ({opened.facts}): {path} and {numbers}")
     left_out = unseen_features(opened)
@@ -95,10 +106,8 @@ def impute(
     ```
     """
     from ebflow_examples.pictures import draw_imputation, impute_rows
-    from ebflow_examples.runs import open_run
 
-    opened = open_run(run, weights, device, data_root)
-    path = _png(out, run / "imputation.png")
+    opened, path = _opened(run, weights, device, data_root, out, "imputation.png")
     found = impute_rows(opened, count, mask, share=share, steps=steps, seed=seed)
     draw_imputation(opened, found, path)
     unit = "units of the data" if opened.data.levels is None else f"grey levels of {opened.data.levels}"
@@ -128,12 +137,19 @@ def density(
     ```
     """
     from ebflow_examples.pictures import draw_density
-    from ebflow_examples.runs import open_run
 
-    opened = open_run(run, weights, device, data_root)
-    path = _png(out, run / "density.png")
+    opened, path = _opened(run, weights, device, data_root, out, "density.png")
     draw_density(opened, path, seed)
     say(f"density ({opened.facts}): {path}")
+
+
+def _opened(
+    run: Path, weights: str, device: str, data_root: str | None, out: Path | None, picture: str
+) -> tuple[Run, Path]:
+    """Reads a run folder, and says where its picture goes: into it, if nobody says otherwise."""
+    from ebflow_examples.runs import open_run
+
+    return open_run(run, weights, device, data_root), _png(out, run / picture)
 
 
 def _png(out: Path | None, default: Path) -> Path:

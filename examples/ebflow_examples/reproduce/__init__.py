@@ -64,12 +64,12 @@ def main(
     import ebflow_examples.reproduce.output as output
     from ebflow_examples.folders import writable
     from ebflow_plugin.errors import InputError, UnknownNameError, suggest
-    from ebflow_plugin.plan.inputs import positive, whole
+    from ebflow_plugin.plan.inputs import integer, positive
 
     if what not in WHATS:
         raise UnknownNameError(f"unknown table or figure {what!r}. {suggest(what, WHATS)}")
-    whole("jobs", jobs)
-    whole("seeds", 1 if seeds is None else seeds)
+    integer("jobs", jobs)
+    integer("seeds", 1 if seeds is None else seeds)
     for name, value in (("budget", budget), ("seconds", seconds), ("margin", margin)):
         if value is not None:
             positive(name, value)

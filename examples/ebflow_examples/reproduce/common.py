@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -18,7 +19,7 @@ from ebflow_examples.console import note
 from ebflow_examples.training import versions
 from ebflow_plugin.errors import InputError, SingularError, TrainingError
 
-__all__ = ["MARGIN", "START", "Cell", "Experiment", "Found", "Options", "kept_cells", "run"]
+__all__ = ["MARGIN", "START", "Cell", "Experiment", "Found", "Options", "kept_cells", "run", "workplace"]
 
 TRAINING = 0.75  # of the budget; the rest is for data, evaluations, calibrations and pictures
 QUICK_SECONDS = 0.2
@@ -123,7 +124,10 @@ class Experiment(Protocol):
         """The cells, without their share of the time."""
 
     def compute(self, cell: Cell, folder: Path, data_root: str | None) -> dict[str, Any]:
-        """Computes a cell; what is no JSON goes into the folder, under the name of the cell."""
+        """Computes a cell; what is no JSON goes into the folder, under the name of the cell.
+
+        What is not finished goes into the cell's :func:`workplace`, which ``--fresh`` clears.
+        """
 
     def report(self, options: Options, found: Sequence[Found], path: Path) -> Any:
         """Makes the tables, and the picture at the path; an :class:`~ebflow_examples.reproduce.output.Report`."""
@@ -188,7 +192,7 @@ def _at_best_rate(cell: Cell, found: Mapping[str, Found]) -> Cell:
 
 
 def _shared(options: Options, cells: list[Cell]) -> list[Cell]:
-    """Returns each cell that trains its part of the budget, or of the seconds that were asked for."""
+    """Assigns each timed cell its part of the budget, or of the seconds that were asked for."""
     count = sum(cell.part for cell in cells if cell.timed)
     share = TRAINING * options.budget * 60 * options.jobs / max(1.0, count)
     share = QUICK_SECONDS if options.quick else share if options.seconds is None else options.seconds
@@ -213,6 +217,8 @@ def compute(work: Callable[[Cell, Path, str | None], dict[str, Any]], cell: Cell
     started = time.monotonic()
     result: dict[str, Any] = {}
     failed = ""
+    if options.fresh:
+        shutil.rmtree(_workplace(cell, options.folder), ignore_errors=True)
     try:
         result = work(cell, options.folder, options.data_root)
     except (TrainingError, SingularError) as error:
@@ -224,6 +230,25 @@ def compute(work: Callable[[Cell, Path, str | None], dict[str, Any]], cell: Cell
     partial.write_text(json.dumps(asdict(found), indent=1) + "\n", encoding="utf-8")
     partial.replace(path)
     return found
+
+
+def workplace(cell: Cell, folder: Path) -> Path:
+    """The folder for the unfinished work of a cell, empty unless the same cell was begun before.
+
+    A cell of this name that was told otherwise, or had another time, is another: what it left is removed.
+    """
+    place = _workplace(cell, folder)
+    told = place / "cell.json"
+    content = json.dumps(asdict(cell), indent=1) + "\n"
+    if not told.is_file() or told.read_text(encoding="utf-8") != content:
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir(parents=True)
+        told.write_text(content, encoding="utf-8")
+    return place
+
+
+def _workplace(cell: Cell, folder: Path) -> Path:
+    return folder / f"{cell.name}-work"
 
 
 def _kept(cell: Cell, folder: Path) -> Found | None:

@@ -18,7 +18,7 @@ from ebflow_examples.bench.contenders import training_step
 from ebflow_examples.config import TrainConfig
 from ebflow_examples.defaults import objective_of, settle
 from ebflow_examples.reproduce import paper
-from ebflow_examples.reproduce.common import Cell, Found, Options
+from ebflow_examples.reproduce.common import Cell, Found, Options, workplace
 from ebflow_examples.reproduce.output import Grid, Report, beside, column, grouped
 from ebflow_examples.runs import Run, build, likelihood
 from ebflow_examples.streams import drawing_from
@@ -63,11 +63,11 @@ def compute(cell: Cell, folder: Path, data_root: str | None) -> dict[str, Any]:
     """Trains, calibrates and draws images of the averaged weights."""
     quick = cell.settings["quick"]
     run = settle(build(recipe(cell, data_root)))
+    began = workplace(cell, folder)
     seconds, steps, curve = 0.0, 0, []
     for place, (own, share) in enumerate(STAGES[cell.settings["objective"]]):
         stage = replace(run, config=run.config.updated(own))
-        place_of = folder / f"{cell.name}-stage{place}"
-        found, taken = _train(stage, share * cell.seconds, place_of, 50 if quick else 1000)
+        found, taken = _train(stage, share * cell.seconds, began / f"stage{place}", 50 if quick else 1000)
         curve += [(steps + each["step"], each["nll"]) for each in found.history]
         steps, seconds = steps + found.steps, seconds + taken
     rows = run.data.test[: 50 if quick else TEST]

@@ -37,13 +37,13 @@ class Raised(distributions.StandardNormal):
         return super()._log_prob(inputs, context) - inputs.abs().sum(-1)
 
 
-def flow_of(base):
+def flow_over(base):
     torch.manual_seed(0)
     return flows.Flow(transforms.LULinear(D, identity_init=False), base)
 
 
 def test_a_subclass_with_other_shapes_than_its_parent_is_taken_as_it_is():
-    flow = flow_of(Wider(D, 2))
+    flow = flow_over(Wider(D, 2))
     x, context = torch.randn(5, D), torch.randn(5, 2)
     model = ebf.wrap(flow)
     torch.testing.assert_close(model.log_prob(x, context), flow.log_prob(x, context))
@@ -65,7 +65,7 @@ def test_the_made_estimator_of_sbi():
 
 def test_a_subclass_that_changes_nothing_is_its_parent():
     x = torch.randn(5, D)
-    ours, plain = ebf.wrap(flow_of(Renamed([D]))), ebf.wrap(flow_of(distributions.StandardNormal([D])))
+    ours, plain = ebf.wrap(flow_over(Renamed([D]))), ebf.wrap(flow_over(distributions.StandardNormal([D])))
     assert ours.plan.base.smoothness == "smooth"
     assert ours.plan.base.closed
     assert ours.plan.event_shape == (D,)
@@ -74,7 +74,7 @@ def test_a_subclass_that_changes_nothing_is_its_parent():
 
 def test_a_subclass_that_changes_its_density_is_unknown():
     x = torch.randn(5, D)
-    flow = flow_of(Raised([D]))
+    flow = flow_over(Raised([D]))
     model = ebf.wrap(flow)
     assert model.plan.base.smoothness == "unknown"
     assert not model.plan.base.closed
@@ -89,8 +89,8 @@ def test_a_subclass_that_changes_its_density_is_unknown():
 
 
 BOXES = {
-    "nflows BoxUniform": lambda: flow_of(BoxUniform(torch.zeros(D) - 9, torch.zeros(D) + 9)),
-    "torch Uniform": lambda: flow_of(
+    "nflows BoxUniform": lambda: flow_over(BoxUniform(torch.zeros(D) - 9, torch.zeros(D) + 9)),
+    "torch Uniform": lambda: flow_over(
         torch.distributions.Independent(torch.distributions.Uniform(-9 * one(), 9 * one()), 1)
     ),
     "normflows Uniform": lambda: normflows.NormalizingFlow(Uniform(D, -9.0, 9.0), [normflows.flows.LULinearPermute(D)]),

@@ -1,6 +1,4 @@
-"""Finding flows, walking them, and teaching new classes."""
-
-import warnings
+"""Finding flows, walking them, and registering new classes."""
 
 import pytest
 import torch
@@ -8,9 +6,10 @@ from nflows import distributions, flows, transforms
 from torch import nn
 
 import ebflow_plugin as ebf
-from ebflow_plugin.adapting import adapter, discovery
-from ebflow_plugin.adapting import teaching as rules
-from ebflow_plugin.adapting.teaching import Child
+from ebflow_plugin.adapting import adapter, discovery, rules
+from ebflow_plugin.adapting.rules import Child
+from randomness import randn
+from warned import no_warnings
 
 D = 4
 
@@ -77,7 +76,7 @@ def taught():
 
 @pytest.fixture
 def x():
-    return torch.randn(5, D, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return randn(5, D)
 
 
 def check(flow, model, x):
@@ -109,8 +108,7 @@ def test_strict_raises_and_lists_all():
 
 def test_describe_never_raises_on_unknown_or_refused_classes():
     flow = make_flow(Shift(), transforms.BatchNorm(D)).train()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with no_warnings():
         report = ebf.describe(flow)
     assert [row.linearity for row in report] == ["nonlinear", "refused"]
     assert "1 refused" in report.summary

@@ -18,14 +18,11 @@ import ebflow_plugin as ebf
 import ebflow_zuko
 from ebflow_nflows import FullConv2d, FullLinear, SinhArcsinh, SmoothLeakyReLU
 from ebflow_plugin.closed_form import gaussianization
-from ebflow_plugin.closed_form.bending import Bend, condense, fit_bend
 from ebflow_plugin.closed_form.gaussianization import Thinned
+from ebflow_plugin.closed_form.marginals import MarginalMap, condense, fit_marginals
 from ebflow_plugin.plan.plan import Plan
 from gaussian_models import D, data, linear_flow, nll
-
-
-def seeded(seed=0):
-    return torch.Generator().manual_seed(seed)
+from randomness import rng
 
 
 def nflows_model(bends=("leaky",), features=D, before=(), between=()):
@@ -64,7 +61,7 @@ def bent_data(bend, n=6000, seed=0):
         scale = scale * torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0])
     shift = torch.tensor([2.0, 0.0, -1.0, 1.0, -2.0], dtype=torch.float64)
     spread = 3.0
-    noise = spread * torch.randn(n, D, dtype=torch.float64, generator=seeded(seed))
+    noise = spread * torch.randn(n, D, dtype=torch.float64, generator=rng(seed))
     t = bend.invert(noise)
     y = (t - shift) / scale
     log_density = (
@@ -104,8 +101,8 @@ def test_features_that_the_nonlinearity_can_make_gaussian_become_so(make, bend):
 
 @pytest.mark.parametrize("make", [nflows_model, normflows_model, zuko_model])
 def test_the_report_is_the_models_own_nll_of_rows_that_it_did_not_see(make):
-    x = torch.randn(30000, D, dtype=torch.float64, generator=seeded()).sinh() @ (torch.eye(D).double() + 0.4)
-    test = torch.randn(30000, D, dtype=torch.float64, generator=seeded(1)).sinh() @ (torch.eye(D).double() + 0.4)
+    x = torch.randn(30000, D, dtype=torch.float64, generator=rng()).sinh() @ (torch.eye(D).double() + 0.4)
+    test = torch.randn(30000, D, dtype=torch.float64, generator=rng(1)).sinh() @ (torch.eye(D).double() + 0.4)
     model = make(("sinh", "leaky"))
     report = model.initialize(x, gaussianize=True)
     assert report.nll == pytest.approx(nll(model, test), abs=0.1)
@@ -116,8 +113,8 @@ def test_the_report_is_the_models_own_nll_of_rows_that_it_did_not_see(make):
 def test_deeper_chains_come_further():
     """Features through two bends, with a whitening between: one layer cannot undo both."""
     torch.manual_seed(0)
-    inner = torch.randn(8000, D, dtype=torch.float64, generator=seeded())
-    mixing = torch.linalg.qr(torch.randn(D, D, dtype=torch.float64, generator=seeded(1)))[0]
+    inner = torch.randn(8000, D, dtype=torch.float64, generator=rng())
+    mixing = torch.linalg.qr(torch.randn(D, D, dtype=torch.float64, generator=rng(1)))[0]
     x = (inner.sinh() / 2 @ mixing).sinh()
     shallow, deep = nflows_model(("sinh",)), nflows_model(("sinh", "sinh", "sinh"))
     assert deep.initialize(x, gaussianize=True).nll < shallow.initialize(x, gaussianize=True).nll - 0.02
@@ -134,19 +131,19 @@ def test_a_loader_is_as_good_as_a_tensor():
 
 
 def test_an_iterator_is_refused():
-    with pytest.raises(ebf.InputError, match="once a layer, and tuple_iterator ends after the first time"):
+    with pytest.raises(ebf.InputError, match="data per layer, and tuple_iterator is exhausted after the first"):
         nflows_model().initialize(iter(data().split(50)), gaussianize=True)
 
 
 def heavy_tails(kind, rows, features, seed):
     x = torch.zeros(rows, features, dtype=torch.float64)
     if kind == "cauchy":
-        return x.cauchy_(generator=seeded(seed))
+        return x.cauchy_(generator=rng(seed))
     if kind == "gaussian":
-        return x.normal_(generator=seeded(seed))
+        return x.normal_(generator=rng(seed))
     if kind == "two lumps":
-        return x.normal_(generator=seeded(seed)) + 6.0 * torch.randint(0, 2, x.shape, generator=seeded(seed + 1))
-    return x.exponential_(generator=seeded(seed))
+        return x.normal_(generator=rng(seed)) + 6.0 * torch.randint(0, 2, x.shape, generator=rng(seed + 1))
+    return x.exponential_(generator=rng(seed))
 
 
 @settings(max_examples=25, deadline=None)
@@ -171,12 +168,12 @@ def test_a_bend_that_harms_is_made_straight(bend, monkeypatch):
     """Bends that are fitted well to the wrong thing: the model is what whitening alone makes it."""
 
     def harmful(step, y, held_out):
-        fitted = fit_bend(step, y, held_out)
+        fitted = fit_marginals(step, y, held_out)
         scale, shift = torch.full_like(fitted.scale, 30.0), torch.zeros_like(fitted.shift)
-        return Bend(scale, shift, fitted.log_tail - 2.0, fitted.skewness + 1.0, torch.ones_like(fitted.helps))
+        return MarginalMap(scale, shift, fitted.log_tail - 2.0, fitted.skewness + 1.0, torch.ones_like(fitted.helps))
 
-    x = torch.randn(2000, D, dtype=torch.float64, generator=seeded()) @ (torch.eye(D).double() + 0.4)
-    monkeypatch.setattr(gaussianization, "fit_bend", harmful)
+    x = torch.randn(2000, D, dtype=torch.float64, generator=rng()) @ (torch.eye(D).double() + 0.4)
+    monkeypatch.setattr(gaussianization, "fit_marginals", harmful)
     model = nflows_model((bend, bend))
     report = model.initialize(x, gaussianize=True)
     monkeypatch.undo()
@@ -186,7 +183,7 @@ def test_a_bend_that_harms_is_made_straight(bend, monkeypatch):
 
 
 def test_rows_far_out_stay_finite():
-    x = torch.randn(5000, D, dtype=torch.float64, generator=seeded()).sinh().sinh()
+    x = torch.randn(5000, D, dtype=torch.float64, generator=rng()).sinh().sinh()
     model = nflows_model(("sinh",) * 4)
     model.initialize(x, gaussianize=True)
     far = torch.full((1, D), 1e9, dtype=torch.float64)
@@ -217,7 +214,7 @@ def test_the_search_finds_the_best_of_a_fine_grid():
         return 0.5 * bend.module.transform(t).var().log() - bend.module.slope(t).log().mean() - abs(scale).log()
 
     with torch.no_grad():
-        found = fit_bend(bend, y, y)
+        found = fit_marginals(bend, y, y)
     for feature in range(D):
         grid = [
             value(feature, torch.tensor(a), torch.tensor(b))
@@ -229,7 +226,7 @@ def test_the_search_finds_the_best_of_a_fine_grid():
 
 @pytest.mark.parametrize("rows", [1, 7, 199, 5000])
 def test_condensed_rows_have_the_mean_and_the_ends_of_all(rows):
-    y = torch.zeros(rows, 3, dtype=torch.float64).cauchy_(generator=seeded())
+    y = torch.zeros(rows, 3, dtype=torch.float64).cauchy_(generator=rng())
     points, weights = condense(y)
     torch.testing.assert_close((weights * points).sum(0), y.mean(0))
     assert weights.sum().item() == pytest.approx(1.0)
@@ -249,15 +246,15 @@ def test_thinned_rows_are_evenly_spread(sizes):
 
 
 def test_noise_of_a_dequantize_comes_from_the_generator():
-    x = torch.randint(0, 8, (400, 3), generator=seeded()).double()
+    x = torch.randint(0, 8, (400, 3), generator=rng()).double()
     found = []
     for seed in (0, 0, 1):
         layers = transforms.CompositeTransform([FullLinear(3), SinhArcsinh(3), FullLinear(3)])
         flow = flows.Flow(layers, distributions.StandardNormal([3])).double()
         model = ebf.wrap(flow, preprocess=[ebf.Dequantize(8), ebf.Rescale(0.05, 0.95), ebf.Logit()])
         state = torch.get_rng_state()
-        model.initialize(x, gaussianize=True, generator=seeded(seed))
-        model.calibrate(x, generator=seeded(seed))
+        model.initialize(x, gaussianize=True, generator=rng(seed))
+        model.calibrate(x, generator=rng(seed))
         assert torch.equal(state, torch.get_rng_state())
         found.append(flow._transform._transforms[0].weight)
     assert torch.equal(found[0], found[1])
@@ -273,32 +270,32 @@ def test_what_cannot_be_made_gaussian():
         with pytest.raises(ebf.InputError, match=message):
             ebf.wrap(flow, **options).initialize(x, gaussianize=True)
 
-    with pytest.raises(ebf.InputError, match=r"elementwise nonlinearity(?s:.*)nothing stands there"):
+    with pytest.raises(ebf.InputError, match=r"elementwise nonlinearity(?s:.*)found nothing"):
         ebf.wrap(linear_flow()).initialize(data(), gaussianize=True)
     refused([FullLinear(D), transforms.Logit(), FullLinear(D)], [D], data(), "no finite log-det", match_after=None)
     refused([FullLinear(D, bias=False), SmoothLeakyReLU(0.3)], [D], data(), "needs a FullLinear with a bias")
     images = torch.randn(20, 2, 4, 4, dtype=torch.float64)
     convolution = [FullConv2d(2, kernel_size=1), SmoothLeakyReLU(0.3)]
-    refused(convolution, [2, 4, 4], images, "FullConv2d.*Keep whiten=True alone")
+    refused(convolution, [2, 4, 4], images, "FullConv2d.*Use whiten=True alone")
     tied = FullLinear(D)
-    refused([tied, SmoothLeakyReLU(0.3), tied], [D], data(), "numbers of its own")
+    refused([tied, SmoothLeakyReLU(0.3), tied], [D], data(), "parameters of its own")
     refused([FullLinear(D), SinhArcsinh(D), FullLinear(D)], [D], data()[:9], "at least 10 data points")
     refused([FullLinear(D), SinhArcsinh(D), FullLinear(D)], [D], data() * float("nan"), "NaN")
 
 
 def test_what_has_no_variance_is_told_apart():
-    x = torch.randn(500, D, dtype=torch.float64, generator=seeded())
+    x = torch.randn(500, D, dtype=torch.float64, generator=rng())
     constant, dependent = x.clone(), x.clone()
     constant[:, 1] = 3.0
     dependent[:, 1] = dependent[:, 0] - 2.0 * dependent[:, 2]
-    with pytest.raises(ebf.SingularError, match=r"features \[1\] of what reaches .*FullLinear.* are constant over"):
+    with pytest.raises(ebf.SingularError, match=r"features \[1\] of the input of .*FullLinear.* are constant over"):
         nflows_model().initialize(constant, gaussianize=True)
     with pytest.raises(ebf.SingularError, match="linearly dependent"):
         nflows_model().initialize(dependent, gaussianize=True)
 
 
 def test_fewer_rows_than_features_are_shrunk():
-    x = torch.randn(30, 40, dtype=torch.float64, generator=seeded())
+    x = torch.randn(30, 40, dtype=torch.float64, generator=rng())
     report = nflows_model(("sinh",), 40).initialize(x, gaussianize=True)
     assert report.layers[0].shrinkage > 0
     assert math.isfinite(report.nll)
@@ -309,7 +306,7 @@ def test_ebflow_nflows_exports_it():
 
 
 def test_a_start_drops_the_calibration_of_the_weights_before():
-    x = torch.randn(600, 4, generator=torch.Generator().manual_seed(0)).exp()
+    x = torch.randn(600, 4, generator=rng(0)).exp()
     layers = [FullLinear(4), SinhArcsinh(4), FullLinear(4)]
     for start in ({"gaussianize": True}, {"whiten": True}):
         model = ebf.wrap(
@@ -323,8 +320,8 @@ def test_a_start_drops_the_calibration_of_the_weights_before():
 @pytest.mark.parametrize("seed", range(4))
 def test_few_gaussian_rows_are_not_made_less_likely(seed):
     """Few rows must not judge what they were fitted to: fresh rows are about as likely as after a whitening alone."""
-    mixing = torch.randn(8, 8, generator=torch.Generator().manual_seed(100 + seed), dtype=torch.float64)
-    draw = torch.randn(2024, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) @ mixing
+    mixing = torch.randn(8, 8, generator=rng(100 + seed), dtype=torch.float64)
+    draw = torch.randn(2024, 8, generator=rng(seed), dtype=torch.float64) @ mixing
     x, fresh = draw[:24], draw[24:]
     layers = [FullLinear(8), SinhArcsinh(8), FullLinear(8), SinhArcsinh(8), FullLinear(8)]
     found = []

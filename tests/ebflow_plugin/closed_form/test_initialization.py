@@ -7,6 +7,7 @@ from nflows import distributions, flows, transforms
 import ebflow_plugin as ebf
 from ebflow_nflows import FullConv2d, FullLinear, SmoothLeakyReLU
 from gaussian_models import D, data, linear_flow, nll
+from randomness import rng
 
 # The whitening start
 
@@ -66,7 +67,7 @@ def test_scales_that_are_far_apart_are_whitened():
     """Standard deviations from 1000 to 0.001: C has a condition of 1e12, its correlations have one of about 2."""
     scales = torch.tensor([1000.0, 1.0, 0.03, 0.001], dtype=torch.float64)
     mix = torch.eye(4, dtype=torch.float64) + 0.2
-    x = torch.randn(500, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) @ mix * scales + scales
+    x = torch.randn(500, 4, dtype=torch.float64, generator=rng(0)) @ mix * scales + scales
     flow = flows.Flow(FullLinear(4), distributions.StandardNormal([4])).double()
     model = ebf.wrap(flow)
     model.initialize(x, whiten=True)
@@ -80,7 +81,7 @@ def test_what_has_no_variance_is_told_apart():
     x = data()
     constant = x.clone()
     constant[:, 1] = 3.0
-    with pytest.raises(ebf.SingularError, match=r"features \[1\] of what reaches .*FullLinear.* are constant over"):
+    with pytest.raises(ebf.SingularError, match=r"features \[1\] of the input of .*FullLinear.* are constant over"):
         model.initialize(constant, whiten=True)
     dependent = x.clone()
     dependent[:, 1] = dependent[:, 0] - 2.0 * dependent[:, 2]

@@ -18,10 +18,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:FutureWarni
 double = torch.float64
 
 
-def random(*shape, seed=0, dtype=double):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
-
-
 ACTIVATIONS = [
     SmoothLeakyReLU(),
     SmoothLeakyReLU(0.6),

@@ -16,13 +16,10 @@ from ebflow_plugin.linalg import convolution as conv
 from ebflow_plugin.linalg.convolution import conv_matrix, structure
 from ebflow_plugin.linalg.dense import Band
 from ebflow_plugin.linalg.geometry import Axis, Setting, convolve
+from randomness import randn
 
 double = torch.float64
 MODES = ["zeros", "circular", "reflect", "replicate"]
-
-
-def random(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=double)
 
 
 def dense_matrix(weight, geometry):
@@ -35,7 +32,7 @@ def dense_matrix(weight, geometry):
 def kernel(setting, seed=0, size=0.3):
     """A kernel near space-to-depth, which makes the map invertible, with enough noise to tell all taps apart."""
     shape = (setting.out_channels, setting.in_channels // setting.groups, *setting.kernel_size)
-    weight = random(*shape, seed=seed) * size / math.prod(shape[1:]) ** 0.5
+    weight = randn(*shape, seed=seed) * size / math.prod(shape[1:]) ** 0.5
     taps = setting.cell_taps()
     block = setting.out_channels // setting.groups
     cells = torch.eye(block, dtype=double).view(block, -1, *setting.stride).repeat(setting.groups, 1, 1, 1)
@@ -48,7 +45,7 @@ def check(weight, geometry):
     matrix = dense_matrix(weight, geometry)
     found = conv_matrix(weight, geometry)
     torch.testing.assert_close(found.log_abs_det(), torch.linalg.slogdet(matrix)[1], rtol=1e-9, atol=1e-9)
-    y = random(2, *geometry.out_shape, seed=1)
+    y = randn(2, *geometry.out_shape, seed=1)
     expected = torch.linalg.solve(matrix, y.flatten(1).mT).mT.view(2, *geometry.shape)
     torch.testing.assert_close(found.inverse()(y), expected, rtol=1e-7, atol=1e-7)
 
@@ -120,7 +117,7 @@ def test_structure(options, shape, expected):
     geometry = setting.geometry(shape)
     assert structure(geometry) == expected
     check(kernel(setting), geometry)
-    y = random(0, *geometry.out_shape)
+    y = randn(0, *geometry.out_shape)
     assert conv_matrix(kernel(setting), geometry).inverse()(y).shape == (0, *shape)
 
 
@@ -128,14 +125,14 @@ def test_fewer_channels_and_more_pixels():
     """Four channels of 2 x 2 pixels become one of 4 x 4: no cells, but as many elements."""
     geometry = Setting.of(4, 3, out_channels=1, padding=2).geometry((4, 2, 2))
     assert geometry.out_shape == (1, 4, 4)
-    check(random(1, 4, 3, 3), geometry)
+    check(randn(1, 4, 3, 3), geometry)
 
 
 def test_stride_with_dilation():
     """No tap reads an output's own pixels, but all pixels are read."""
     geometry = Setting.of(1, 2, stride=2, dilation=3, padding_mode="circular").geometry((1, 6, 8))
     assert structure(geometry) == "fourier"
-    check(random(4, 1, 2, 2), geometry)
+    check(randn(4, 1, 2, 2), geometry)
 
 
 def test_order_of_pixels_makes_the_narrow_band():
@@ -154,7 +151,7 @@ def test_gradients(mode, kernel_size, stride, panel, monkeypatch):
     monkeypatch.setattr(Band, "panel", panel)
     setting = Setting.of(1, kernel_size, stride=stride, padding_mode=mode)
     geometry = setting.geometry((1, 4, 6))
-    weight, y = kernel(setting).requires_grad_(), random(1, *geometry.out_shape).requires_grad_()
+    weight, y = kernel(setting).requires_grad_(), randn(1, *geometry.out_shape).requires_grad_()
     fast = kernel_size > 3  # random projections of the Jacobian in the place of all of it
     assert torch.autograd.gradcheck(lambda w: conv_matrix(w, geometry).log_abs_det(), weight, fast_mode=fast)
     assert torch.autograd.gradcheck(lambda w, b: conv_matrix(w, geometry).inverse()(b), (weight, y), fast_mode=fast)
@@ -166,7 +163,7 @@ def test_second_gradients(mode, monkeypatch):
     setting = Setting.of(1, (2, 3), padding_mode=mode)
     geometry = setting.geometry((1, 4, 3))
     assert structure(geometry) == ("band" if mode == "zeros" else "fourier")
-    weight, y = kernel(setting).requires_grad_(), random(1, 1, 4, 3).requires_grad_()
+    weight, y = kernel(setting).requires_grad_(), randn(1, 1, 4, 3).requires_grad_()
     assert torch.autograd.gradgradcheck(lambda w: conv_matrix(w, geometry).log_abs_det(), weight)
     assert torch.autograd.gradgradcheck(lambda w, b: conv_matrix(w, geometry).inverse()(b), (weight, y))
 
@@ -263,15 +260,15 @@ def test_shapes_there_and_back(case):
     weight = torch.empty(
         setting.out_channels, setting.in_channels // setting.groups, *setting.kernel_size, dtype=double
     )
-    assert convolve(random(1, *geometry.shape), weight, geometry).shape[1:] == geometry.out_shape
+    assert convolve(randn(1, *geometry.shape), weight, geometry).shape[1:] == geometry.out_shape
     assert setting.input_shape(geometry.out_shape) == geometry.shape
 
 
 def test_turned_geometry_is_the_transposed_convolution():
     setting = Setting.of(2, (2, 3), stride=(2, 1), padding=(1, 1, 0, 0))
     geometry = setting.geometry((2, 6, 5))
-    weight, x = kernel(setting), random(1, 2, 6, 5)
-    torch.testing.assert_close(convolve(x.mT, weight.mT, geometry.turned), convolve(x, weight, geometry).mT)
+    weight, x = kernel(setting), randn(1, 2, 6, 5)
+    torch.testing.assert_close(convolve(x.mT, weight.mT, geometry.transposed), convolve(x, weight, geometry).mT)
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,13 @@ import torch
 from ebflow_plugin import testing
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.linalg.krylov import gmres
+from randomness import rng
 
 DTYPES = (torch.float32, torch.float64)
 
 
 def make(size=30, rows=4, dtype=torch.float64, spread=0.3, seed=0):
-    generator = torch.Generator().manual_seed(seed)
+    generator = rng(seed)
     noise = torch.randn(size, size, generator=generator, dtype=dtype) / size**0.5
     matrix = torch.eye(size, dtype=dtype) + spread * noise
     return matrix, torch.randn(rows, size, generator=generator, dtype=dtype)
@@ -124,7 +125,7 @@ def test_a_matrix_that_is_not_finite():
 
 def test_ill_conditioned_in_single_precision():
     """Reorthogonalisation: a condition number of 1e3, to 1e-4, as in double precision."""
-    generator = torch.Generator().manual_seed(0)
+    generator = rng(0)
     left, _ = torch.linalg.qr(torch.randn(60, 60, generator=generator))
     right, _ = torch.linalg.qr(torch.randn(60, 60, generator=generator))
     matrix = left @ torch.diag(torch.logspace(0, -3, 60)) @ right
@@ -146,12 +147,12 @@ def test_looks_are_rare_off_the_cpu(monkeypatch):
     looks = []
     from ebflow_plugin.linalg import krylov
 
-    show = krylov._show
-    monkeypatch.setattr(krylov, "_show", lambda *args: (looks.append(1), show(*args)))
+    add = krylov._add_columns
+    monkeypatch.setattr(krylov, "_add_columns", lambda *args: (looks.append(1), add(*args)))
     often = gmres(times(matrix), right, tolerance=1e-6)
     assert len(looks) == often.iterations
     looks.clear()
-    monkeypatch.setattr(krylov, "LOOK_EVERY", {})
+    monkeypatch.setattr(krylov, "CHECK_EVERY", {})
     rarely = gmres(times(matrix), right, tolerance=1e-6)
     assert len(looks) == -(-rarely.iterations // 4)
     assert often.iterations <= rarely.iterations < often.iterations + 4

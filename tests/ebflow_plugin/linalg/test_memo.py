@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ebflow_plugin.linalg.memo import Memo
+from randomness import rng
 
 
 class Counted:
@@ -57,7 +58,7 @@ def test_a_value_is_kept_until_its_tensors_change():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_transpose_is_a_change(size, dtype):
     for number in range(10):
-        weight = torch.randn(size, size, generator=torch.Generator().manual_seed(number), dtype=dtype)
+        weight = torch.randn(size, size, generator=rng(number), dtype=dtype)
         value = Counted(Memo(), nn.Parameter(weight))
         value()
         value.tensors[0].data = weight.mT.contiguous()

@@ -14,13 +14,14 @@ import ebflow_plugin as ebf
 from ebflow_plugin.log_z.estimate import Estimate, log_mean_exp
 from ebflow_plugin.log_z.importance import importance
 from ebflow_plugin.log_z.pareto import pareto_k
-from log_z_models import WIDE, make_model, seed
+from log_z_models import WIDE, make_model
+from randomness import rng
 
 
 def test_a_collapsed_sample_says_so():
     model = make_model(50, nonlinear=True)
     with pytest.warns(UserWarning, match="effective sample size"):
-        estimate = model.log_z(method="importance", generator=seed())
+        estimate = model.log_z(method="importance", generator=rng())
     assert estimate.std_error == math.inf
     assert estimate.effective_sample_size < 10
 
@@ -40,7 +41,7 @@ def test_what_misses_the_model_says_so(dim):
     """Of such models every value with a finite error was wrong by more than 4 of them."""
     for number in range(25):
         model = wide_model(dim, number)
-        found = model.log_z(method="importance", generator=seed(number))
+        found = model.log_z(method="importance", generator=rng(number))
         assert not found.reliable or abs(float(found - model.log_z())) < 4 * found.std_error, (number, found)
 
 
@@ -48,7 +49,7 @@ def test_what_misses_the_model_says_so(dim):
 def test_annealing_that_misses_the_model_says_so():
     for number in range(6):
         model = wide_model(6, number)
-        found = model.log_z(method="ais", generator=seed(number), steps=30, chains=120)
+        found = model.log_z(method="ais", generator=rng(number), steps=30, chains=120)
         assert not found.reliable or abs(float(found - model.log_z())) < 4 * found.std_error, (number, found)
 
 
@@ -58,12 +59,12 @@ def test_a_density_that_is_wider_than_the_proposal(widths):
     widths = torch.tensor(widths, dtype=WIDE)
     for number in range(20):
         found = importance(
-            lambda x: 0.5 * (x / widths).square().sum(1), widths.shape, widths, samples=1000, generator=seed(number)
+            lambda x: 0.5 * (x / widths).square().sum(1), widths.shape, widths, samples=1000, generator=rng(number)
         )
         assert not found.reliable
         assert "unreliable" in repr(found)
     with pytest.warns(UserWarning, match=r"unreliable.*proposal="):
-        importance(lambda x: 0.5 * (x / widths).square().sum(1), widths.shape, widths, generator=seed())
+        importance(lambda x: 0.5 * (x / widths).square().sum(1), widths.shape, widths, generator=rng())
 
 
 def test_a_proposal_of_the_right_width_is_believed():
@@ -72,7 +73,7 @@ def test_a_proposal_of_the_right_width_is_believed():
     exact = float(widths.log().sum()) + 1.5 * math.log(2 * math.pi)
     for number in range(20):
         found = importance(
-            lambda x: 0.5 * (x / widths).square().sum(1), widths.shape, widths, samples=1000, generator=seed(number)
+            lambda x: 0.5 * (x / widths).square().sum(1), widths.shape, widths, samples=1000, generator=rng(number)
         )
         assert abs(float(found) - exact) < 4 * found.std_error
         assert found.pareto_k < 0.5
@@ -81,7 +82,7 @@ def test_a_proposal_of_the_right_width_is_believed():
 
 @pytest.mark.parametrize("shape", [0.3, 0.6, 0.9, 1.5])
 def test_the_shape_of_a_pareto_tail(shape):
-    uniform = torch.rand(200_000, generator=seed(), dtype=WIDE)
+    uniform = torch.rand(200_000, generator=rng(), dtype=WIDE)
     assert pareto_k(-shape * uniform.log()) == pytest.approx(shape, abs=0.1)
 
 

@@ -12,18 +12,19 @@ from torch import nn
 import ebflow_nflows
 import ebflow_normflows
 import ebflow_plugin as ebf
-from ebflow_plugin.log_z import lanczos, methods
+from ebflow_plugin.log_z import methods
 from ebflow_plugin.log_z.annealing import annealed
 from ebflow_plugin.log_z.importance import importance
 from ebflow_plugin.log_z.proposals import Gaussian
-from log_z_models import WIDE, assert_agrees, full, make_model, seed
+from log_z_models import WIDE, assert_agrees, full, make_model
+from randomness import rng
 
 DIMS = (2, 10, 50, 200)
 
 
 def scores_of(model, repeats, method, **options):
     exact = model.log_z()
-    runs = [model.log_z(method=method, generator=seed(1000 + k), **options) for k in range(repeats)]
+    runs = [model.log_z(method=method, generator=rng(1000 + k), **options) for k in range(repeats)]
     return torch.tensor([float(run - exact) / run.std_error for run in runs if run.reliable])
 
 
@@ -31,7 +32,7 @@ def scores_of(model, repeats, method, **options):
 @pytest.mark.parametrize("dim", DIMS)
 def test_lanczos_agrees_with_the_exact_value(dim, nonlinear):
     model = make_model(dim, nonlinear=nonlinear)
-    estimate = model.log_z(method="lanczos", generator=seed())
+    estimate = model.log_z(method="lanczos", generator=rng())
     assert_agrees(estimate, model.log_z())
     assert estimate.method == "lanczos"
     assert estimate.std_error < 0.5  # and not by a wide bar
@@ -41,8 +42,8 @@ def test_lanczos_agrees_with_the_exact_value(dim, nonlinear):
 @pytest.mark.parametrize("dim", DIMS)
 def test_annealing_agrees_with_the_exact_value(dim, nonlinear):
     model = make_model(dim, 0.2, nonlinear)
-    data = model.sample(max(500, 10 * dim), generator=seed(1))
-    estimate = model.log_z(method="ais", proposal=data, generator=seed(), chains=60)
+    data = model.sample(max(500, 10 * dim), generator=rng(1))
+    estimate = model.log_z(method="ais", proposal=data, generator=rng(), chains=60)
     assert_agrees(estimate, model.log_z())
     assert estimate.std_error < 0.3
     assert estimate.effective_sample_size > 10
@@ -51,13 +52,13 @@ def test_annealing_agrees_with_the_exact_value(dim, nonlinear):
 @pytest.mark.parametrize("dim", DIMS)
 def test_annealing_from_a_standard_normal(dim):
     model = make_model(dim)
-    assert_agrees(model.log_z(method="ais", generator=seed()), model.log_z())
+    assert_agrees(model.log_z(method="ais", generator=rng()), model.log_z())
 
 
 @pytest.mark.parametrize("dim", DIMS)
 def test_importance_sampling_agrees_with_the_exact_value(dim):
     near = make_model(dim, spread=0.05)
-    estimate = near.log_z(method="importance", generator=seed(), samples=4000)
+    estimate = near.log_z(method="importance", generator=rng(), samples=4000)
     assert_agrees(estimate, near.log_z())
     assert 10 < estimate.effective_sample_size <= 4000
 
@@ -66,11 +67,11 @@ def test_importance_sampling_agrees_with_the_exact_value(dim):
 @pytest.mark.parametrize("dim", [2, 10, 50])
 def test_importance_sampling_from_a_fitted_gaussian(dim):
     model = make_model(dim, nonlinear=True)
-    data = model.sample(4000, generator=seed(1))
-    fitted = model.log_z(method="importance", proposal=data, generator=seed(), samples=4000)
+    data = model.sample(4000, generator=rng(1))
+    fitted = model.log_z(method="importance", proposal=data, generator=rng(), samples=4000)
     assert_agrees(fitted, model.log_z())
     if dim == 2:
-        plain = model.log_z(method="importance", generator=seed(), samples=4000)
+        plain = model.log_z(method="importance", generator=rng(), samples=4000)
         assert fitted.effective_sample_size > 1.5 * plain.effective_sample_size
 
 
@@ -103,7 +104,7 @@ def test_error_bars_are_honest(method, dim, options):
 def test_sampled_estimates_of_z_have_no_bias(method, options):
     model = make_model(4, spread=0.5)
     exact = model.log_z()
-    runs = [model.log_z(method=method, generator=seed(k), **options) for k in range(150)]
+    runs = [model.log_z(method=method, generator=rng(k), **options) for k in range(150)]
     ratios = torch.stack([(run - exact).exp() for run in runs])
     error = float(ratios.std()) / math.sqrt(len(ratios))
     assert error < 0.05
@@ -117,7 +118,7 @@ def test_table_a3():
     exact = model.log_z()
 
     def error_rate(method, **options):
-        runs = [model.log_z(method=method, generator=seed(k), **options) for k in range(30)]
+        runs = [model.log_z(method=method, generator=rng(k), **options) for k in range(30)]
         return sum(abs(float((exact - run).exp()) - 1) for run in runs) / 30
 
     sampled, products = error_rate("importance", samples=100), error_rate("lanczos", probes=16, iterations=3)
@@ -130,129 +131,10 @@ def test_the_closed_form_gaussian():
     dim, rate = 10, 3.0
     exact = 0.5 * dim * math.log(2 * math.pi / rate)
     for run in (
-        importance(lambda x: 0.5 * rate * x.square().sum(1), (dim,), torch.empty(0), samples=20_000, generator=seed()),
-        annealed(lambda x: 0.5 * rate * x.square().sum(1), (dim,), torch.empty(0), generator=seed()),
+        importance(lambda x: 0.5 * rate * x.square().sum(1), (dim,), torch.empty(0), samples=20_000, generator=rng()),
+        annealed(lambda x: 0.5 * rate * x.square().sum(1), (dim,), torch.empty(0), generator=rng()),
     ):
         assert abs(float(run) - exact) < 4 * run.std_error < 0.6
-
-
-def test_known_squares_take_the_variance_out():
-    generator = seed()
-    weight = torch.eye(100, dtype=WIDE) + 0.003 * torch.randn(100, 100, generator=generator, dtype=WIDE)
-    with_squares, without = (
-        lanczos.log_abs_det(lambda x: x @ weight.mT, (100,), weight, squares=known, generator=seed(1))
-        for known in (float(weight.square().sum()), None)
-    )
-    exact = float(torch.linalg.slogdet(weight)[1])
-    assert abs(with_squares.value - exact) < 4 * with_squares.std_error
-    assert abs(without.value - exact) < 4 * without.std_error
-    assert with_squares.std_error < without.std_error / 10
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"padding_mode": "circular"},
-        {"kernel_size": 4, "stride": 2},
-        {"dilation": 2},
-        {"groups": 2, "in_channels": 4},
-        {"padding": (0, 2, 1, 1)},
-    ],
-)
-def test_squares_of_a_convolution_are_those_of_its_matrix(options):
-    options = {"in_channels": 2, "kernel_size": 3, **options}
-    layer = ebflow_nflows.FullConv2d(**options, init="normal", generator=seed(), dtype=WIDE, bias=False)
-    layer.requires_grad_(False)
-    shape = (options["in_channels"], 6, 6)
-    model = ebf.wrap(flows.Flow(layer, distributions.StandardNormal(layer.output_shape(shape))))
-    matrix = layer.transform(torch.eye(math.prod(shape), dtype=WIDE).reshape(-1, *shape)).flatten(1)
-    (step,) = model.plan.steps
-    assert methods._squares(step, shape) == pytest.approx(float(matrix.square().sum()))
-    assert_agrees(model.log_z(method="lanczos", generator=seed()), model.log_z().detach())
-
-
-def test_squares_are_unknown_where_taps_share_a_pixel():
-    layer = ebflow_nflows.FullConv2d(2, kernel_size=3, padding_mode="reflect", init="normal", dtype=WIDE)
-    model = ebf.wrap(flows.Flow(layer, distributions.StandardNormal([2, 5, 5])))
-    assert methods._squares(model.plan.steps[0], (2, 5, 5)) is None
-    assert_agrees(model.log_z(method="lanczos", generator=seed()), model.log_z().detach())
-
-
-@pytest.mark.parametrize("dim", [50, 200])
-def test_an_ill_conditioned_map_gets_a_wide_bar(dim):
-    weight = torch.randn(dim, dim, generator=seed(dim), dtype=WIDE) / math.sqrt(dim)
-    exact = float(torch.linalg.slogdet(weight)[1])
-    found = lanczos.log_abs_det(lambda x: x @ weight.mT, (dim,), weight, iterations=20, generator=seed())
-    assert abs(found.value - exact) < 3 * found.std_error
-    assert found.bias > math.sqrt(found.variance)  # and the quadrature is what it is for
-    longer = lanczos.log_abs_det(lambda x: x @ weight.mT, (dim,), weight, iterations=dim, generator=seed())
-    assert longer.bias < found.bias / 4
-
-
-def test_an_orthogonal_map_is_exact_at_once():
-    layer = ebflow_nflows.FullLinear(40, init="orthogonal", generator=seed(), dtype=WIDE)
-    found = lanczos.log_abs_det(layer.transform, (40,), layer.weight)
-    assert found.value == pytest.approx(0.0, abs=1e-10)
-    assert found.std_error < 1e-10
-    assert found.products == 2 * 16  # it stops at the first step
-
-
-@pytest.mark.parametrize(("dim", "scale"), [(500, 2.0), (100, 0.1), (60, 1e-100), (33, 1e6)])
-@pytest.mark.parametrize("dtype", [WIDE, torch.float32])
-def test_a_scaled_rotation_is_exact(dim, scale, dtype):
-    """Its singular values differ by rounding alone, over which the logarithm has no measurable slope."""
-    if dtype == torch.float32 and scale < 1e-30:
-        pytest.skip("no number of single precision")
-    for number in range(3):
-        layer = ebflow_nflows.FullLinear(dim, init="orthogonal", generator=seed(number), dtype=WIDE)
-        with torch.no_grad():
-            layer.weight *= scale
-        model = ebf.wrap(flows.Flow(layer.to(dtype).requires_grad_(False), distributions.StandardNormal([dim])))
-        found = model.log_z(method="lanczos", generator=seed(number))
-        assert_agrees(found, model.log_z())
-        assert found.std_error < 1e-5 * dim
-        assert float(found) == pytest.approx(-dim * math.log(scale), rel=1e-6)
-
-
-def test_the_slope_of_the_control_variate_lies_within_the_spectrum():
-    """A rotation with a few other singular values, far from 1: the slope is that of a chord of the logarithm."""
-    dim = 80
-    rotation = torch.linalg.qr(torch.randn(dim, dim, generator=seed(1), dtype=WIDE))[0]
-    singular = torch.full((dim,), 50.0, dtype=WIDE)
-    singular[:2] = torch.tensor([50.0 + 1e-9, 49.0], dtype=WIDE)
-    weight = rotation * singular
-    scores = []
-    for number in range(40):
-        found = lanczos.log_abs_det(
-            lambda x: x @ weight.mT, (dim,), weight, squares=float(weight.square().sum()), generator=seed(number)
-        )
-        scores.append((found.value - float(singular.log().sum())) / found.std_error)
-        assert found.std_error < 1e-2
-    assert max(map(abs, scores)) < 5
-
-
-def test_a_whole_krylov_space_is_exact():
-    """Without reorthogonalisation the vectors come back, and the last steps repeat the first."""
-    dim = 60
-    left, right = (torch.linalg.qr(torch.randn(dim, dim, generator=seed(k), dtype=WIDE))[0] for k in (1, 2))
-    singular = torch.logspace(-2, 2, dim, dtype=WIDE)
-    found = lanczos.log_abs_det(
-        lambda x: (x @ right) * singular @ left.mT, (dim,), left, iterations=dim, generator=seed()
-    )
-    probes = lanczos.signs((16, dim), left, seed())
-    exact = ((probes @ right).square() * singular.log()).sum(1)
-    assert found.value == pytest.approx(float(exact.mean()), abs=1e-8)
-    assert found.std_error == pytest.approx(float(exact.std()) / 4, rel=1e-6)
-
-
-def test_lanczos_factorises_no_layer(monkeypatch):
-    model = make_model(20)
-    exact = model.log_z()
-    other = make_model(20)
-    for name in ("lu_factor_ex", "slogdet", "solve_ex", "inv"):
-        monkeypatch.setattr(torch.linalg, name, None)
-    assert_agrees(other.log_z(method="lanczos", generator=seed()), exact)
 
 
 def normflows_model(layers, dim):
@@ -264,7 +146,7 @@ def test_either_direction_of_a_layer(method):
     """Data passes through the inverse of a normflows layer: the sign of its log-det turns."""
     dim = 12
     torch.manual_seed(0)
-    generator = seed(3)
+    generator = rng(3)
     ours = ebflow_normflows.FullLinear(dim)
     with torch.no_grad():
         ours.weight += 0.2 * torch.randn(dim, dim, generator=generator) / math.sqrt(dim)
@@ -277,7 +159,7 @@ def test_either_direction_of_a_layer(method):
     for layers in ([ours], [theirs], [ours, theirs, scale]):
         model = normflows_model(layers, dim).requires_grad_(False)
         assert abs(float(model.log_z())) > 0.5
-        assert_agrees(model.log_z(method=method, generator=seed()), model.log_z())
+        assert_agrees(model.log_z(method=method, generator=rng()), model.log_z())
 
 
 def test_cheap_layers_are_exact():
@@ -298,10 +180,10 @@ def test_preprocessing_in_front(method):
     model = ebf.wrap(make_model(4).flow, preprocess=preprocess)
     exact = model.log_z()
     assert abs(float(exact)) > 4 * math.log(256) - 4
-    assert_agrees(model.log_z(method=method, generator=seed()), exact)
+    assert_agrees(model.log_z(method=method, generator=rng()), exact)
     if method != "lanczos":
-        data = model.sample(500, generator=seed(1))
-        assert_agrees(model.log_z(method=method, proposal=data, generator=seed()), exact)
+        data = model.sample(500, generator=rng(1))
+        assert_agrees(model.log_z(method=method, proposal=data, generator=rng()), exact)
 
 
 @pytest.mark.parametrize("method", ["importance", "ais"])
@@ -313,9 +195,9 @@ def test_a_conditional_flow(method):
     ]
     flow = flows.Flow(transforms.CompositeTransform(layers), distributions.StandardNormal([3])).double()
     model = ebf.wrap(flow.eval().requires_grad_(False))
-    data = model.sample(500, torch.ones(1, 2, dtype=WIDE), generator=seed(1)).flatten(0, 1)
+    data = model.sample(500, torch.ones(1, 2, dtype=WIDE), generator=rng(1)).flatten(0, 1)
     context = torch.ones(1, 2, dtype=WIDE)
-    assert_agrees(model.log_z(method=method, context=context, proposal=data, generator=seed()), model.log_z())
+    assert_agrees(model.log_z(method=method, context=context, proposal=data, generator=rng()), model.log_z())
     with pytest.raises(ebf.InputError, match="one row"):
         model.log_z(method=method, context=torch.ones(2, 2, dtype=WIDE))
 
@@ -323,9 +205,9 @@ def test_a_conditional_flow(method):
 def test_d_49152_in_seconds():
     layer = ebflow_nflows.FullConv2d(3, kernel_size=3)
     with torch.no_grad():
-        layer.weight += 0.1 * torch.randn(layer.weight.shape, generator=seed()) / 27**0.5
+        layer.weight += 0.1 * torch.randn(layer.weight.shape, generator=rng()) / 27**0.5
     model = ebf.wrap(flows.Flow(layer, distributions.StandardNormal([3, 128, 128])).requires_grad_(False))
-    estimate = model.log_z(method="lanczos", generator=seed())
+    estimate = model.log_z(method="lanczos", generator=rng())
     assert estimate.dtype == torch.float32
     assert estimate.std_error < 1.0
     assert_agrees(estimate, model.log_z())
@@ -336,7 +218,7 @@ def test_auto_says_what_it_picked(monkeypatch):
     assert model.log_z(method="auto").method == "exact"
     assert model.log_z(method="auto", probes=4).std_error == 0.0  # options for the other case are no mistake
     monkeypatch.setattr(methods, "AFFORDABLE", methods.Cost(20**3 / 4, 1e9))
-    estimate = model.log_z(method="auto", probes=4, generator=seed())
+    estimate = model.log_z(method="auto", probes=4, generator=rng())
     assert estimate.method == "lanczos"
     assert_agrees(estimate, model.log_z(), 6.0)
     with pytest.raises(ebf.UnknownNameError, match="samples"):
@@ -364,13 +246,13 @@ def test_a_singular_layer_is_named():
     with torch.no_grad():
         model.flow._transform._transforms[0].weight[0] = 0.0
     with pytest.raises(ebf.SingularError, match=r"_transform._transforms.0  FullLinear"):
-        model.log_z(method="lanczos", generator=seed())
+        model.log_z(method="lanczos", generator=rng())
 
 
 @pytest.mark.parametrize("method", ["lanczos", "importance", "ais"])
 def test_the_same_seed_gives_the_same_value(method):
     model = make_model(5)
-    first, second, third = (model.log_z(method=method, generator=seed(k)) for k in (0, 0, 1))
+    first, second, third = (model.log_z(method=method, generator=rng(k)) for k in (0, 0, 1))
     assert float(first) == float(second) != float(third)
 
 
@@ -381,7 +263,7 @@ def test_batches_bound_the_rows_of_a_call(method, name, monkeypatch):
     monkeypatch.setattr(
         type(model), "energy", lambda self, x, context=None: seen.append(len(x)) or energy(self, x, context)
     )
-    estimate = model.log_z(method=method, **{name: 50}, batch_size=20, generator=seed())
+    estimate = model.log_z(method=method, **{name: 50}, batch_size=20, generator=rng())
     assert max(seen) == 20
     assert_agrees(estimate, model.log_z())
 
@@ -420,15 +302,15 @@ def test_errors_name_the_option(options, message):
 def test_inference_mode(method):
     model = make_model(3, 0.1)
     with torch.inference_mode():
-        data = model.sample(200, generator=seed(1))
+        data = model.sample(200, generator=rng(1))
         for options in ({}, {"proposal": data}) if method != "lanczos" else ({},):
-            assert_agrees(model.log_z(method=method, generator=seed(), **options), model.log_z(), 5.0)
+            assert_agrees(model.log_z(method=method, generator=rng(), **options), model.log_z(), 5.0)
 
 
 def test_counts_of_numpy():
     model = make_model(3, 0.1)
-    model.log_z(method="importance", samples=np.int64(200), batch_size=np.int64(60), generator=seed())
-    model.log_z(method="lanczos", probes=np.int32(4), generator=seed())
+    model.log_z(method="importance", samples=np.int64(200), batch_size=np.int64(60), generator=rng())
+    model.log_z(method="lanczos", probes=np.int32(4), generator=rng())
 
 
 def test_an_unknown_option_is_refused():
@@ -441,9 +323,9 @@ def test_an_unknown_option_is_refused():
 def test_a_proposal_outside_of_the_domain_is_refused():
     model = ebf.wrap(make_model(2).flow, preprocess=[ebf.Logit()], match_after=None)
     with pytest.raises(ebf.InputError, match="reaches out of the model's domain"):
-        model.log_z(method="importance", generator=seed())
+        model.log_z(method="importance", generator=rng())
     inside = torch.distributions.Independent(torch.distributions.Uniform(torch.zeros(2), torch.ones(2)), 1)
-    assert_agrees(model.log_z(method="importance", proposal=inside, generator=seed()), model.log_z())
+    assert_agrees(model.log_z(method="importance", proposal=inside, generator=rng()), model.log_z())
 
 
 @pytest.mark.parametrize("method", ["lanczos", "importance", "ais"])
@@ -452,12 +334,12 @@ def test_no_tensor_is_made_without_a_device(method):
         def log_prob(self, inputs, context=None):
             return -0.5 * inputs.square().sum(1) - 1.5 * math.log(2 * math.pi)
 
-    flow, conv = flows.Flow(full(3, 0.3, seed()), Standard()), ebflow_nflows.FullConv2d(2, kernel_size=3, init="normal")
+    flow, conv = flows.Flow(full(3, 0.3, rng()), Standard()), ebflow_nflows.FullConv2d(2, kernel_size=3, init="normal")
     model = ebf.wrap(flow, preprocess=[ebf.Rescale(0.05, 0.95), ebf.Logit()])
-    data = torch.rand(50, 3, generator=seed(1), dtype=WIDE)
+    data = torch.rand(50, 3, generator=rng(1), dtype=WIDE)
     options = {"lanczos": {}, "importance": {"proposal": data}, "ais": {"proposal": data, "steps": 3}}[method]
     image = ebf.wrap(flows.Flow(conv, distributions.StandardNormal([2, 4, 4])))
-    generator = seed()
+    generator = rng()
     with torch.device("meta"):  # where a tensor lands that does not say where it belongs
         assert model.log_z((3,), method, generator=generator, **options).device.type == "cpu"
         if method == "lanczos":
@@ -467,14 +349,14 @@ def test_no_tensor_is_made_without_a_device(method):
 def test_a_progress_bar_changes_nothing(capsys):
     model = make_model(3)
     for method in ("lanczos", "importance", "ais"):
-        quiet, shown = (model.log_z(method=method, generator=seed(), progress=bar) for bar in (False, True))
+        quiet, shown = (model.log_z(method=method, generator=rng(), progress=bar) for bar in (False, True))
         assert float(quiet) == float(shown)
 
 
 def test_the_fitted_gaussian_has_the_moments_of_the_data():
-    data = torch.randn(4000, 2, 3, generator=seed(), dtype=WIDE) @ torch.randn(3, 3, generator=seed(1), dtype=WIDE)
+    data = torch.randn(4000, 2, 3, generator=rng(), dtype=WIDE) @ torch.randn(3, 3, generator=rng(1), dtype=WIDE)
     fitted = Gaussian.fit(data + 2.0)
-    x, log_q = fitted.draw(4000, seed(2))
+    x, log_q = fitted.draw(4000, rng(2))
     truth = torch.distributions.MultivariateNormal(fitted.mean.flatten(), torch.cov(data.flatten(1).mT))
     assert torch.allclose(log_q, truth.log_prob(x.flatten(1)))
     assert torch.allclose(log_q, fitted.log_prob(x))

@@ -1,6 +1,7 @@
 """What objectives say when they are made, of steps that bias them."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -14,11 +15,16 @@ from nflows.transforms import (
 from torch import nn
 
 import ebflow_plugin as ebf
+import nflows_small
 from ebflow_nflows import SmoothLeakyReLU
-from ebflow_plugin.adapting.teaching import REGISTERED
+from ebflow_plugin.adapting.rules import REGISTERED
 from ebflow_plugin.objectives import DSM, FDSSM, ML, SM, SML, SSM
 from ebflow_plugin.plan.smoothness import REGISTERED_NETWORKS
-from warned import flow_of, messages, seeded, spline
+from nflows_small import OwnNetwork, spline
+from randomness import rng
+from warned import messages
+
+flow_of = partial(nflows_small.flow_of, shape=(2,))
 
 
 @pytest.fixture
@@ -46,17 +52,6 @@ class Warp(Transform):
     def forward(self, inputs, context=None):
         slope = 1 + 0.5 * self.a * (1 - torch.tanh(self.a * inputs) ** 2)
         return inputs + 0.5 * torch.tanh(self.a * inputs), slope.log().sum(-1)
-
-
-class Network(nn.Module):
-    """A network of the user's own, inside of a coupling."""
-
-    def __init__(self, activation):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(1, 8), activation, nn.Linear(8, 2))
-
-    def forward(self, inputs, context=None):
-        return torch.tanh(self.layers(inputs))
 
 
 # Smoothness
@@ -102,7 +97,7 @@ def test_jumps_of_the_score(make):
     name = make.__name__
     assert message.startswith(f"{name} may be wrong about 1 of 3 steps\n  _transform._transforms.1  PiecewiseRational")
     assert "its score jumps" in message
-    assert "misses jumps of the score, so that its value and gradients are biased" in message
+    assert "misses jumps of the score, so its value and gradients are biased" in message
     assert "Use DSM" in message
     assert "ebflow_plugin.smooth(flow)" in message
     assert "_transforms.0" not in message
@@ -112,7 +107,7 @@ def test_small_steps_and_jumps_of_the_score():
     model = ebf.wrap(flow_of(spline()))
     assert messages(lambda: FDSSM(model, eps=0.1))[1] == []
     _, (message,) = messages(lambda: FDSSM(model, eps=0.05))
-    assert "take eps of at least 0.1" in message
+    assert "use eps of at least 0.1" in message
     assert "_transform._transforms.0  PiecewiseRationalQuadraticCDF" in message
 
 
@@ -130,13 +125,13 @@ def test_jumps_of_the_density_harm_every_kind_of_score_matching(make):
 
 def test_a_network_of_ones_own_can_be_taught(taught):
     def coupling(activation):
-        return ebf.wrap(flow_of(AffineCouplingTransform([0, 1], lambda *sizes: Network(activation))))
+        return ebf.wrap(flow_of(AffineCouplingTransform([0, 1], lambda *sizes: OwnNetwork(activation))))
 
     smooth, kinked = coupling(nn.Tanh()), coupling(nn.ReLU())
     _, (message,) = messages(lambda: SSM(smooth))
     assert "AffineCouplingTransform (nflows.transforms.coupling): of unknown smoothness" in message
-    assert "for the class of the step, or of your network inside of it" in message
-    taught(Network, "smooth")
+    assert "for the class of the step, or of your network inside it" in message
+    taught(OwnNetwork, "smooth")
     assert messages(lambda: SSM(smooth))[1] == []
     assert "its score jumps" in messages(lambda: SSM(kinked))[1][0]  # what is inside is looked at all the same
 
@@ -189,17 +184,17 @@ def gap(objective, model, x):
 
 def test_a_jumping_score_biases_ssm_but_not_finite_differences():
     model = ebf.wrap(flow_of(spline(1), shape=(1,)))
-    x = model.sample(200_000, generator=seeded())
-    (bias, error), _ = messages(lambda: gap(SSM(model, generator=seeded()), model, x))
+    x = model.sample(200_000, generator=rng())
+    (bias, error), _ = messages(lambda: gap(SSM(model, generator=rng()), model, x))
     assert abs(bias) > 20 * error
-    bias, error = gap(FDSSM(model, eps=0.1, generator=seeded()), model, x)
+    bias, error = gap(FDSSM(model, eps=0.1, generator=rng()), model, x)
     assert abs(bias) < 5 * error
 
 
 def test_a_smooth_score_biases_nothing():
     model = ebf.wrap(flow_of(SmoothLeakyReLU(0.3), LULinear(1), shape=(1,)))
-    x = model.sample(200_000, generator=seeded())
-    for objective in (SM(model), SSM(model, generator=seeded()), FDSSM(model, eps=0.1, generator=seeded())):
+    x = model.sample(200_000, generator=rng())
+    for objective in (SM(model), SSM(model, generator=rng()), FDSSM(model, eps=0.1, generator=rng())):
         bias, error = gap(objective, model, x)
         assert abs(bias) < 5 * error
 
@@ -211,8 +206,8 @@ def test_a_jumping_density_biases_dsm(layer, biased):
     with torch.no_grad():
         flow._transform._transforms[1].bias.fill_(0.7)
     model = ebf.wrap(flow)
-    x = model.sample(400_000, generator=seeded())
-    objective, said = messages(lambda: DSM(model, sigma=0.1, generator=seeded(1)))
+    x = model.sample(400_000, generator=rng())
+    objective, said = messages(lambda: DSM(model, sigma=0.1, generator=rng(1)))
     objective(x).backward()
     gradient = abs(flow._transform._transforms[1].bias.grad.item())
     assert bool(said) == biased
@@ -247,19 +242,19 @@ class Integrated(Transform):
 
 def test_wrong_second_derivatives_are_refused_where_they_would_be_used(taught):
     taught(Integrated, "2nd derivative is wrong")
-    model, x = ebf.wrap(flow_of(Integrated)), torch.randn(50, 2, generator=seeded(), dtype=torch.float64)
+    model, x = ebf.wrap(flow_of(Integrated)), torch.randn(50, 2, generator=rng(), dtype=torch.float64)
     for cls in (SM, SSM, DSM):
         with pytest.raises(ebf.UnsupportedStepError, match="(?s)Integrated.*derivatives are wrong.*FDSSM"):
             cls(model)
-    for objective in (ML(model), FDSSM(model, generator=seeded())):
+    for objective in (ML(model), FDSSM(model, generator=rng())):
         assert_gradient(objective, x, model.flow._transform._transforms[0].a, right=True)
 
 
 def test_dsm_would_be_wrong_there(taught):
     """Why DSM is refused: the gradient of the score in a parameter is a second derivative too."""
     taught(Integrated, "smooth")  # a lie
-    model, x = ebf.wrap(flow_of(Integrated)), torch.randn(50, 2, generator=seeded(), dtype=torch.float64)
-    assert_gradient(DSM(model, generator=seeded()), x, model.flow._transform._transforms[0].a, right=False)
+    model, x = ebf.wrap(flow_of(Integrated)), torch.randn(50, 2, generator=rng(), dtype=torch.float64)
+    assert_gradient(DSM(model, generator=rng()), x, model.flow._transform._transforms[0].a, right=False)
 
 
 def assert_gradient(objective, x, parameter, right):

@@ -1,12 +1,13 @@
 """The relative gradient: what `backward` leaves in the weights, against the gradient of ML times WᵀW."""
 
+from functools import partial
+
 import pytest
 import torch
 from nflows.distributions.normal import StandardNormal
 from nflows.flows.base import Flow
 from nflows.transforms import (
     ActNorm,
-    CompositeTransform,
     InverseTransform,
     LULinear,
     NaiveLinear,
@@ -15,13 +16,13 @@ from nflows.transforms import (
 )
 
 import ebflow_plugin as ebf
+import nflows_small
 from ebflow_nflows import FullConv2d, FullLinear, SmoothLeakyReLU
 from ebflow_plugin import testing
 from ebflow_plugin.objectives import ML, RelativeML
+from randomness import randn
 
-
-def flow_of(*transforms, shape=(5,)):
-    return Flow(CompositeTransform(transforms), StandardNormal(shape)).double()
+flow_of = partial(nflows_small.flow_of, shape=(5,))
 
 
 def full(size=5):
@@ -34,12 +35,7 @@ def full(size=5):
 
 @pytest.fixture
 def x():
-    return torch.randn(7, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
+    return randn(7, 5)
 
 
 def gradients(loss, x):

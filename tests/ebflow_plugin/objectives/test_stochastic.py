@@ -2,8 +2,6 @@
 
 import copy
 import math
-import pickle
-import warnings
 
 import normflows as nf
 import pytest
@@ -12,48 +10,22 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from nflows.distributions.normal import StandardNormal
 from nflows.flows.base import Flow
-from nflows.transforms import ActNorm, CompositeTransform, InverseTransform, LULinear, NaiveLinear, RandomPermutation
+from nflows.transforms import ActNorm, InverseTransform, LULinear, NaiveLinear, RandomPermutation
 
 import ebflow_normflows
 import ebflow_plugin as ebf
 from ebflow_nflows import FullConv2d, FullLinear, SmoothLeakyReLU
 from ebflow_plugin import testing
-from ebflow_plugin.objectives import DSM, ML, RelativeML, score_matching
+from ebflow_plugin.objectives import DSM, ML, score_matching
+from randomness import rng
+from stochastic_models import batch, gradient, nflows_model, perturbed
 
 DOUBLE = torch.float64
-
-
-def seeded(seed=0):
-    return torch.Generator().manual_seed(seed)
-
-
-def perturbed(flow, scale=0.1, seed=0):
-    generator = seeded(seed)
-    with torch.no_grad():
-        for parameter in flow.parameters():
-            parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
-    return flow.double()
-
-
-def nflows_model(*transforms, shape):
-    return ebf.wrap(perturbed(Flow(CompositeTransform(transforms), StandardNormal(shape))))
 
 
 def normflows_model(*flows, shape):
     base = nf.distributions.DiagGaussian(shape if len(shape) > 1 else shape[0])
     return ebf.wrap(perturbed(nf.NormalizingFlow(base, list(flows))))
-
-
-def batch(model, rows=5, seed=0):
-    return torch.randn(rows, *model.plan.event_shape, generator=seeded(seed), dtype=DOUBLE)
-
-
-def gradient(loss, x, context=None):
-    parameters = [parameter for parameter in loss.model.parameters() if parameter.requires_grad]
-    for parameter in parameters:
-        parameter.grad = None
-    loss(x, context).sum().backward()
-    return torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in parameters])
 
 
 def unit_probes(like, generator):
@@ -96,11 +68,6 @@ LAYERS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_complete_set_of_probes_gives_the_exact_gradient(name, monkeypatch):
     model = LAYERS[name]()
@@ -120,7 +87,7 @@ def test_the_mean_over_draws_is_the_exact_gradient(name):
     model, draws = LAYERS[name](), 60
     x = batch(model)
     exact = gradient(ML(model), x)
-    loss = ML(model, log_det="stochastic", probes=2, tolerance=1e-10, generator=seeded(1))
+    loss = ML(model, log_det="stochastic", probes=2, tolerance=1e-10, generator=rng(1))
     found = torch.stack([gradient(loss, x) for _ in range(draws)])
     error = found.std(0) / math.sqrt(draws)
     noisy = error > 1e-9 * exact.norm()
@@ -197,7 +164,7 @@ def test_in_single_precision_and_to_a_loose_tolerance():
     x = batch(model)
     exact = gradient(ML(model), x)
     single = ebf.wrap(copy.deepcopy(model.flow).float())
-    loss = ML(single, log_det="stochastic", probes=256, generator=seeded())
+    loss = ML(single, log_det="stochastic", probes=256, generator=rng())
     found = gradient(loss, x.float()).double()
     assert (found - exact).norm() < 0.1 * exact.norm()
     assert 0 < loss.metrics()["log_det"]["_transform._transforms.0"]["residual"] <= 0.01
@@ -242,8 +209,8 @@ def test_the_generator_decides_and_nothing_else_draws():
     model = nflows_model(FullConv2d(2, kernel_size=3), shape=[2, 5, 4])
     x = batch(model)
     state = torch.get_rng_state()
-    first, again = (gradient(ML(model, log_det="stochastic", probes=2, generator=seeded(3)), x) for _ in range(2))
-    other = gradient(ML(model, log_det="stochastic", probes=2, generator=seeded(4)), x)
+    first, again = (gradient(ML(model, log_det="stochastic", probes=2, generator=rng(3)), x) for _ in range(2))
+    other = gradient(ML(model, log_det="stochastic", probes=2, generator=rng(4)), x)
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
     assert torch.equal(torch.get_rng_state(), state)
@@ -253,14 +220,14 @@ def test_sums_preprocessing_and_energy_weight():
     """MaP: in data space as ML, and with gradients that do not change by it."""
     flow = perturbed(Flow(FullConv2d(1, kernel_size=3), StandardNormal([1, 4, 4])))
     model = ebf.wrap(flow, preprocess=[ebf.Rescale(0.05, 0.95), ebf.Logit()])
-    x = torch.rand(6, 1, 4, 4, generator=seeded(), dtype=DOUBLE)
-    loss = ML(model, log_det="stochastic", probes=400, generator=seeded(1), energy_weight=0.1)
+    x = torch.rand(6, 1, 4, 4, generator=rng(), dtype=DOUBLE)
+    loss = ML(model, log_det="stochastic", probes=400, generator=rng(1), energy_weight=0.1)
     exact = ML(model, energy_weight=0.1)
     found, expected = gradient(loss, x), gradient(exact, x)
     assert (found - expected).norm() < 0.05 * expected.norm()
     log_z = model.core.log_z((1, 4, 4))
     torch.testing.assert_close(loss(x), exact(x) - log_z)
-    both = 0.5 * loss + 0.5 * DSM(model, generator=seeded(2))
+    both = 0.5 * loss + 0.5 * DSM(model, generator=rng(2))
     both(x).backward()
     assert both.metrics()["exact_log_dets"] == 0
 
@@ -272,203 +239,3 @@ def test_layers_that_are_not_trained_are_not_solved_for():
     loss = ML(model, log_det="stochastic")
     assert not loss(batch(model)).requires_grad
     assert loss.metrics() == {}
-
-
-def near_singular(size=8):
-    layer = FullLinear(size)
-    with torch.no_grad():
-        layer.weight.copy_(torch.diag(torch.logspace(0, -8, size)) @ layer.weight)
-    model = ebf.wrap(Flow(layer, StandardNormal([size])).double())
-    return model
-
-
-def test_no_convergence_takes_the_exact_log_det_counts_and_warns_once():
-    model = near_singular()
-    x = batch(model)
-    exact = gradient(ML(model), x)
-    loss = ML(model, log_det="stochastic", probes=2, iterations=2)
-    with pytest.warns(
-        UserWarning, match=r"(?s)_transform  FullLinear.*not converge in 2 iterations \(residual [\d.]+e"
-    ):
-        found = gradient(loss, x)
-    torch.testing.assert_close(found, exact)
-    assert loss.metrics()["exact_log_dets"] == 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        # the inverse of that step preconditions the next: it converges at once, and with no noise left
-        torch.testing.assert_close(gradient(loss, x), exact, rtol=1e-6, atol=1e-6)
-    metrics = loss.metrics()["log_det"]["_transform"]
-    assert (metrics["exact"], metrics["iterations"]) == (1, 1)
-
-
-def test_a_convolution_that_does_not_converge():
-    model = nflows_model(FullConv2d(2, kernel_size=3), shape=[2, 5, 4])
-    x = batch(model)
-    loss = ML(model, log_det="stochastic", probes=2, tolerance=1e-9, iterations=3)
-    with pytest.warns(UserWarning, match="not converge in 3 iterations"):
-        torch.testing.assert_close(gradient(loss, x), gradient(ML(model), x))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        torch.testing.assert_close(gradient(loss, x), gradient(ML(model), x))
-    assert loss.metrics()["exact_log_dets"] == 2
-
-
-@pytest.mark.filterwarnings("ignore:.*did not converge")
-@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
-@pytest.mark.parametrize("make", [lambda: FullLinear(6), lambda: FullConv2d(2, kernel_size=3)])
-def test_a_singular_layer_is_named(value, make):
-    layer = make()
-    shape = [6] if isinstance(layer, FullLinear) else [2, 5, 4]
-    with torch.no_grad():
-        layer.weight[0] = value
-    model = ebf.wrap(Flow(layer, StandardNormal(shape)).double())
-    with pytest.raises(ebf.SingularError, match=r"_transform  Full"):
-        ML(model, log_det="stochastic", probes=2)(batch(model))
-
-
-def test_probes_are_chosen_from_the_first_batches():
-    """As many as make the noise of the probes half of that of the batch, or as the cost of the step allows."""
-    model = nflows_model(FullConv2d(2, kernel_size=3), shape=[2, 6, 6])
-    path = "_transform._transforms.0"
-    loss = ML(model, log_det="stochastic", generator=seeded())
-    x = batch(model, rows=400)
-    for _ in range(2):
-        loss(x)
-        assert loss._estimator.accounts[path].probes is None
-    loss(x)
-    account = loss._estimator.accounts[path]
-    exact = [gradient(ML(model), batch(model, rows=400, seed=seed)) for seed in range(20)]
-    by_batch = torch.stack(exact).var(0).sum()
-    drawn = ML(model, log_det="stochastic", probes=account.probes, generator=seeded(1))
-    by_probes = torch.stack([gradient(drawn, x) for _ in range(60)]).var(0).sum()
-    assert account.probes > 1
-    assert 0.1 * by_batch < by_probes < 1.0 * by_batch
-    few = ML(model, log_det="stochastic", generator=seeded())
-    for _ in range(3):
-        few(x[:20])
-    chosen = few._estimator.accounts[path]
-    assert chosen.probes * (chosen.iterations + 3) <= 0.5 * 3 * 20
-    alone = ML(model, log_det="stochastic")
-    for _ in range(4):
-        alone(x[:1])  # a batch of one has no noise to compare with
-    assert alone.metrics()["log_det"][path]["probes"] == 4
-
-
-def test_state_goes_on_where_it_was():
-    model = nflows_model(FullConv2d(2, kernel_size=3), FullLinear(4), shape=[2, 6, 4])
-    loss = ML(model, log_det="stochastic", generator=seeded())
-    x = batch(model, rows=30)
-    loss(x)
-    other = ML(model, log_det="stochastic", generator=seeded())
-    other.load_state(loss.state())
-    other.generator.set_state(loss.generator.get_state())
-    for _ in range(4):
-        assert torch.equal(gradient(loss, x), gradient(other, x))
-    assert loss.state() == other.state()
-
-
-def test_a_context():
-    from nflows.nn.nets import ResidualNet
-    from nflows.transforms import AffineCouplingTransform
-
-    coupling = AffineCouplingTransform([0, 1] * 4, lambda i, o: ResidualNet(i, o, 6, context_features=2))
-    model = nflows_model(FullLinear(8), coupling, shape=[8])
-    x, context = batch(model), torch.randn(5, 2, generator=seeded(), dtype=DOUBLE)
-    loss = ML(model, log_det="stochastic", probes=500, generator=seeded())
-    found, exact = gradient(loss, x, context), gradient(ML(model), x, context)
-    assert (found - exact).norm() < 0.2 * exact.norm()
-    plain = gradient(ML(model, log_det="stochastic"), x, context)  # which looks at halves of the batch
-    assert bool(plain.isfinite().all())
-
-
-def test_auto_chooses_by_the_cost_and_the_report_shows_it():
-    layers = [
-        FullConv2d(3, kernel_size=7),
-        SmoothLeakyReLU(0.3),
-        FullConv2d(3, kernel_size=3, padding_mode="circular"),
-        FullConv2d(3, kernel_size=1),
-    ]
-    model = nflows_model(*layers, shape=[3, 16, 16])
-    assert list(ML(model, log_det="auto").ways((3, 16, 16)).values()) == ["stochastic", "exact", "exact"]
-    assert [row.log_det for row in model.report] == ["stochastic", "-", "exact", "exact"]
-    assert 'ML(log_det="auto"): stochastic for 1 of 3 linear steps' in str(model.report)
-    dense = nflows_model(FullLinear(8), InverseTransform(FullLinear(8)), shape=[8])
-    assert [row.log_det for row in dense.report] == ["relative", "exact"]
-    x = batch(dense)
-    found, exact = gradient(ML(dense, log_det="auto"), x), gradient(ML(dense), x)
-    weight = dense.flow._transform._transforms[0].weight.detach()
-    first, rest = found[:64].reshape(8, 8), found[64:]
-    torch.testing.assert_close(first, exact[:64].reshape(8, 8) @ weight.mT @ weight)
-    torch.testing.assert_close(rest, exact[64:])
-
-
-def test_relative_is_one_implementation():
-    model = nflows_model(FullLinear(8), SmoothLeakyReLU(0.3), shape=[8])
-    x = batch(model)
-    short, long = RelativeML(model), ML(model, log_det="relative")
-    assert torch.equal(gradient(short, x), gradient(long, x))
-    assert torch.equal(short(x), long(x))
-    assert isinstance(short, ML)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"log_det": "krylov"}, "unknown log_det 'krylov'. Valid names: auto, exact, relative, stochastic"),
-        ({"log_det": "stochastic", "probes": 0}, "probes must be an integer, at least 1, got 0"),
-        ({"log_det": "stochastic", "tolerance": 1.5}, "tolerance is a relative residual, below 1, got 1.5"),
-        ({"log_det": "auto", "iterations": 2.5}, "iterations must be an integer"),
-        ({"probes": 3}, "probes, tolerance and iterations have no meaning for log_det='exact'"),
-        ({"log_det": "relative"}, "this one has none; use ML"),
-    ],
-)
-def test_options_that_cannot_be(options, message):
-    model = nflows_model(LULinear(8), shape=[8])
-    with pytest.raises(ebf.InputError, match=message):
-        ML(model, **options)
-
-
-def test_options_are_shown():
-    model = nflows_model(FullLinear(8), shape=[8])
-    assert repr(ML(model)).startswith("ML(\n  reduction='mean'")
-    shown = repr(ML(model, log_det="stochastic"))
-    assert "log_det='stochastic', probes=chosen, tolerance=0.01, iterations=50, reduction='mean'" in shown
-
-
-def test_on_the_meta_device_nothing_is_asked():
-    model = ebf.wrap(Flow(FullConv2d(2, kernel_size=3, device="meta"), StandardNormal([2, 5, 4])).to("meta"))
-    loss = ML(model, log_det="stochastic")
-    loss(torch.randn(5, 2, 5, 4, device="meta")).backward()
-    assert model.flow._transform.weight.grad.is_meta
-
-
-def test_half_precision_weights_are_solved_in_single():
-    model = ebf.wrap(perturbed(Flow(FullConv2d(2, kernel_size=3), StandardNormal([2, 5, 4]))).to(torch.bfloat16))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        ML(model, log_det="stochastic", probes=2, tolerance=1e-5)(batch(model).to(torch.bfloat16)).backward()
-    assert model.flow._transform.weight.grad.dtype == torch.bfloat16
-
-
-def test_copies_and_pickles():
-    model = nflows_model(FullConv2d(2, kernel_size=3), shape=[2, 5, 4])
-    x = batch(model)
-    loss = ML(model, log_det="stochastic", probes=2)
-    loss(x)
-    for other in (copy.deepcopy(loss), pickle.loads(pickle.dumps(loss))):
-        loss.generator, other.generator = seeded(1), seeded(1)
-        assert other.model is not model
-        assert torch.equal(gradient(other, x), gradient(loss, x))
-        loss.generator = None
-
-
-def test_a_batch_that_is_not_finite_is_no_reason_to_choose():
-    model = nflows_model(FullConv2d(2, kernel_size=3), shape=[2, 5, 4])
-    loss = ML(model, log_det="stochastic")
-    x = batch(model)
-    x[0] = float("inf")
-    for _ in range(4):
-        assert not torch.isfinite(loss(x))
-    assert loss.metrics()["log_det"]["_transform._transforms.0"]["probes"] == 4
-    with pytest.raises(ebf.InputError, match="leave log_det out"):
-        RelativeML(model, log_det="exact")

@@ -1,7 +1,5 @@
 """Derivatives in closed form against those by autograd: on every case, on random compositions, and by hand."""
 
-import warnings
-
 import normflows
 import pytest
 import torch
@@ -20,19 +18,15 @@ from ebflow_nflows import FullConv2d, FullLinear, SmoothLeakyReLU
 from ebflow_plugin.linalg.geometry import convolve, convolve_transposed
 from ebflow_plugin.objectives import DSM, SM, SSM
 from ebflow_plugin.plan.derivatives import closed_steps, derivatives
+from randomness import rng
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # the smoothness of splines is not the subject here
 
 D = 6
 
 
-@pytest.fixture(autouse=True)
-def quiet():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the smoothness of splines is not the subject here
-        yield
-
-
 def directions(x, count=2):
-    generator = torch.Generator().manual_seed(7)
+    generator = rng(7)
     return [torch.randn(x.shape, generator=generator, dtype=x.dtype) for _ in range(count)]
 
 
@@ -94,7 +88,7 @@ def make(*layers, base=None):
 
 
 def fc():
-    generator = torch.Generator().manual_seed(0)
+    generator = rng(0)
     return make(*(FullLinear(D, init="normal", generator=generator) for _ in range(2)), SmoothLeakyReLU(0.3))
 
 
@@ -122,7 +116,7 @@ def test_elementwise_steps_between_linear_ones(transform):
     inside = [transforms.PointwiseAffineTransform(0.5, 0.05)]  # into (0, 1) and (-1, 1)
     model = make(FullLinear(D, init="orthogonal"), *inside, transform, FullLinear(D, init="normal"))
     assert closed_steps(model.plan) == len(model.plan.steps)
-    x = torch.randn(40, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(40, D, dtype=torch.float64, generator=rng(1))
     assert_same(model.core, x, None, gradient=True)
     assert_same(model.core, x, None, gradient=False)
 

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -11,19 +12,15 @@ from nflows import distributions, flows, transforms
 from nflows.transforms.nonlinearities import CauchyCDFInverse
 
 import ebflow_plugin as ebf
-from case import perturb
+import nflows_small
+from randomness import rng
 
 D = 3
-
-
-def flow_of(*layers):
-    flow = flows.Flow(transforms.CompositeTransform(layers), distributions.StandardNormal([D])).double()
-    perturb(flow, 0.2)
-    return flow.eval()
+flow_of = partial(nflows_small.flow_of, shape=(D,), mode="eval", noise=0.2)
 
 
 def unit_data(batch=6, seed=0):
-    return 0.05 + 0.9 * torch.rand(batch, D, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return 0.05 + 0.9 * torch.rand(batch, D, dtype=torch.float64, generator=rng(seed))
 
 
 def affine(low=0.05, high=0.95):
@@ -67,7 +64,7 @@ def test_log_prob_is_the_same_with_and_without(prefix, seed, how):
     }
     layers = [*(make[name]() for name in prefix), affine(0.2, 0.4), transforms.Logit(), transforms.LULinear(D)]
     flow = flow_of(*layers)
-    x = torch.sigmoid(torch.randn(5, D, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)))
+    x = torch.sigmoid(torch.randn(5, D, dtype=torch.float64, generator=rng(seed)))
     last = len(ebf.wrap(flow, match_after=None).plan.steps) - 2
     path = ebf.wrap(flow).plan.steps[last].path
     model = ebf.wrap(flow, match_after={"auto": "auto", "index": last, "path": path, "none": None}[how])
@@ -133,9 +130,9 @@ def preprocessed(levels=8):
 
 def test_added_preprocessing_is_the_change_of_variables():
     model = preprocessed()
-    x = torch.randint(8, (6, D), generator=torch.Generator().manual_seed(0))
-    matched, log_det = model.preprocess(x, generator=torch.Generator().manual_seed(3))
-    noise = torch.rand(6, D, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    x = torch.randint(8, (6, D), generator=rng(0))
+    matched, log_det = model.preprocess(x, generator=rng(3))
+    noise = torch.rand(6, D, dtype=torch.float64, generator=rng(3))
     unit = (x + noise) / 8
     squeezed = 0.05 + 0.9 * unit
     assert torch.allclose(matched, torch.logit(squeezed))
@@ -147,7 +144,7 @@ def test_added_preprocessing_is_the_change_of_variables():
 
 def test_the_core_of_added_preprocessing_is_the_whole_flow():
     model = preprocessed()
-    x = torch.randint(8, (6, D), generator=torch.Generator().manual_seed(0))
+    x = torch.randint(8, (6, D), generator=rng(0))
     matched, log_det = model.preprocess(x)
     assert [step.path for step in model.core.plan.steps] == ["_transform._transforms.0"]
     assert torch.allclose(model.core.log_prob(matched), model.flow.log_prob(matched))
@@ -170,7 +167,7 @@ def test_dequantisation_noise_is_drawn_at_each_call():
     model = preprocessed()
     x = torch.randint(8, (4, D))
     assert not torch.equal(model.preprocess(x)[0], model.preprocess(x)[0])
-    one, two = (model.preprocess(x, generator=torch.Generator().manual_seed(7))[0] for _ in range(2))
+    one, two = (model.preprocess(x, generator=rng(7))[0] for _ in range(2))
     assert torch.equal(one, two)
 
 
@@ -232,7 +229,7 @@ def test_where_no_value_can_be_asked_for_odd_ones_become_nan():
 
 def test_samples_come_back_as_integers():
     model = preprocessed()
-    samples = model.sample(200, generator=torch.Generator().manual_seed(0))
+    samples = model.sample(200, generator=rng(0))
     assert torch.equal(samples, samples.round())
     assert samples.min() >= 0
     assert samples.max() <= 7
@@ -248,7 +245,7 @@ def test_bits_per_dim_is_log_prob_in_other_units():
 def test_map_makes_the_gradient_of_score_matching_smaller_by_orders_of_magnitude():
     """Fig. 3 of the paper, in kind: near 0 and 1 the derivatives of the logit explode."""
     flow = flow_of(affine(1e-6, 1 - 1e-6), transforms.Logit(eps=1e-9), transforms.LULinear(D))
-    x = torch.rand(64, D, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) ** 8
+    x = torch.rand(64, D, dtype=torch.float64, generator=rng(0)) ** 8
 
     def gradient_norm(model, data):
         point = data.clone().requires_grad_()
@@ -320,21 +317,21 @@ def test_a_generator_makes_dequantisation_repeatable(method):
     model = preprocessed()
     x = torch.randint(8, (4, D))
     call = getattr(model, method)
-    one, two = (call(x, generator=torch.Generator().manual_seed(7)).detach() for _ in range(2))
+    one, two = (call(x, generator=rng(7)).detach() for _ in range(2))
     assert torch.equal(one, two)
-    assert not torch.equal(one, call(x, generator=torch.Generator().manual_seed(8)))
+    assert not torch.equal(one, call(x, generator=rng(8)))
     assert not torch.equal(call(x), call(x))
     state = torch.get_rng_state()
-    call(x, generator=torch.Generator().manual_seed(7))
+    call(x, generator=rng(7))
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_log_prob_with_a_generator_is_that_of_the_matched_variable():
     model = preprocessed()
     x = torch.randint(8, (4, D))
-    matched, log_det = model.preprocess(x, generator=torch.Generator().manual_seed(7))
+    matched, log_det = model.preprocess(x, generator=rng(7))
     expected = model.core.log_prob(matched) + log_det
-    assert torch.allclose(model.log_prob(x, generator=torch.Generator().manual_seed(7)), expected)
+    assert torch.allclose(model.log_prob(x, generator=rng(7)), expected)
 
 
 @pytest.mark.parametrize("arguments", [("a", 1), (0, None), (0, float("inf")), (True, 2)])

@@ -8,6 +8,7 @@ from torch.nn.modules import activation, batchnorm, dropout, instancenorm, norma
 
 from ebflow_plugin.plan.smooth_modules import FUNCTIONS, known_smoothness
 from ebflow_plugin.plan.smoothness import smoothness_of, stochastic_parts
+from randomness import rng
 
 # How to build a class, and the event shape that it takes, where it is not cls() on (6,).
 IMAGE, LINE, VOLUME = (2, 6, 6), (2, 6), (2, 4, 4, 4)
@@ -55,7 +56,7 @@ def event_of(name):
 
 def measured(function, shape):
     """What happens along three lines, one through zero: jumps that do not shrink with the distance of points."""
-    generator = torch.Generator().manual_seed(1)
+    generator = rng(1)
     found = set()
     for line in range(3):
         start, way = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
@@ -144,7 +145,7 @@ def first_reason(module):
 @pytest.mark.parametrize("training", [True, False])
 def test_what_is_random_or_couples_samples_is_refused(name, training):
     module, shape = build(name).train(training), event_of(name)
-    x = torch.randn(4, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(4, *shape, dtype=torch.float64, generator=rng(0))
     changes = not torch.equal(module(x), module(x))
     couples = not torch.allclose(module(x)[:2], module(x[:2]))
     refused = first_reason(nn.Sequential(module))

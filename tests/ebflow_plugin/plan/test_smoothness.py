@@ -13,31 +13,21 @@ from torch import nn
 import ebflow_plugin as ebf
 from cases import SUPPORTED, Case, perturb
 from ebflow_nflows import FullLinear, SmoothLeakyReLU
+from randomness import rng
+from stein import stein_defect
 
 N = 4000
 
 
 def known_data(n: int, shape: tuple[int, ...], domain: str, spread: float = 0.7) -> tuple[torch.Tensor, torch.Tensor]:
     """Data in a domain, and their exact score: a Gaussian, squashed where the domain is bounded."""
-    generator = torch.Generator().manual_seed(0)
+    generator = rng(0)
     normal = spread * torch.randn(n, *shape, dtype=torch.float64, generator=generator)
     if domain == "real":
         return normal, -normal / spread**2
     unit = torch.sigmoid(normal)
     score = (-normal / spread**2 - 1.0 + 2.0 * unit) / (unit * (1.0 - unit))
     return (unit, score) if domain == "unit" else (2.0 * unit - 1.0, score / 2.0)
-
-
-def defect(model: ebf.EBFlow, x: torch.Tensor, true_score: torch.Tensor, context=None) -> tuple[float, float]:
-    """Mean and standard error of tr ∇s + s·s_p over x, with the trace exact."""
-    point = x.clone().requires_grad_()
-    score = model.score(point, context).flatten(1)
-    values = (score.detach() * true_score.flatten(1)).sum(1)
-    for axis in range(score.shape[1]):
-        if score.requires_grad:
-            (row,) = torch.autograd.grad(score[:, axis].sum(), point, retain_graph=True, allow_unused=True)
-            values = values if row is None else values + row.flatten(1)[:, axis]
-    return values.mean().item(), (values.std() / len(values) ** 0.5).item()
 
 
 def smooth(case: Case) -> bool:
@@ -50,7 +40,7 @@ def test_what_claims_to_be_smooth_is(case: Case):
     model = ebf.wrap(case.build())
     model.initialize(case.x(), case.context())
     x, true_score = known_data(N, case.event_shape, case.domain)
-    mean, error = defect(model, x, true_score, case.context(N))
+    mean, error = stein_defect(model, x, true_score, case.context(N))
     assert abs(mean) < 5 * error + 1e-6
 
 
@@ -92,7 +82,7 @@ DOMAINS = {"logit": "unit", "inverse tanh": "interval", "Cauchy quantile": "unit
 def test_smooth_steps_in_one_dimension(name):
     model = one_dimensional(*SMOOTH[name]())
     assert all(row.smoothness == "smooth" for row in model.report)
-    mean, error = defect(model, *known_data(40_000, (1,), DOMAINS.get(name, "real"), spread=1.0))
+    mean, error = stein_defect(model, *known_data(40_000, (1,), DOMAINS.get(name, "real"), spread=1.0))
     assert abs(mean) < 5 * error + 1e-9
 
 
@@ -100,7 +90,7 @@ def test_smooth_steps_in_one_dimension(name):
 def test_steps_that_jump_are_said_to_and_bias_the_objective(name):
     model = one_dimensional(*JUMPS[name]())
     assert any(row.smoothness in ("score jumps", "density jumps") for row in model.report)
-    mean, error = defect(model, *known_data(40_000, (1,), "real", spread=1.5))
+    mean, error = stein_defect(model, *known_data(40_000, (1,), "real", spread=1.5))
     assert abs(mean) > 4 * error, (mean, error)
 
 
@@ -116,8 +106,8 @@ def test_a_relu_conditioner_biases_and_smooth_removes_it():
         for parameter in flow.parameters():
             parameter.mul_(4.0)
     data = known_data(40_000, (2,), "real", spread=1.0)
-    kinked, kinked_error = defect(ebf.wrap(flow), *data)
-    smoothed, smoothed_error = defect(ebf.wrap(ebf.smooth(flow, sharpness=2.0)), *data)
+    kinked, kinked_error = stein_defect(ebf.wrap(flow), *data)
+    smoothed, smoothed_error = stein_defect(ebf.wrap(ebf.smooth(flow, sharpness=2.0)), *data)
     assert abs(kinked) > 8 * kinked_error
     assert abs(smoothed) < 5 * smoothed_error
 

@@ -1,30 +1,19 @@
 """What is said about the classes of networks inside of couplings."""
 
 import pytest
-import torch
 from torch import nn
 
 import ebflow_plugin as ebf
-from ebflow_plugin.adapting.teaching import REGISTERED
+from ebflow_plugin.adapting.rules import REGISTERED
 from ebflow_plugin.plan.smoothness import REGISTERED_NETWORKS, smoothness_of
+from nflows_small import OwnNetwork
 
 
-class Network(nn.Module):
-    """A network of the user's own, which nobody can see into."""
-
-    def __init__(self, activation=None):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(1, 8), activation or nn.Tanh(), nn.Linear(8, 2))
-
-    def forward(self, inputs, context=None):
-        return torch.tanh(self.layers(inputs))
-
-
-class Same(Network):
+class Same(OwnNetwork):
     """Does what its parent does."""
 
 
-class Other(Network):
+class Other(OwnNetwork):
     """Does something else."""
 
     def forward(self, inputs, context=None):
@@ -34,41 +23,41 @@ class Other(Network):
 @pytest.fixture(autouse=True)
 def forgotten():
     yield
-    REGISTERED.remove(Network)
-    REGISTERED_NETWORKS.remove(Network)
+    REGISTERED.remove(OwnNetwork)
+    REGISTERED_NETWORKS.remove(OwnNetwork)
 
 
 def test_nobody_can_see_into_a_forward_of_ones_own():
-    assert smoothness_of(nn.Sequential(Network())) == "unknown"
+    assert smoothness_of(nn.Sequential(OwnNetwork())) == "unknown"
 
 
 @pytest.mark.parametrize("smoothness", ["smooth", "score jumps", "density jumps", "unknown"])
 def test_what_is_taught_holds(smoothness):
-    ebf.register_nonlinear(Network, smoothness=smoothness)
-    assert smoothness_of(nn.Sequential(Network())) == smoothness
+    ebf.register_nonlinear(OwnNetwork, smoothness=smoothness)
+    assert smoothness_of(nn.Sequential(OwnNetwork())) == smoothness
 
 
 def test_what_is_inside_is_looked_at_all_the_same():
-    ebf.register_nonlinear(Network, smoothness="smooth")
-    assert smoothness_of(Network(nn.ReLU())) == "score jumps"
+    ebf.register_nonlinear(OwnNetwork, smoothness="smooth")
+    assert smoothness_of(OwnNetwork(nn.ReLU())) == "score jumps"
 
 
 def test_it_holds_for_classes_that_do_not_change_it():
-    ebf.register_nonlinear(Network, smoothness="smooth")
+    ebf.register_nonlinear(OwnNetwork, smoothness="smooth")
     assert smoothness_of(Same()) == "smooth"
     assert smoothness_of(Other()) == "unknown"
 
 
 def test_a_hook_may_change_it():
-    ebf.register_nonlinear(Network, smoothness="smooth")
-    network = Network()
+    ebf.register_nonlinear(OwnNetwork, smoothness="smooth")
+    network = OwnNetwork()
     network.register_forward_hook(lambda module, inputs, output: output.abs())
     assert smoothness_of(network) == "unknown"
 
 
 def test_the_last_word_holds():
-    ebf.register_nonlinear(Network, smoothness="score jumps")
-    ebf.register_nonlinear(Network, smoothness="smooth", force=True)
-    assert smoothness_of(Network()) == "smooth"
-    ebf.register_linear(Network, force=True)
-    assert smoothness_of(Network()) == "unknown"
+    ebf.register_nonlinear(OwnNetwork, smoothness="score jumps")
+    ebf.register_nonlinear(OwnNetwork, smoothness="smooth", force=True)
+    assert smoothness_of(OwnNetwork()) == "smooth"
+    ebf.register_linear(OwnNetwork, force=True)
+    assert smoothness_of(OwnNetwork()) == "unknown"

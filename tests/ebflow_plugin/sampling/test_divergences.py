@@ -9,6 +9,7 @@ from nflows import distributions, flows, transforms
 import ebflow_nflows
 import ebflow_plugin as ebf
 from ebflow_plugin.sampling.divergences import fisher_divergence, kl_divergence
+from randomness import rng
 
 D = 3
 WIDE = torch.float64
@@ -16,7 +17,7 @@ WIDE = torch.float64
 
 def make_model():
     """N(m, C), by a linear flow."""
-    generator = torch.Generator().manual_seed(1)
+    generator = rng(1)
     layer = ebflow_nflows.FullLinear(D, dtype=WIDE)
     with torch.no_grad():
         layer.weight += 0.3 * torch.randn(D, D, generator=generator, dtype=WIDE)
@@ -33,7 +34,7 @@ TRUTH = torch.distributions.MultivariateNormal(
 
 
 def draw(n, number=0):
-    noise = torch.randn(n, D, generator=torch.Generator().manual_seed(number), dtype=WIDE)
+    noise = torch.randn(n, D, generator=rng(number), dtype=WIDE)
     return TRUTH.mean + 0.7**0.5 * noise
 
 
@@ -84,7 +85,7 @@ def test_an_estimated_log_z_adds_its_error():
     model, _ = make_model()
     x = draw(1000)
     plain = kl_divergence(model, x, TRUTH.log_prob)
-    log_z = model.log_z(method="importance", generator=torch.Generator().manual_seed(0))
+    log_z = model.log_z(method="importance", generator=rng(0))
     found = kl_divergence(model, x, TRUTH.log_prob, log_z=log_z)
     assert found.std_error == pytest.approx(math.hypot(plain.std_error, log_z.std_error))
     assert float(found - plain) == pytest.approx(float(log_z - model.log_z()))

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
@@ -14,21 +14,11 @@ import ebflow_plugin as ebf
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.training import checkpoints, fit
 from ebflow_plugin.training.checkpoints import CheckpointFolder, atomic_write, load_best
-from training_models import make_data, make_model, same, weights, without_timing
+from processes import SCRIPTS
+from randomness import rng
+from training_models import CrashError, checkpointed_run, crash_at, make_data, make_model, same, weights, without_timing
 
-TESTS = Path(__file__).parents[2]
-
-
-class Crash(Exception):
-    pass
-
-
-def crash_at(step):
-    def callback(event):
-        if event.step == step:
-            raise Crash
-
-    return [callback]
+run = partial(checkpointed_run, checkpoint_every=3, ema=True)
 
 
 class Noisy(Dataset):
@@ -49,34 +39,18 @@ SOURCES = {
     "tensor": lambda: make_data(50),
     "dataset with noise": Noisy,
     "loader": lambda: loader(shuffle=True),
-    "loader with a generator": lambda: loader(shuffle=True, generator=torch.Generator().manual_seed(3)),
+    "loader with a generator": lambda: loader(shuffle=True, generator=rng(3)),
     "loader with noise": lambda: DataLoader(Noisy(), batch_size=8, shuffle=True),
     "loader with workers": lambda: DataLoader(Noisy(), batch_size=8, shuffle=True, num_workers=1),
 }
-
-
-def run(folder, source, callbacks=(), model=None, **options):
-    model = make_model() if model is None else model
-    arguments = {
-        "steps": 20,
-        "batch_size": 8,
-        "validation": make_data(30, seed=1),
-        "evaluate_every": 4,
-        "checkpoint_every": 3,
-        "ema": True,
-        "checkpoint": folder,
-        "progress": False,
-        "callbacks": callbacks,
-    }
-    return fit(ebf.objectives.DSM(model, sigma=0.5), source, **{**arguments, **options}), model
 
 
 @pytest.mark.parametrize("kind", SOURCES)
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, kind):
     expected, model = run(tmp_path / "whole", SOURCES[kind]())
     for step in (8, 16):
-        with pytest.raises(Crash):
-            run(tmp_path / "parts", SOURCES[kind](), crash_at(step))
+        with pytest.raises(CrashError):
+            run(tmp_path / "parts", SOURCES[kind](), callbacks=[crash_at(step)])
     result, resumed = run(tmp_path / "parts", SOURCES[kind]())
     assert without_timing(result.history) == without_timing(expected.history)
     assert same(weights(resumed), weights(model))
@@ -87,9 +61,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, kind):
 
 
 def test_killed_processes_leave_no_trace_in_the_metrics(tmp_path):
-    path = os.pathsep.join([str(TESTS), *sys.path])
+    path = os.pathsep.join([str(SCRIPTS), *sys.path])
     done = subprocess.run(
-        [sys.executable, TESTS / "support" / "scripts" / "killed_runs.py", tmp_path, "4", "0"],
+        [sys.executable, SCRIPTS / "killed_runs.py", tmp_path, "4", "0"],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -281,7 +255,7 @@ def test_a_scheduler_that_cannot_be_saved_is_refused_before_any_work():
             return {"function": damage_foreign}
 
     model = make_model()
-    with pytest.raises(InputError, match="state of the scheduler cannot be kept"):
+    with pytest.raises(InputError, match="state of the scheduler cannot be saved"):
         fit(ebf.objectives.ML(model), make_data(50), steps=2, scheduler=lambda o: Odd(o, lambda step: 1.0))
 
 

@@ -1,50 +1,18 @@
 """Two real processes that train together."""
 
-import importlib.util
-import os
-import signal
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
+from processes import load_script, run_together
 from training_models import same, without_timing
-
-TESTS = Path(__file__).parents[2]
-SCRIPT = TESTS / "support" / "scripts" / "parallel_runs.py"
-
-
-def load_script():
-    spec = importlib.util.spec_from_file_location("parallel_runs", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def run_together(folder, script=SCRIPT):
-    """What each of two processes under torchrun found."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script, folder]
-    log = folder / "log"
-    with log.open("w") as file:
-        running = subprocess.Popen(command, env=environment, stdout=file, stderr=file, start_new_session=True)
-        try:
-            code = running.wait(timeout=240)
-        except subprocess.TimeoutExpired:  # torchrun and its workers, which are a session of their own
-            os.killpg(running.pid, signal.SIGKILL)
-            raise
-    assert code == 0, log.read_text()[-3000:]
-    return [torch.load(folder / f"found-{rank}.pt") for rank in range(2)]
 
 
 def test_two_processes_train_together(tmp_path):
     """One launch, which takes seconds, for all that follows."""
     together = tmp_path / "together"
     together.mkdir()
-    found = run_together(together)
-    script = load_script()
+    found = run_together("parallel_runs", together)
+    script = load_script("parallel_runs")
     check_that_gradients_are_those_of_the_joined_batch(found, script)
     check_that_two_processes_train_as_one_with_the_joined_batch(found, script, tmp_path / "alone")
     check_that_second_order_losses_train_together(found, together)
@@ -54,18 +22,20 @@ def test_two_processes_train_together(tmp_path):
 
 def test_one_that_calls_alone_what_is_for_all_gets_an_error(tmp_path):
     """It would wait for ever; afterwards, all of them together can still make the call."""
-    first, second = run_together(tmp_path, TESTS / "support" / "scripts" / "lonely_calls.py")
+    first, second = run_together("lonely_calls", tmp_path)
     assert second["found"] == []
     assert len(first["found"]) == 2
     for name, message in zip(("model.calibrate()", "model.initialize(whiten=True)"), first["found"], strict=True):
-        assert message.startswith(f"{name} is for all of the 2 processes together, and 1 did not come within 1 s.")
+        assert message.startswith(
+            f"{name} must be called by all 2 processes together, and 1 did not call it within 1 s."
+        )
     assert same(first["weights"], second["weights"])
 
 
 @pytest.mark.slow
 def test_starts_are_the_same_in_all_processes(tmp_path):
     """ActNorms too, which began from each process's own batch."""
-    first, second = run_together(tmp_path, TESTS / "support" / "scripts" / "gaussianising_starts.py")
+    first, second = run_together("gaussianising_starts", tmp_path)
     for name in ("whiten", "gaussianize"):
         assert same(first[name], second[name])
     assert first["gaussianize nll"] == second["gaussianize nll"]

@@ -13,6 +13,7 @@ from ebflow_plugin.errors import EBFlowError, TrainingError
 from ebflow_plugin.plan.spectrum import SMALL, ConditionWatch, conditioning_penalty, estimate_spectrum, full_layers
 from ebflow_plugin.training import fit, loop
 from ebflow_plugin.training.guards import FiniteWatch
+from randomness import rng
 from training_models import make_data, make_model, same, weights
 
 NAN = float("nan")
@@ -113,17 +114,17 @@ def test_a_late_look_still_names_the_first_bad_step(bad, every, loss):
         norms = torch.ones(3)
         if step >= bad:  # everything is bad after the first one
             norms[1 if step == bad else slice(None)] = NAN
-        watch.see(step, torch.tensor(NAN if loss and step >= bad else 0.0), norms)
-        if step % every == 0 and (found := watch.look()):
+        watch.record(step, torch.tensor(NAN if loss and step >= bad else 0.0), norms)
+        if step % every == 0 and (found := watch.check()):
             break
-    found = found or watch.look()
+    found = found or watch.check()
     assert (found.step, found.loss, found.parameters) == (bad, loss, ("b",))
-    assert watch.look() is None
+    assert watch.check() is None
 
 
 def test_a_late_look_in_a_run_names_the_first_bad_step(monkeypatch, tmp_path):
     """As on CUDA, where a look waits for the device: the weights are spoilt when it comes."""
-    monkeypatch.setitem(loop.LOOK_EVERY, "cpu", 10)
+    monkeypatch.setitem(loop.CHECK_EVERY, "cpu", 10)
     with pytest.raises(TrainingError) as caught:
         fit(trapped(2), make_data(), steps=50, evaluate_every=50, checkpoint=tmp_path, progress=False)
     assert "step 3: the loss is not finite" in str(caught.value)
@@ -154,7 +155,7 @@ class Waits(TorchDispatchMode):
 
 @pytest.mark.parametrize("kind", [ebf.objectives.SSM, ebf.objectives.DSM, ebf.objectives.FDSSM])
 def test_a_step_does_not_wait_for_the_device(monkeypatch, kind):
-    monkeypatch.setitem(loop.LOOK_EVERY, "cpu", 10)
+    monkeypatch.setitem(loop.CHECK_EVERY, "cpu", 10)
     waits, seen = Waits(), []
     tolist = torch.Tensor.tolist
 
@@ -169,7 +170,7 @@ def test_a_step_does_not_wait_for_the_device(monkeypatch, kind):
             seen.append(waits.count)
             return super().forward(x, context)
 
-    objective = Spy(make_model(), generator=torch.Generator().manual_seed(0))
+    objective = Spy(make_model(), generator=rng(0))
     with waits:
         fit(
             objective, make_data(64), steps=18, batch_size=64, evaluate_every=18, clip_norm=1.0, conditioning=0.1,
@@ -182,7 +183,7 @@ def test_a_step_does_not_wait_for_the_device(monkeypatch, kind):
 
 
 def with_spectrum(values, seed=0):
-    generator = torch.Generator().manual_seed(seed)
+    generator = rng(seed)
     size = len(values)
     left, right = (torch.linalg.qr(torch.randn(size, size, generator=generator).double())[0] for _ in range(2))
     return left @ torch.tensor(values, dtype=torch.float64).diag() @ right.mT
@@ -220,7 +221,7 @@ def test_one_small_singular_value_among_many_is_found():
 
 
 def test_estimates_are_on_the_safe_side():
-    weight = torch.randn(200, 200, generator=torch.Generator().manual_seed(0)).double()
+    weight = torch.randn(200, 200, generator=rng(0)).double()
     exact = torch.linalg.svdvals(weight)
     spectrum = estimate_spectrum(layer_of(weight)[0])
     assert spectrum.smallest >= exact[-1] * (1 - 1e-9)
@@ -230,7 +231,7 @@ def test_estimates_are_on_the_safe_side():
 
 
 def test_convolutions_are_measured_without_their_matrix():
-    conv = FullConv2d(2, kernel_size=3, init="normal", generator=torch.Generator().manual_seed(0)).double()
+    conv = FullConv2d(2, kernel_size=3, init="normal", generator=rng(0)).double()
     model = ebf.wrap(flows.Flow(conv, distributions.StandardNormal([2, 3, 4])))
     (layer,) = full_layers(model.plan, (2, 3, 4))
     matrix = torch.autograd.functional.jacobian(lambda x: conv.transform(x).flatten(), torch.zeros(1, 2, 3, 4).double())
@@ -246,8 +247,8 @@ def test_a_nearly_singular_layer_is_reported_once():
     with pytest.warns(
         ebf.ConditioningWarning, match=r"(?s)step 5: 1 of 1 full layers.*_transform  FullLinear.*1.0e-06.*conditioning"
     ):
-        watch.look(5)
-    assert watch.look(6)["_transform"].condition == pytest.approx(2e6, rel=1e-3)  # warnings are errors in these tests
+        watch.check(5)
+    assert watch.check(6)["_transform"].condition == pytest.approx(2e6, rel=1e-3)  # warnings are errors in these tests
 
 
 @pytest.mark.parametrize("kind", ["linear", "conv"])
@@ -256,7 +257,7 @@ def test_the_penalty_counts_small_singular_values_and_its_gradient_is_right(kind
         values = [1.0, 0.8, 0.9, 0.02, 0.003]
         layer, module = layer_of(with_spectrum(values))
     else:
-        module = FullConv2d(1, kernel_size=3, init="normal", generator=torch.Generator().manual_seed(1)).double()
+        module = FullConv2d(1, kernel_size=3, init="normal", generator=rng(1)).double()
         model = ebf.wrap(flows.Flow(module, distributions.StandardNormal([1, 2, 3])))
         (layer,) = full_layers(model.plan, (1, 2, 3))
         with torch.no_grad():
@@ -307,14 +308,14 @@ def _penalty_with(layer, row):
 
 def test_the_penalty_leaves_healthy_layers_alone():
     layer, module = layer_of(with_spectrum([1.0, 2.0, 0.5]))
-    conditioning_penalty([layer], torch.Generator().manual_seed(0)).backward()
+    conditioning_penalty([layer], rng(0)).backward()
     assert module.weight.grad.norm() < 0.01
 
 
 def test_descending_the_penalty_lifts_the_small_singular_value():
     layer, module = layer_of(with_spectrum([1.0] * 30 + [0.001]))
     optimizer = torch.optim.SGD([module.weight], lr=1e-5)
-    generator = torch.Generator().manual_seed(0)
+    generator = rng(0)
     before = estimate_spectrum(layer).smallest
     for _ in range(20):
         optimizer.zero_grad()

@@ -10,7 +10,7 @@ import ebflow_plugin as ebf
 from ebflow_plugin.errors import TrainingError
 from ebflow_plugin.training import fit
 from ebflow_plugin.training.interrupts import Interrupts
-from ebflow_plugin.training.loop import LOOK_EVERY
+from ebflow_plugin.training.loop import CHECK_EVERY
 from training_models import make_data, make_model, same, weights
 
 
@@ -132,7 +132,7 @@ def test_what_fails_because_of_it_is_it(tmp_path):
 
 def test_steps_that_nobody_looked_at_are_not_saved(tmp_path, monkeypatch):
     """On a GPU the loss is looked at now and then. A checkpoint with NaN in it would be the end of the run."""
-    monkeypatch.setitem(LOOK_EVERY, "cpu", 10)
+    monkeypatch.setitem(CHECK_EVERY, "cpu", 10)
     model = make_model()
     objective = ebf.objectives.DSM(model, sigma=0.5)
     calls = []

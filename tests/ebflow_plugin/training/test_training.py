@@ -1,15 +1,11 @@
 """fit(): what it computes, what it shows, and what it refuses."""
 
-import io
-import json
 import math
-import sys
 import weakref
 
 import pytest
 import torch
-from nflows import distributions, flows, transforms
-from nflows.nn import nets
+from nflows import distributions, flows
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -18,38 +14,22 @@ from ebflow_nflows import FullLinear
 from ebflow_plugin.linalg.random import mix
 from ebflow_plugin.objectives import DSM, ML, SSM
 from ebflow_plugin.objectives.evaluation import LikelihoodSum
-from ebflow_plugin.objectives.noise import lend, noise_of
-from ebflow_plugin.training import fit, loop
-from ebflow_plugin.training import progress as shown
+from ebflow_plugin.objectives.noise import noise_of, use_generators
+from ebflow_plugin.training import fit
 from ebflow_plugin.training.batches import batches
 from ebflow_plugin.training.checkpoints import load_best
-from ebflow_plugin.training.options import Pace
-from training_models import make_data, make_model, same, weights, without_timing
+from nflows_small import coupling_model
+from randomness import rng
+from training_models import adam, make_data, make_model, same, weights, without_timing
 
 QUIET = {"progress": False}
 
 
-def adam(rate):
-    return lambda parameters: torch.optim.Adam(parameters, lr=rate)
-
-
 def evaluate(model, source, seed):
-    total = LikelihoodSum(model, torch.Generator().manual_seed(mix(seed, "validation", 0)))
+    total = LikelihoodSum(model, rng(mix(seed, "validation", 0)))
     for x, context in source.once():
         total.add(x, context)
     return total.mean()
-
-
-def coupling_model(context=None, hidden=8):
-    torch.manual_seed(0)
-
-    def net(inputs, outputs):
-        return nets.ResidualNet(
-            inputs, outputs, hidden_features=hidden, context_features=context, num_blocks=1, activation=torch.tanh
-        )
-
-    coupling = transforms.AffineCouplingTransform(torch.tensor([1, 0, 1, 0]), net)
-    return ebf.wrap(flows.Flow(coupling, distributions.StandardNormal([4])))
 
 
 def test_maximum_likelihood_of_a_linear_flow_reaches_the_closed_form():
@@ -127,11 +107,11 @@ def test_both_likelihoods_come_from_one_pass(kind):
     model = ebf.wrap(
         coupling_model().flow.double(), preprocess=[ebf.Dequantize(8), ebf.Rescale(0.05, 0.95), ebf.Logit()]
     )
-    x = torch.randint(8, (200, 4), generator=torch.Generator().manual_seed(0))
+    x = torch.randint(8, (200, 4), generator=rng(0))
     source = batches(x, 64, shuffle=False)
     before = evaluate(model, source, seed=3).nll
     model.calibrate(x, kind)
-    generator = torch.Generator().manual_seed(mix(3, "validation", 0))
+    generator = rng(mix(3, "validation", 0))
     log_probs = torch.cat([model.log_prob(part, generator=generator) for part in x.split(64)]).detach()
     after, bits = -log_probs.mean().item(), -log_probs.mean().item() / 4 / math.log(2.0)
     assert after < before - 0.1
@@ -141,28 +121,6 @@ def test_both_likelihoods_come_from_one_pass(kind):
     hook.remove()
     assert len(passes) == len(source)
     assert found == pytest.approx((after, bits, before), rel=1e-12)
-
-
-def test_the_time_left_counts_evaluations():
-    assert (
-        Pace(250, 100, 100).seconds_left(100, 10.0, 60.0) == 135.0
-    )  # 150 steps in 15 s, and evaluations at 200 and 250
-    file = io.StringIO()
-    record = {"step": 100, "loss": 0.0, "steps_per_second": 10.0}
-    shown.Lines(file)(shown.Event(100, record, model=None, ema=None, steps=250, seconds_left=3735.0))
-    assert file.getvalue() == "step 100/250  loss 0.0000  10.0 steps/s  1:02:15 left\n"
-
-
-def test_callbacks_are_told_how_far_the_run_is():
-    events = []
-    result = fit(
-        ML(make_model()), make_data(), steps=4, evaluate_every=2, validation=make_data(30), callbacks=[events.append],
-        **QUIET,
-    )  # fmt: skip
-    assert [(event.step, event.steps) for event in events] == [(2, 4), (4, 4)]
-    assert [event.start_nll for event in events] == [result.start_nll] * 2
-    assert events[0].seconds_left > 0
-    assert events[1].seconds_left == 0
 
 
 def test_gradients_are_clipped():
@@ -185,7 +143,7 @@ def test_the_same_seed_gives_the_same_run_and_leaves_the_global_generator_alone(
         objective = DSM(model)
         result = fit(objective, x, steps=5, batch_size=32, seed=seed, validation=x, **QUIET)
         assert objective.generator is None
-        assert torch.rand(1) == torch.rand(1, generator=torch.Generator().manual_seed(5))
+        assert torch.rand(1) == torch.rand(1, generator=rng(5))
         found.append((without_timing(result.history), weights(model)))
     assert found[0][0] == found[1][0]
     assert same(found[0][1], found[1][1])
@@ -193,15 +151,15 @@ def test_the_same_seed_gives_the_same_run_and_leaves_the_global_generator_alone(
 
 
 def test_an_objective_keeps_its_own_generator():
-    generator = torch.Generator().manual_seed(3)
+    generator = rng(3)
     objective = DSM(make_model(), generator=generator)
     fit(objective, make_data(), steps=2, **QUIET)
     assert objective.generator is generator
-    assert not torch.equal(generator.get_state(), torch.Generator().manual_seed(3).get_state())
+    assert not torch.equal(generator.get_state(), rng(3).get_state())
 
 
 def test_other_processes_draw_from_a_copy_of_the_users_generator():
-    own = torch.Generator().manual_seed(3)
+    own = rng(3)
     objective = 0.5 * DSM(make_model(), generator=own)
     objective = objective + 0.5 * SSM(objective.model) + 0.2 * DSM(objective.model, generator=own)
     before, draws = own.get_state(), []
@@ -210,7 +168,7 @@ def test_other_processes_draw_from_a_copy_of_the_users_generator():
         first, shared, second = (noise[term] for term in objective.terms)
         assert first is second is not shared
         assert (first is own) == (rank == 0)
-        with lend(noise):
+        with use_generators(noise):
             assert [term.generator for term in objective.terms] == [first, shared, second]
         assert [term.generator for term in objective.terms] == [own, None, own]
         draws += [] if first is own else [torch.rand(1, generator=first).item()]
@@ -280,7 +238,7 @@ def test_integers_are_dequantized_with_the_same_noise_at_each_evaluation():
         flows.Flow(FullLinear(4), distributions.StandardNormal([4])),
         preprocess=[ebf.Dequantize(8, noise="smooth"), ebf.Rescale(0.05, 0.95), ebf.Logit()],
     )
-    x = torch.randint(8, (60, 4), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    x = torch.randint(8, (60, 4), generator=rng(0), dtype=torch.uint8)
     source = batches(x, 20, shuffle=False)
     assert evaluate(model, source, 0) == evaluate(model, source, 0)
     result = fit(SSM(model), x, steps=5, batch_size=20, validation=x, **QUIET)
@@ -329,18 +287,6 @@ def test_the_calibrated_best_is_kept_and_training_does_not_notice(tmp_path, data
         assert -fresh.log_prob(held_out).mean() == pytest.approx(calibrated.best_nll, rel=1e-5)
 
 
-def test_callbacks_see_the_metrics_and_can_stop():
-    seen = []
-
-    def stop(event):
-        seen.append((event.step, event.record["loss"]))
-        return event.step >= 4
-
-    result = fit(ML(make_model()), make_data(), steps=20, evaluate_every=2, callbacks=[stop], **QUIET)
-    assert [step for step, _ in seen] == [2, 4]
-    assert (result.steps, result.stopped) == (4, "callback")
-
-
 def test_schedules_move_the_learning_rate():
     def schedule(optimizer):
         return torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.1)
@@ -358,7 +304,7 @@ def test_schedules_move_the_learning_rate():
 
 def test_a_context_is_given_to_the_model():
     model = coupling_model(context=2)
-    x, context = make_data(100), torch.randn(100, 2, generator=torch.Generator().manual_seed(0))
+    x, context = make_data(100), torch.randn(100, 2, generator=rng(0))
     result = fit(ML(model), (x, context), steps=30, validation=(x, context), optimizer=adam(0.02), **QUIET)
     assert result.best_nll < result.history[0]["nll"]
     assert any(parameter.abs().sum() > 0 for name, parameter in model.named_parameters() if "context" in name)
@@ -375,64 +321,6 @@ def test_labels_that_an_embedding_takes_are_a_context():
     before = flow._embedding_net.weight.detach().clone()
     fit(ML(model), (x, labels), steps=20, optimizer=adam(0.05), **QUIET)
     assert not torch.equal(flow._embedding_net.weight, before)
-
-
-# What is shown.
-
-
-def test_metrics_are_json_lines(tmp_path):
-    x = make_data()
-    result = fit(DSM(make_model()), x, steps=6, evaluate_every=2, validation=x, metrics=tmp_path / "m.jsonl", **QUIET)
-    lines = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
-    assert lines == list(result.history)
-    assert [line["step"] for line in lines] == [2, 4, 6]
-    assert {"step", "epoch", "loss", "nll", "bits_per_dim", "best_nll", "grad_norm", "lr", "seconds"} <= set(lines[0])
-    assert set(lines[0]["condition"]) == {"_transform._transforms.1", "_transform._transforms.3"}
-
-
-def test_the_recorded_loss_is_the_mean_since_the_last_record():
-    x, losses = make_data(64), []
-
-    class Spy(ML):
-        def forward(self, x, context=None):
-            losses.append(super().forward(x, context))
-            return losses[-1]
-
-    result = fit(Spy(make_model()), x, steps=6, batch_size=16, evaluate_every=3, **QUIET)
-    means = [torch.stack(losses[:3]).mean().item(), torch.stack(losses[3:6]).mean().item()]
-    assert [record["loss"] for record in result.history] == pytest.approx(means, rel=1e-5)
-
-
-def test_without_a_terminal_there_are_lines(capsys):
-    x = make_data()
-    fit(ML(make_model()), x, steps=4, evaluate_every=2, validation=x)
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 3
-    assert "step 0/4" in lines[0]
-    assert "loss" not in lines[0]
-    for word in ("step 4/4", "loss", "NLL", "bits/dim", "condition", "steps/s", "left"):
-        assert word in lines[-1]
-    fit(ML(make_model()), x, steps=4, **QUIET)
-    assert capsys.readouterr().err == ""
-
-
-def test_the_live_display_shows_everything(monkeypatch):
-    rich = pytest.importorskip("rich.console")
-    screen = io.StringIO()
-    console = rich.Console(file=screen, force_terminal=True, width=120, height=40)
-    live = shown.LiveDisplay(console)
-    monkeypatch.setattr(loop, "display", lambda: (live, live))
-    x = make_data()
-    fit(SSM(make_model()), x, steps=4, evaluate_every=2, validation=x)
-    text = screen.getvalue()
-    for word in ("4/4", "loss", "NLL", "bits/dim", "steps/s", "left", "_transform._transforms.1", "condition"):
-        assert word in text
-
-
-def test_without_rich_there_are_lines(monkeypatch):
-    monkeypatch.setattr(shown, "find_spec", lambda name: None)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    assert isinstance(shown.display()[0], shown.Lines)
 
 
 def test_calibrating_holds_a_few_batches_at_a_time():

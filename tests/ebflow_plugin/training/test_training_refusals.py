@@ -121,7 +121,10 @@ REFUSED = {
     "dtype": (lambda m: fit(ML(m), make_data().double(), steps=1), "float64, the flow is torch.float32; cast"),
     "integers": (lambda m: fit(ML(m), torch.zeros(9, 4, dtype=torch.int64), steps=1), "floating point.*Dequantize"),
     "shape": (lambda m: fit(ML(m), torch.zeros(9, 3), steps=1), r"x must have shape \(B, 4\), got \(9, 3\)"),
-    "callbacks": (lambda m: fit(ML(m), make_data(), steps=1, callbacks=["print"]), r"callbacks\[0\] is no function"),
+    "callbacks": (
+        lambda m: fit(ML(m), make_data(), steps=1, callbacks=["print"]),
+        r"callbacks\[0\] must be a function",
+    ),
     "a callback": (lambda m: fit(ML(m), make_data(), steps=1, callbacks=print), r"callbacks=\[function\]"),
     "non-finite": (lambda m: fit(ML(m), make_data(), steps=1, on_non_finite="skp"), "Did you mean 'skip'"),
     "optimizer": (lambda m: fit(ML(m), make_data(), steps=1, optimizer="adam"), "optimizer must be an Optimizer"),
@@ -148,7 +151,7 @@ REFUSED = {
     ),
     "plateau": (
         lambda m: fit(ML(m), make_data(), steps=1, scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau),
-        "ReduceLROnPlateau goes by the NLL of validation data",
+        "ReduceLROnPlateau uses the NLL of validation data",
     ),
     "no callbacks": (lambda m: fit(ML(m), make_data(), steps=1, callbacks=None), "callbacks must be a list.*got None"),
     "resume": (lambda m: fit(ML(m), make_data(), steps=1, resume="no"), "resume must be True or False, got 'no'"),

@@ -1,0 +1,131 @@
+"""Cells of an experiment: how they share a budget, are kept, chosen and computed side by side."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import ebflow_examples.reproduce.common as common
+from ebflow_examples import reproduce
+from ebflow_examples.reproduce import experiment
+from ebflow_examples.reproduce.common import Cell, Options
+from ebflow_examples.reproduce.output import grouped
+from ebflow_plugin.errors import InputError, TrainingError
+
+
+class Counted:
+    """An experiment that counts what it computes."""
+
+    MINUTES = 1.0
+
+    def __init__(self, names=("a-one", "a-two", "b-one"), fails=()):
+        self.names, self.fails, self.computed = names, fails, []
+
+    def cells(self, options):
+        return [Cell("counted", name, {"seed": 0, "name": name}) for name in self.names]
+
+    def compute(self, cell, folder, data_root):
+        self.computed.append((cell.name, torch.get_num_threads()))
+        if cell.name in self.fails:
+            raise TrainingError("step 3: the loss is not finite\nmore")
+        return {"nll": float(len(self.computed))}
+
+
+@pytest.fixture
+def counted():
+    return Counted()
+
+
+def test_cells_share_the_budget_and_are_kept(counted, tmp_path):
+    options = Options("counted", budget=2.0, out=tmp_path)
+    threads = torch.get_num_threads()
+    first = common.run(options, counted)
+    assert [each.cell.seconds for each in first] == [30.0] * 3  # three quarters of two minutes
+    assert counted.computed == [(name, 1) for name in counted.names]
+    assert torch.get_num_threads() == threads
+    again = common.run(options, counted)
+    assert again == first
+    assert len(counted.computed) == 3
+    (tmp_path / "cells" / "counted" / "a-two.json").unlink()
+    assert common.run(options, counted)[1].result == {"nll": 4.0}
+    common.run(replace(options, budget=4.0), counted)  # more time: other cells
+    assert len(counted.computed) == 7
+    common.run(replace(options, budget=4.0, fresh=True), counted)
+    assert len(counted.computed) == 10
+
+
+def test_cells_take_so_many_seconds_if_asked_to(counted, tmp_path):
+    options = Options("counted", budget=2.0, seconds=7.0, margin=0.05, out=tmp_path)
+    assert [each.cell.seconds for each in common.run(options, counted)] == [7.0] * 3
+    assert options.command == "ebflow reproduce counted --seconds 7 --seeds 3 --margin 0.05"
+    with pytest.raises(InputError, match="budget and seconds are both given"):
+        reproduce.main("tableA3", budget=1.0, seconds=1.0, out=tmp_path)
+
+
+def test_what_is_kept_can_be_shown_alone(counted, tmp_path):
+    options = Options("counted", budget=2.0, out=tmp_path, kept=True)
+    with pytest.raises(InputError, match="leave out --kept"):
+        common.run(options, counted)
+    common.run(replace(options, kept=False), counted)
+    (tmp_path / "cells" / "counted" / "a-two.json").unlink()
+    assert [each.cell.name for each in common.run(options, counted)] == ["a-one", "b-one"]
+    assert len(counted.computed) == 3
+    assert options.command == "ebflow reproduce counted --budget 2 --seeds 3 --kept"
+
+
+class Searching(Counted):
+    """An experiment whose one cell takes the best of three learning rates, each tried for a quarter of its time."""
+
+    def __init__(self):
+        super().__init__()
+        self.nlls = {1e-4: 3.0, 1e-3: 1.0, 1e-2: 2.0}
+
+    def cells(self, options):
+        tries = [Cell("counted", f"dsm-rate{rate:f}", {"seed": 0, "lr": rate}, part=0.25) for rate in self.nlls]
+        chosen = Cell("counted", "dsm-seed1", {"seed": 1}, best_of=tuple(cell.name for cell in tries))
+        return [*tries, chosen]
+
+    def compute(self, cell, folder, data_root):
+        super().compute(cell, folder, data_root)
+        return {"validation_nll": self.nlls[cell.settings["lr"]]}
+
+
+def test_a_cell_takes_the_best_rate_of_those_that_were_tried(tmp_path):
+    searching = Searching()
+    options = Options("counted", budget=7 / 3, out=tmp_path, only=("seed1",))  # those that it needs come with it
+    found = common.run(options, searching)
+    assert [each.cell.seconds for each in found] == [15.0, 15.0, 15.0, 60.0]
+    assert found[-1]["lr"] == 1e-3
+    common.run(options, searching)
+    assert len(searching.computed) == 4  # all are kept
+    searching.nlls = {1e-4: 0.5, 1e-3: 1.0, 1e-2: 2.0}
+    (tmp_path / "cells" / "counted" / "dsm-rate0.000100.json").unlink()
+    assert common.run(options, searching)[-1]["lr"] == 1e-4  # another rate is another cell
+    searching.fails = ("dsm-rate0.000100",)
+    assert common.run(replace(options, fresh=True), searching)[-1]["lr"] == 1e-3
+    searching.fails = tuple(f"dsm-rate{rate:f}" for rate in searching.nlls)
+    assert "failed at every rate" in common.run(replace(options, fresh=True), searching)[-1].failed
+
+
+def test_only_some_cells(counted, tmp_path):
+    options = Options("counted", budget=2.0, out=tmp_path, only=("one", "b"))
+    assert [each.cell.name for each in common.run(options, counted)] == ["b-one"]
+    assert options.command == "ebflow reproduce counted --budget 2 --seeds 3 --only one --only b"
+    with pytest.raises(InputError, match="no cell of counted has all of these words in its name: three"):
+        common.run(replace(options, only=("three",)), counted)
+
+
+def test_a_run_that_fails_is_a_result(counted, tmp_path):
+    counted.fails = ("a-two",)
+    found = common.run(Options("counted", budget=2.0, out=tmp_path), counted)
+    assert [bool(each.failed) for each in found] == [False, True, False]
+    assert grouped(found, "name") == {("a-one",): [found[0]], ("b-one",): [found[2]]}
+
+
+@pytest.mark.slow
+def test_cells_side_by_side(tmp_path):
+    options = Options("tableA3", budget=1.0, out=tmp_path, quick=True, jobs=2, only=("lanczos", "M50"))
+    found = common.run(options, experiment("tableA3"))
+    alone = common.run(replace(options, jobs=1, fresh=True), experiment("tableA3"))
+    assert [each.result for each in found] == [each.result for each in alone]
+    assert [each.facts["threads"] for each in found] == [1, 1, 1]

@@ -1,0 +1,255 @@
+"""ebflow reproduce: every table and figure in a moment, beside the numbers of the paper."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import ebflow_examples.reproduce.common as common
+import ebflow_examples.reproduce.output as output
+from ebflow_examples import reproduce
+from ebflow_examples.bench import growth, results
+from ebflow_examples.cli import app
+from ebflow_examples.data import load
+from ebflow_examples.reproduce import EXPERIMENTS, paper, table2
+from ebflow_examples.reproduce.common import Cell, Found, Options
+from ebflow_examples.reproduce.curves import joined, race
+from ebflow_examples.reproduce.output import Mean, beside, mean
+from ebflow_plugin.errors import UnknownNameError
+from randomness import rng
+
+FIVE = {"ml", "sml", "ssm", "dsm", "fdssm"}
+# To save time, some cells of an experiment; the others differ in their data, objective or seed.
+SOME = {"table1": ("swirl",), "table2": ("fc",), "fig4": ("dsm",), "race": ("dsm",)}
+# The paper's experiments have the paper's noise, which biases SSM, and it says so.
+pytestmark = pytest.mark.filterwarnings("ignore:SSM integrates by parts over the density of the data")
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    """All experiments once, in the order of the paper, with the least that there is."""
+    folder = tmp_path_factory.mktemp("reproduce")
+    with pytest.MonkeyPatch.context() as patch:
+        real = results.interleaved
+        patch.setattr(results, "interleaved", lambda steps, **given: real(steps, **{**given, "seconds": 0, "least": 2}))
+        patch.setattr(growth, "growth", lambda settings: iter([growth._time_against_size(settings, (32, 64))]))
+        for what in EXPERIMENTS:
+            reproduce.main(what, quick=True, data="digits", out=folder, only=SOME.get(what, ()))
+    return folder
+
+
+def content(out, what):
+    return json.loads((out / f"{what}.json").read_text())
+
+
+def numbers(value):
+    if isinstance(value, dict):
+        return [number for each in value.values() for number in numbers(each)]
+    if isinstance(value, list):
+        return [number for each in value for number in numbers(each)]
+    return [value] if isinstance(value, float) else []
+
+
+@pytest.mark.parametrize("what", EXPERIMENTS)
+def test_every_experiment_leaves_json_markdown_and_a_picture(out, what):
+    found = content(out, what)
+    assert found["what"] == what
+    assert f"ebflow reproduce {what}" in found["command"]
+    assert "--quick" in found["command"]
+    assert found["rows"]
+    assert all(math.isfinite(number) for number in numbers(found["rows"]))
+    text = (out / f"{what}.md").read_text()
+    assert text.startswith(f"## {EXPERIMENTS[what]}\n\n`{found['command']}`")
+    if what != "table4":
+        assert (out / f"{what}.png").read_bytes().startswith(b"\x89PNG")
+        assert f"![{what}]({what}.png)" in text
+    for cell in found["cells"]:
+        assert not cell["failed"]
+        assert cell["facts"]["versions"]["torch"]
+        assert cell["cell"]["settings"]["seed"] == 0
+        if cell["cell"]["timed"]:
+            assert cell["cell"]["seconds"] == common.QUICK_SECONDS
+            assert cell["result"]["steps"] >= 1
+            assert cell["result"]["seconds"] >= common.QUICK_SECONDS
+
+
+def test_the_results_are_put_together_in_the_order_of_the_paper(out):
+    text = (out / output.RESULTS).read_text()
+    places = [text.index(f"## {title}") for title in EXPERIMENTS.values()]
+    assert places == sorted(places)
+
+
+def test_the_tables_have_their_cells(out):
+    plane = content(out, "table1")["rows"]
+    assert {(row["loss"], row["metric"]) for row in plane} == {
+        (loss, metric) for loss in FIVE for metric in ("fisher", "kl", "nll")
+    }
+    images = content(out, "table2")["rows"]
+    assert {(row["way"], row["loss"]) for row in images} == {
+        *(("paper", loss) for loss in FIVE),
+        *(("ours", loss) for loss in (*FIVE, "relative_ml")),
+    }
+    ablation = content(out, "table3")["rows"]
+    assert {(row["model"], row["loss"], row["ema"], row["map"]) for row in ablation} == {
+        (model, loss, ema, after)
+        for model in ("fc", "cnn")
+        for loss in ("ssm", "dsm", "fdssm")
+        for ema in (False, True)
+        for after in (False, True)
+    }
+    related = content(out, "table4")
+    assert [cell["cell"]["name"] for cell in related["cells"]] == ["gaussian"]  # the others are borrowed
+    assert {row["loss"] for row in related["rows"]} == FIVE | {"relative_ml"}
+    by_loss = {row["loss"]: row["nll"] for row in images if row["way"] == "ours"}
+    assert all(row["nll"] == by_loss[row["loss"]] for row in related["rows"])
+    assert [row["linear"] for row in content(out, "figA4")["rows"]] == ["full", "lower", "upper", "lu"]
+    assert {(row["M"], row["D"]) for row in content(out, "tableA3")["rows"]} == {
+        (budget, dim) for budget in (50, 100, 200) for dim in (50, 100, 200)
+    }
+    assert (out / "fig2b.png").is_file()
+
+
+def test_divergences_are_those_of_the_truth(out):
+    for cell in content(out, "table1")["cells"]:
+        if cell["cell"]["settings"]["loss"] != "true" and not cell["cell"]["settings"]["search"]:
+            result = cell["result"]
+            assert result["nll"] == pytest.approx(result["entropy"] + result["kl"])
+            assert result["kl"] > 0
+            assert result["fisher"] > 0
+            assert result["entropy"] == pytest.approx(4.1394, abs=1e-4)
+
+
+def test_importance_sampling_is_worse_than_lanczos_and_of_the_size_of_the_papers(out):
+    rows = {(row["method"], row["M"], row["D"]): row["error"] for row in content(out, "tableA3")["rows"]}
+    for budget, errors in paper.LOG_Z.items():
+        for dim in errors:
+            assert rows["lanczos", budget, dim] < rows["importance", budget, dim] < 1.0
+
+
+def test_the_gaussian_that_every_model_must_beat_stands_beside_them(out):
+    found = {cell["cell"]["name"]: cell for cell in content(out, "table2")["cells"]}  # though only fc was asked for
+    data = load("digits").flattened()
+    logits = [
+        torch.logit((1 - 2e-6) * (part + torch.rand(part.shape, generator=rng(1))) / 17 + 1e-6)
+        for part in (data.train.double(), data.test[:100].double())
+    ]
+    centre, spread = logits[0].mean(0), torch.cov(logits[0].T)
+    normal = torch.distributions.MultivariateNormal(centre, spread)
+    expected = -float(normal.log_prob(logits[1]).mean())
+    assert found["gaussian"]["result"]["nll_logits"] == pytest.approx(expected, rel=0.05)  # other noise, and shrinkage
+    for name in ("table2.md", "table4.md"):
+        text = (out / name).read_text()
+        assert f"{found['gaussian']['result']['nll']:.1f}" in text
+        assert "are the same quantity" in text
+
+
+def test_each_objective_has_the_rate_that_was_best_on_validation_data(out):
+    cells = {cell["cell"]["name"]: cell for cell in content(out, "table2")["cells"]}
+    for loss in (*FIVE, "relative_ml"):
+        tried = {
+            each["cell"]["settings"]["lr"]: each["result"]["validation_nll"]
+            for name, each in cells.items()
+            if name.startswith(f"fc-ours-{loss}-rate")
+        }
+        assert len(tried) == 2
+        chosen = cells[f"fc-ours-{loss}-seed0"]
+        assert chosen["result"]["recipe"]["lr"] == min(tried, key=tried.get)
+        assert f"{min(tried.values()):.1f}**" in (out / "table2.md").read_text()
+    assert cells["fc-paper-dsm-seed0"]["result"]["recipe"]["lr"] == 1e-4
+
+
+def test_raw_and_calibrated_likelihoods_are_of_the_same_weights(out):
+    for cell in content(out, "table2")["cells"]:
+        if cell["cell"]["timed"] and not cell["cell"]["settings"]["search"]:
+            result = cell["result"]
+            assert result["nll"] < result["raw_nll"]  # the rows of quick runs are few, but no fit is that bad
+            assert len(result["curve"]) == len(result["raw_curve"])
+
+
+@pytest.mark.parametrize(
+    ("data", "model", "loss", "expected"),
+    [
+        ("mnist", "fc", "dsm", {"temperature": 0.5, "sigma": 1.0, "layers": 2}),
+        ("mnist", "cnn", "dsm", {"temperature": 0.75, "sigma": 0.1, "residual": True}),
+        ("mnist", "fc", "fdssm", {"eps": 1.0, "clip_norm": 5.0}),
+        ("cifar10-jpeg", "cnn", "fdssm", {"temperature": 0.75, "eps": 0.1, "energy_weight": 0.001}),
+    ],
+)
+def test_the_papers_way_is_that_of_its_code(data, model, loss, expected):
+    cell = table2.cell_of(Options("table2", 1.0, data=data), "table2", "paper", model, loss, 0)
+    made = table2.recipe(cell, None).to_dict()
+    assert expected.items() <= made.items()
+    assert (made["alpha"], made["optimizer"], made["lr"], made["whiten"]) == (1e-6, "rmsprop", 1e-4, False)
+
+
+def test_the_margin_and_large_images(tmp_path):
+    options = Options("table2", 1.0, data="cifar10-jpeg", margin=0.05)
+    cell = table2.cell_of(options, "table2", "ours", "cnn", "dsm", 0)
+    made = table2.recipe(replace(cell, settings={**cell.settings, "lr": 1e-3}), None)
+    assert (made.alpha, made.calibrate, made.lr) == (0.05, "diagonal", 1e-3)
+    assert made.temperature is None
+
+
+def test_labels_of_a_race_do_not_lie_on_one_another(tmp_path):
+    curve = [(1.0, 5.0), (9.0, 3.0)]
+    race(tmp_path / "race.png", {"ml": [curve], "dsm": [curve, [(1.0, 5.0), (8.0, 2.9)]]}, "a title")
+    assert (tmp_path / "race.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_ours_starts_calibrated_and_the_papers_way_does_not(out):
+    rows = {(row["way"], row["loss"]): row for row in content(out, "table2")["rows"]}
+    assert rows["ours", "dsm"]["start_nll"]["mean"] < rows["paper", "dsm"]["start_nll"]["mean"] - 100
+
+
+# -- numbers --
+
+
+def test_the_interval_is_students():
+    found = mean([1.0, 2.0, 4.0])
+    assert found.value == pytest.approx(7 / 3)
+    assert found.interval == pytest.approx(4.302653 * (7 / 3) ** 0.5 / 3**0.5, rel=1e-6)
+    assert math.isnan(mean([1.0]).interval)
+    assert beside(Mean(1.0, 0.5).text(), (2.0, 0.1)) == "1.00 ± 0.50 (2.00 ± 0.10)"
+
+
+def test_curves_are_joined_where_all_of_them_are():
+    x, (first, second) = joined([[(0.0, 0.0), (10.0, 10.0)], [(1.0, 3.0), (5.0, 7.0)]])
+    assert (x[0], x[-1]) == (1.0, 5.0)
+    assert first == pytest.approx(x)
+    assert second == pytest.approx([value + 2.0 for value in x])
+
+
+def test_the_papers_numbers_are_complete():
+    for metrics in paper.PLANE.values():
+        assert all(set(by_loss) == FIVE for by_loss in metrics.values())
+    for numbers_of in (paper.IMAGES, paper.THROUGHPUT):
+        assert set(numbers_of) == {"mnist", "cifar10"}
+        assert all(set(by_loss) == FIVE for models in numbers_of.values() for by_loss in models.values())
+
+
+# -- the command --
+
+
+def test_the_command(tmp_path):
+    runner = CliRunner()
+    words = ["reproduce", "tableA3", "--quick", "--only", "lanczos", "--out", str(tmp_path)]
+    done = runner.invoke(app, words)
+    assert done.exit_code == 0, done.output
+    assert "Relative error of |det W|" in done.output
+    assert (tmp_path / "RESULTS.md").is_file()
+    for words in (["reproduce", "table9"], ["reproduce", "table1", "--budget", "-1"]):
+        done = runner.invoke(app, words)
+        assert done.exit_code == 2
+        assert "error:" in done.output
+    with pytest.raises(UnknownNameError, match="Did you mean 'table1'"):
+        reproduce.main("tabel1")
+
+
+def test_found_gives_settings_and_results():
+    found = Found(Cell("a", "b", {"loss": "ml"}), {"nll": 1.0})
+    assert (found["loss"], found["nll"]) == ("ml", 1.0)
+    assert Path(Options("a", 1.0).folder) == Path("runs/reproduce/cells/a")

@@ -1,0 +1,20 @@
+"""The optimiser of a run."""
+
+from dataclasses import replace
+
+from ebflow_examples.config import TrainConfig
+from ebflow_examples.runs import build
+from ebflow_examples.training import optimizer_for
+
+
+def test_weight_decay_is_of_full_linear_layers_alone():
+    run = build(TrainConfig(data="digits", model="glow", blocks=1, hidden=8, weight_decay=0.1, lr=1e-3))
+    parameters = list(run.model.parameters())
+    plain, decaying = optimizer_for(run)(parameters).param_groups
+    assert (plain["weight_decay"], decaying["weight_decay"]) == (0.0, 0.1)
+    names = {id(parameter): name for name, parameter in run.model.flow.named_parameters()}
+    assert len(decaying["params"]) == 2  # a block at each of two levels
+    assert all(names[id(each)].endswith("weight") and each.shape[2:] == (1, 1) for each in decaying["params"])
+    assert len(plain["params"]) + 2 == len(parameters)
+    without = replace(run, config=replace(run.config, weight_decay=0.0))
+    assert [group["weight_decay"] for group in optimizer_for(without)(parameters).param_groups] == [0.0]

@@ -1,0 +1,381 @@
+"""Gradients reach every parameter that matters, on every model there is, and nothing that is the user's."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from nflows.distributions.normal import StandardNormal
+from nflows.flows.base import Flow
+from nflows.transforms import ActNorm, AffineCouplingTransform, CompositeTransform, LULinear
+from torch import nn
+
+import ebflow_plugin as ebf
+from cases import SUPPORTED, Case
+from ebflow_plugin import testing
+from ebflow_plugin.objectives import DSM, FDSSM, ML, SM, SML, SSM, make_objective
+from ebflow_plugin.objectives.checks import find_blind_spots
+from ebflow_plugin.plan.smoothness import Smoothness
+from randomness import rng
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what objectives warn about is the subject of test_checks.py
+
+NAMES = ["ml", "sml", "sm", "ssm", "fdssm", "dsm"]
+every = pytest.mark.parametrize("name", NAMES)
+
+
+def named(case_name: str) -> Case:
+    return next(case for case in SUPPORTED if case.name == case_name)
+
+
+def nsf():
+    return named("NSF: LU + RQ-spline coupling, context, embedding_net (eval)")
+
+
+def changed(model, *functions):
+    """For each function, the names of trainable parameters whose change changes its values."""
+    before, found = [function().detach() for function in functions], [set() for _ in functions]
+    for name, parameter in model.named_parameters():
+        kept = parameter.detach().clone()
+        with torch.no_grad():
+            parameter.add_(1e-4 * torch.randn(kept.shape, generator=rng(), dtype=kept.dtype))
+        after = [function().detach() for function in functions]
+        with torch.no_grad():
+            parameter.copy_(kept)
+        for names, old, new in zip(found, before, after, strict=True):
+            if parameter.requires_grad and (new - old).abs().max() > 1e-9 * (1 + old.abs().max()):
+                names.add(name)
+    return found
+
+
+def check(case, loss, x, context, matter):
+    """All gradients are finite, and none that matters is missing."""
+    loss.zero_grad()
+    value = loss(x, context)
+    assert torch.isfinite(value), f"{type(loss).__name__} is {value.item()}"
+    if value.requires_grad:
+        value.backward()
+    gradients = {name: parameter.grad for name, parameter in loss.model.named_parameters()}
+    bad = [name for name, gradient in gradients.items() if gradient is not None and not gradient.isfinite().all()]
+    assert not bad, f"{type(loss).__name__} gives {bad} a gradient that is not finite"
+    missing = [name for name in matter if gradients[name] is None or not gradients[name].any()]
+    assert not missing, f"{type(loss).__name__} gives {missing} no gradient"
+
+
+@pytest.mark.parametrize("case", SUPPORTED, ids=str)
+def test_every_parameter_that_matters_gets_a_finite_gradient(case):
+    model, x, context = ebf.wrap(case.build()), case.x(3), case.context(3)
+    model.initialize(x, context)
+    core, u = model.core, model.preprocess(x)[0]
+    in_likelihood, in_score = changed(model, lambda: model.log_prob(x, context), lambda: core.score(u, context))
+    assert in_score <= in_likelihood
+    blind = find_blind_spots(model, u, context)
+    assert not in_score & {f"flow.{name}" for name in (*blind.constant, *blind.unused)}, "a false alarm"
+    check(case, ML(model), x, context, in_likelihood)
+    check(case, FDSSM(model, eps=0.02, generator=rng()), x, context, in_score)
+    if any(step.smoothness == Smoothness.FALSE for step in core.plan.steps):
+        for cls in (SSM, DSM):
+            with pytest.raises(ebf.UnsupportedStepError):
+                cls(model)
+        return
+    check(case, SSM(model, generator=rng()), x, context, in_score)
+    check(case, DSM(model, sigma=1e-3, generator=rng()), x, context, in_score)  # inside of every domain
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case for case in SUPPORTED if case.domain == "real" and case.own_sample and case.own_inverse][::5],
+    ids=str,
+)
+def test_sml_gives_finite_gradients(case):
+    model, x, context = ebf.wrap(case.build()), case.x(3), case.context(3)
+    model.initialize(x, context)
+    value = SML(model, generator=rng())(x, context)
+    assert torch.isfinite(value)
+    if value.requires_grad:
+        value.backward()
+    assert all(parameter.grad is None or parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+@every
+def test_no_gradient_flows_to_the_data(name):
+    """X may come out of a network that is trained by something else."""
+    case = nsf()
+    model = ebf.wrap(case.build())
+    source = torch.ones((), dtype=torch.float64, requires_grad=True)
+    x = case.x(3).requires_grad_()
+    for given in (x, x * source):
+        make_objective(name, model, generator=rng())(given, case.context(3)).backward()
+    assert x.grad is None
+    assert source.grad is None
+    assert x.requires_grad
+
+
+@every
+def test_the_embedding_net_gets_a_gradient(name):
+    case = nsf()
+    model = ebf.wrap(case.build())
+    make_objective(name, model, generator=rng())(case.x(3), case.context(3)).backward()
+    for parameter_name, parameter in model.flow._embedding_net.named_parameters():
+        assert parameter.grad.isfinite().all(), parameter_name
+        assert parameter.grad.any(), parameter_name
+
+
+@every
+def test_the_data_are_not_written_into(name):
+    case = nsf()
+    x, context = case.x(3), case.context(3)
+    before = x.clone(), context.clone()
+    make_objective(name, ebf.wrap(case.build()), generator=rng())(x, context)
+    assert torch.equal(x, before[0])
+    assert torch.equal(context, before[1])
+    assert not x.requires_grad
+
+
+@every
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_the_value_is_the_same_without_gradients(name, mode):
+    case = nsf()
+    model, x, context = ebf.wrap(case.build()), case.x(3), case.context(3)
+    wanted = make_objective(name, model, generator=rng())(x, context)
+    with mode():
+        value = make_objective(name, model, generator=rng())(x.clone(), context.clone())
+    assert not value.requires_grad
+    torch.testing.assert_close(value, wanted.detach())
+    torch.testing.assert_close(make_objective(name, model, generator=rng())(x, context), wanted)
+
+
+@every
+def test_parameters_are_the_flows(name):
+    model = ebf.wrap(nsf().build())
+    assert {id(p) for p in make_objective(name, model).parameters()} == {id(p) for p in model.flow.parameters()}
+    total = make_objective(name, model) + make_objective("ml", model)
+    assert len(list(total.parameters())) == len(list(model.flow.parameters()))
+
+
+@every
+def test_the_mode_of_the_model_is_kept(name):
+    case = nsf()
+    model = ebf.wrap(case.build().eval())
+    loss = make_objective(name, model)
+    assert not loss.training
+    assert not model.flow.training
+    loss.train()
+    assert model.flow.training
+    assert (2.0 * loss).training
+
+
+@every
+def test_copies_have_their_own_model(name):
+    case = nsf()
+    x, context = case.x(3), case.context(3)
+    loss = 2.0 * make_objective(name, ebf.wrap(case.build()), generator=rng())
+    for copied in (copy.deepcopy(loss), pickle.loads(pickle.dumps(loss))):
+        assert not {id(p) for p in copied.parameters()} & {id(p) for p in loss.parameters()}
+        copied.terms[0].generator.manual_seed(0)
+        loss.terms[0].generator.manual_seed(0)
+        assert torch.equal(copied(x, context), loss(x, context))
+
+
+@every
+def test_the_same_seed_gives_the_same_value(name):
+    case = nsf()
+    model, x, context = ebf.wrap(case.build()), case.x(3), case.context(3)
+    loss = make_objective(name, model, generator=rng(1))
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    first, second = loss(x, context), loss(x, context)
+    assert torch.equal(torch.get_rng_state(), state), "the global generator was used"
+    if name not in ("ml", "sm"):
+        assert not torch.equal(first, second)
+    loss.generator.manual_seed(1)
+    assert torch.equal(loss(x, context), first)
+    assert torch.equal(loss(x, context), second)
+
+
+@pytest.mark.parametrize("options", [{"sigma": [0.1, 1.0]}, {"sigma_range": (0.1, 1.0)}])
+def test_the_draw_of_sigma_is_seeded(options):
+    case = nsf()
+    model, x, context = ebf.wrap(case.build()), case.x(3), case.context(3)
+    first = DSM(model, generator=rng(1), **options)(x, context)
+    torch.manual_seed(123)
+    assert torch.equal(DSM(model, generator=rng(1), **options)(x, context), first)
+
+
+@every
+def test_dequantisation_is_seeded(name):
+    flow = Flow(LULinear(4), StandardNormal([4])).double()
+    model = ebf.wrap(flow, preprocess=[ebf.Dequantize(16, noise="smooth"), ebf.Rescale(0.05, 0.95), ebf.Logit()])
+    x = torch.randint(16, (5, 4), generator=rng())
+    values = [make_objective(name, model, generator=rng(seed))(x) for seed in (1, 1, 2)]
+    assert torch.equal(values[0], values[1])
+    assert not torch.equal(values[0], values[2])
+
+
+@every
+def test_preprocessed_data_are_matched_behind_the_preprocessing(name):
+    """MaP: the objective of the model is that of its core on the matched variable (ML: plus the log-det)."""
+    case = named("Logit + Glow step: img in [0,1] (eval)")
+    model, x = ebf.wrap(case.build()), case.x(3)
+    assert model.core is not model
+    u, log_det = model.preprocess(x)
+    value = make_objective(name, model, generator=rng())(x)
+    inside = make_objective(name, model.core, generator=rng())(u)
+    torch.testing.assert_close(value, inside - log_det.mean() if name == "ml" else inside)
+
+
+def act_norm_flow():
+    torch.manual_seed(0)
+    net = torch.nn.Sequential
+
+    class Net(nn.Module):
+        def __init__(self, inputs, outputs):
+            super().__init__()
+            self.net = net(nn.Linear(inputs, 4), nn.Tanh(), nn.Linear(4, outputs))
+
+        def forward(self, x, context=None):
+            return self.net(x)
+
+    coupling = AffineCouplingTransform([0, 1, 0, 1], Net)
+    return Flow(CompositeTransform([ActNorm(4), coupling, ActNorm(4)]), StandardNormal([4])).double()
+
+
+@every
+def test_the_clean_batch_initialises_actnorm(name):
+    x = 3.0 + 2.0 * torch.randn(50, 4, generator=rng(), dtype=torch.float64)
+    flow, reference = act_norm_flow(), act_norm_flow()
+    ebf.wrap(reference).initialize(x)
+    options = {"dsm": {"sigma": 5.0}, "fdssm": {"eps": 5.0}}.get(name, {})
+    make_objective(name, ebf.wrap(flow), generator=rng(), **options)(x)
+    for (key, value), wanted in zip(flow.state_dict().items(), reference.state_dict().values(), strict=True):
+        assert torch.equal(value, wanted), key
+    make_objective(name, ebf.wrap(flow), generator=rng(), **options)(10 * x)  # once is enough
+    for (key, value), wanted in zip(flow.state_dict().items(), reference.state_dict().values(), strict=True):
+        assert torch.equal(value, wanted), key
+
+
+@every
+def test_actnorm_is_not_initialised_in_eval_mode(name):
+    flow = act_norm_flow().eval()
+    before = {key: value.clone() for key, value in flow.state_dict().items()}
+    make_objective(name, ebf.wrap(flow), generator=rng())(torch.randn(5, 4, dtype=torch.float64))
+    assert all(torch.equal(value, before[key]) for key, value in flow.state_dict().items())
+
+
+@every
+@pytest.mark.parametrize("generator", [None, rng()], ids=["global", "of the cpu"])
+@pytest.mark.parametrize(
+    "case_name",
+    ["ConditionalDiagonalNormal base: vec, context=3, encoder (eval)", "ActNorm: img, initialized (train)"],
+)
+def test_no_operation_mixes_devices_or_waits(name, generator, case_name):
+    """On the meta device: whatever asks for a value raises there."""
+    case = named(case_name)
+    if name == "sm" and case.dim > 10:
+        pytest.skip("many Hessian products")
+    if name == "sml" and generator is not None:
+        pytest.skip("a seeded sample of a library without generators reads one number")
+    model = ebf.wrap(case.build().to("meta"))
+    x, context = case.x(3).to("meta"), None if case.context(3) is None else case.context(3).to("meta")
+    loss = make_objective(name, model, generator=generator, energy_weight=0.1)
+    with testing.one_device(torch.device("meta")):
+        value = loss(x, context)
+        value.backward()
+    assert value.is_meta
+    assert value.shape == ()
+
+
+@pytest.mark.parametrize("options", [{"sigma": [0.1, 1.0]}, {"sigma_range": (0.1, 1.0)}])
+@pytest.mark.parametrize("generator", [None, rng()], ids=["global", "of the cpu"])
+def test_no_draw_of_sigma_mixes_devices(options, generator):
+    case = named("ActNorm: img, initialized (train)")
+    loss = DSM(ebf.wrap(case.build().to("meta")), generator=generator, **options)
+    with testing.one_device(torch.device("meta")):
+        assert loss(case.x(3).to("meta")).is_meta
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_dtype_is_that_of_the_data(name, dtype):
+    case = nsf()
+    model = ebf.wrap(case.build().to(dtype))
+    value = make_objective(name, model, generator=rng())(case.x(3).to(dtype), case.context(3).to(dtype))
+    assert value.dtype == dtype
+
+
+@pytest.mark.parametrize("name", ["sm", "ssm", "fdssm", "dsm"])
+def test_score_matching_needs_no_determinant(name):
+    """Contract 3, for a whole training step."""
+    case = named("NaiveLinear stack: vec, orthogonal_initialization=False, LeakyReLU(0.5) (train)")
+    model, x = ebf.wrap(case.build()), case.x(3)
+    loss = make_objective(name, model, generator=rng())
+    with testing.no_factorisation():
+        loss(x).backward()
+    with pytest.raises(AssertionError, match="slogdet"), testing.no_factorisation():
+        ML(model)(x)
+
+
+def test_an_objective_of_another_library_takes_the_model():
+    """As torchebm has them: a loss that is made with an energy model and called on data."""
+
+    class ContrastiveDivergence(nn.Module):
+        def __init__(self, model, k_steps, step_size):
+            super().__init__()
+            self.model, self.k_steps, self.step_size = model, k_steps, step_size
+
+        def forward(self, x):
+            negative = x.detach().clone()
+            for _ in range(self.k_steps):
+                negative.requires_grad_()
+                (gradient,) = torch.autograd.grad(self.model(negative).sum(), negative)
+                noise = torch.randn(negative.shape, generator=self.generator, dtype=x.dtype)
+                negative = (negative - self.step_size * gradient + (2 * self.step_size) ** 0.5 * noise).detach()
+            return self.model(x).mean() - self.model(negative).mean(), negative
+
+    torch.manual_seed(0)
+    model = ebf.wrap(Flow(LULinear(2), StandardNormal([2])).double())
+    contrastive = ContrastiveDivergence(model, k_steps=30, step_size=0.05)
+    contrastive.generator = rng()
+    x = 0.5 * torch.randn(2000, 2, generator=rng(), dtype=torch.float64)
+    optimiser = torch.optim.Adam(contrastive.parameters(), lr=0.05)
+    before = -model.log_prob(x).mean().item()
+    for _ in range(60):
+        optimiser.zero_grad()
+        loss, _ = contrastive(x)
+        loss.backward()
+        optimiser.step()
+    after = -model.log_prob(x).mean().item()
+    best = -torch.distributions.Normal(0.0, 0.5).log_prob(x).sum(1).mean().item()
+    assert after - best < 0.1 * (before - best)
+
+
+def test_torchebm_takes_the_model():
+    losses = pytest.importorskip("torchebm.losses")
+    model = ebf.wrap(Flow(LULinear(2), StandardNormal([2])))
+    loss = losses.SlicedScoreMatching(model=model)(torch.randn(64, 2))
+    loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("make", [SM, SSM, lambda model, **o: FDSSM(model, eps=0.3, **o)], ids=["SM", "SSM", "FDSSM"])
+def test_training_finds_a_gaussian(make):
+    """From a wrong start to the moments of the data, which a wrong sign or scale would not find."""
+    torch.manual_seed(0)
+    mixing = torch.tensor([[1.0, 0.0], [0.8, 0.5]], dtype=torch.float64)
+    x = torch.randn(20_000, 2, generator=rng(5), dtype=torch.float64) @ mixing.mT + 1.0
+    model = ebf.wrap(Flow(LULinear(2), StandardNormal([2])).double())
+    loss = make(model, generator=rng())
+    optimiser = torch.optim.LBFGS(loss.parameters(), max_iter=50, line_search_fn="strong_wolfe")
+
+    def closure():
+        loss.generator.manual_seed(6)
+        optimiser.zero_grad()
+        value = loss(x)
+        value.backward()
+        return value
+
+    for _ in range(3):
+        optimiser.step(closure)
+    weight, bias = model.flow._transform.weight().detach(), model.flow._transform.bias.detach()
+    torch.testing.assert_close(torch.linalg.inv(weight.mT @ weight), torch.cov(x.mT), atol=0.1, rtol=0)
+    torch.testing.assert_close(-torch.linalg.solve(weight, bias), x.mean(0), atol=0.1, rtol=0)

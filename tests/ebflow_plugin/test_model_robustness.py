@@ -1,0 +1,238 @@
+"""What users do to a model after they wrapped it, and what they put into it."""
+
+import functools
+from functools import partial
+
+import pytest
+import torch
+from nflows import distributions, flows, transforms
+from nflows.nn import nets
+from torch import nn
+from torch.nn import functional as F
+
+import ebflow_plugin as ebf
+import nflows_small
+from randomness import randn
+
+D = 4
+flow_of = partial(nflows_small.flow_of, shape=(D,))
+
+
+@pytest.fixture
+def x():
+    return randn(6, D)
+
+
+def coupling(net):
+    return transforms.AffineCouplingTransform([1, 0] * (D // 2), net)
+
+
+# The flow is rebuilt after wrapping
+
+
+def swap(flow):
+    flow._transform._transforms[0] = transforms.LULinear(D, identity_init=False).double()
+
+
+def append(flow):
+    flow._transform._transforms.append(transforms.LULinear(D, identity_init=False).double())
+
+
+def replace_transform(flow):
+    flow._transform = transforms.QRLinear(D, 2).double()
+
+
+def replace_base(flow):
+    flow._distribution = distributions.DiagonalNormal([D]).double()
+    nn.init.constant_(flow._distribution.log_std_, 0.5)
+
+
+def unconstrain(flow):
+    ebf.unconstrain(flow, in_place=True)
+    nn.init.normal_(flow._transform._transforms[-1].weight)
+
+
+@pytest.mark.parametrize("edit", [swap, append, replace_transform, replace_base, unconstrain])
+def test_a_flow_that_is_rebuilt_is_walked_again(edit, x):
+    flow = flow_of(transforms.RandomPermutation(D), transforms.LULinear(D))
+    model = ebf.wrap(flow)
+    before = model.log_prob(x)
+    edit(flow)
+    assert torch.allclose(model.log_prob(x), flow.log_prob(x))
+    assert not torch.allclose(model.log_prob(x), before)
+    model.score(x).square().sum().backward()
+    assert any(parameter.grad is not None for parameter in flow._transform.parameters())
+
+
+def test_objectives_follow_a_flow_that_is_rebuilt(x):
+    flow = flow_of(transforms.Sigmoid(), transforms.Logit(), transforms.LULinear(D))
+    model = ebf.wrap(flow)
+    objective = ebf.objectives.ML(model)
+    objective(x)
+    flow._transform = transforms.CompositeTransform([transforms.LULinear(D, identity_init=False).double()])
+    assert model.core is model
+    assert torch.allclose(objective(x), -flow.log_prob(x).mean())
+
+
+def test_a_prefix_that_is_unfrozen_later_is_refused(x):
+    first = transforms.LULinear(D).requires_grad_(False)
+    flow = flow_of(first, transforms.Sigmoid(), transforms.Logit(), transforms.LULinear(D))
+    model = ebf.wrap(flow, match_after=2)
+    assert model.report.preprocessing == 3
+    objective = ebf.objectives.SSM(model)
+    objective(x)
+    first.requires_grad_(True)
+    with pytest.raises(ebf.InputError, match=r"trainable parameters(?s:.*)_transforms\.0  LULinear"):
+        objective(x)
+
+
+def test_tensors_of_the_flow_can_be_swapped(x):
+    flow = flow_of(transforms.LULinear(D))
+    model = ebf.wrap(flow)
+    with torch.no_grad():
+        model.log_prob(x)
+        model.sample(2)
+        for parameter in list(flow.parameters()):
+            torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach() + 0.3))
+        assert torch.allclose(model.log_prob(x), flow.log_prob(x))
+
+
+def test_wrapping_twice_is_refused_and_describing_is_not():
+    model = ebf.wrap(flow_of(transforms.LULinear(D)), preprocess=ebf.Rescale(0.0, 2.0))
+    with pytest.raises(ebf.InputError, match="EBFlow already"):
+        ebf.wrap(model)
+    assert len(ebf.describe(model)) == 2
+
+
+def test_parameters_around_the_flow_are_reported():
+    holder = nn.ModuleDict({"net": flow_of(transforms.LULinear(D)), "head": nn.Linear(2, 2)})
+    with pytest.warns(UserWarning, match=r"\.net is wrapped alone: 2 trainable parameters.*'head\.weight'"):
+        ebf.wrap(holder)
+
+
+def test_log_z_of_a_users_layer_without_parameters_is_not_kept(x):
+    class Scale(transforms.Transform):
+        def __init__(self):
+            super().__init__()
+            self.factor = 2.0
+
+        def forward(self, inputs, context=None):
+            scale = torch.tensor(self.factor, dtype=inputs.dtype)
+            return inputs * scale, (inputs.shape[1] * scale.log()).expand(len(inputs))
+
+    ebf.register_linear(Scale)
+    flow = flow_of(Scale(), transforms.LULinear(D))
+    model = ebf.wrap(flow)
+    with torch.no_grad():
+        model.log_prob(x)
+        flow._transform._transforms[0].factor = 3.0
+        assert torch.allclose(model.log_prob(x), flow.log_prob(x))
+
+
+# Networks
+
+
+class Own(nn.Module):
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.linear = nn.Linear(inputs, outputs)
+
+    def forward(self, x, context=None):
+        return torch.relu(self.linear(x))
+
+
+def residual(activation):
+    return lambda i, o: nets.ResidualNet(i, o, 8, activation=activation)
+
+
+@pytest.mark.parametrize(
+    ("net", "expected"),
+    [
+        (Own, "unknown"),
+        (residual(lambda z: F.relu(z)), "unknown"),
+        (residual(functools.partial(F.leaky_relu, negative_slope=0.2)), "unknown"),
+        (residual(F.relu), "score jumps"),
+        (residual(nn.ReLU()), "score jumps"),
+        (residual(torch.tanh), "smooth"),
+        (residual(nn.SiLU()), "smooth"),
+    ],
+)
+def test_what_cannot_be_seen_into_is_not_called_smooth(net, expected):
+    assert ebf.describe(flow_of(coupling(net))).rows[0].smoothness == expected
+
+
+def test_smooth_replaces_a_shared_activation_everywhere():
+    flow = flow_of(coupling(residual(nn.ReLU())))
+    changes = []
+    smoothed = ebf.smooth(flow, changes=changes)
+    assert len(changes) >= 2
+    assert ebf.describe(smoothed).rows[0].smoothness == "smooth"
+
+
+def test_a_random_embedding_is_refused(x):
+    net = lambda i, o: nets.ResidualNet(i, o, 8, context_features=3, activation=torch.tanh)  # noqa: E731
+    flow = flow_of(coupling(net), embedding_net=nn.Sequential(nn.Linear(2, 3), nn.Dropout(0.2)))
+    with pytest.raises(ebf.UnsupportedStepError, match=r"embeds the context is random in training mode"):
+        ebf.wrap(flow)
+    model = ebf.wrap(flow.eval())
+    context = torch.randn(6, 2, dtype=torch.float64)
+    assert torch.equal(model.energy(x, context), model.energy(x, context))
+
+
+def test_unconstrain_keeps_frozen_layers_frozen():
+    flow = flow_of(transforms.LULinear(D).requires_grad_(False), transforms.LULinear(D))
+    full = ebf.unconstrain(flow)
+    assert [p.requires_grad for layer in full._transform._transforms for p in layer.parameters()] == [False] * 2 + [
+        True
+    ] * 2
+
+
+# Numbers
+
+
+def test_constants_keep_the_precision_of_the_model():
+    flow = flows.Flow(transforms.IdentityTransform(), distributions.StandardNormal([3072])).double()
+    model = ebf.wrap(flow, preprocess=[ebf.Rescale(0.05, 0.95, source=(0.0, 255.0))])
+    x = 255.0 * torch.rand(2, 3072, dtype=torch.float64)
+    scale = 0.9 / 255.0
+    expected = flow.log_prob(x * scale + 0.05) + 3072 * torch.tensor(scale, dtype=torch.float64).log()
+    assert torch.allclose(model.log_prob(x), expected, rtol=1e-13)
+
+
+def test_dequantised_data_stay_below_one():
+    model = ebf.wrap(flow_of(transforms.LULinear(D)).float(), preprocess=[ebf.Dequantize(256)])
+    unit, _ = model.preprocess(torch.full((250_000, D), 255))
+    assert unit.max() < 1.0
+
+
+def test_verify_takes_what_the_wrapper_added(x):
+    flow = flow_of(transforms.LULinear(D, identity_init=False))
+    steps = [ebf.Dequantize(8), ebf.Rescale(0.05, 0.95), ebf.Logit()]
+    model = ebf.wrap(flow, preprocess=steps)
+    assert ebf.verify(model, torch.randint(8, (6, D)))
+    plain = ebf.wrap(flow)
+    plain.calibrate(torch.randn(200, D, dtype=torch.float64))
+    assert ebf.verify(plain, x)
+
+
+# torch's own transforms
+
+
+def test_torch_func_and_compile(x):
+    model = ebf.wrap(flow_of(transforms.LULinear(D), coupling(residual(torch.tanh))))
+    score = model.score(x).detach()
+    direction = torch.ones_like(x)
+    value, product = torch.func.jvp(model.score, (x,), (direction,))
+    assert torch.allclose(value, score)
+    point = x.clone().requires_grad_()
+    (expected,) = torch.autograd.grad((model.score(point) * direction).sum(), point)
+    assert torch.allclose(product, expected)
+    single = torch.func.vmap(lambda row: model.score(row[None])[0])(x)
+    assert torch.allclose(single, score)
+
+
+@pytest.mark.slow
+def test_energy_compiles_in_one_graph(x):
+    model = ebf.wrap(flow_of(transforms.LULinear(D), coupling(residual(torch.tanh))))
+    compiled = torch.compile(model.energy, fullgraph=True, backend="eager")
+    assert torch.allclose(compiled(x), model.energy(x))

@@ -1,0 +1,57 @@
+"""Small nflows models, for tests of single facts. The cases are in nflows_cases.py."""
+
+import torch
+from nflows.distributions import StandardNormal
+from nflows.flows import Flow
+from nflows.nn.nets import ResidualNet
+from nflows.transforms import AffineCouplingTransform, CompositeTransform, PiecewiseRationalQuadraticCDF
+from torch import nn
+
+import ebflow_plugin as ebf
+from case import perturb
+
+
+def flow_of(*layers, shape, base=None, mode="train", noise=0.0, **options):
+    """A flow of these layers, or classes of them, from data to noise: float64, moved from its initial values by noise.
+
+    Torch's own generator is seeded, so that what a test draws afterwards is the same in every run.
+    """
+    torch.manual_seed(0)
+    made = [layer() if isinstance(layer, type) else layer for layer in layers]
+    flow = Flow(CompositeTransform(made), base or StandardNormal(shape), **options).double()
+    if noise:
+        perturb(flow, noise)
+    return flow.train(mode == "train")
+
+
+def coupling_model(context=None, hidden=8):
+    """One affine coupling of four features, in single precision."""
+    torch.manual_seed(0)
+
+    def net(inputs, outputs):
+        return ResidualNet(
+            inputs, outputs, hidden_features=hidden, context_features=context, num_blocks=1, activation=torch.tanh
+        )
+
+    return ebf.wrap(Flow(AffineCouplingTransform(torch.tensor([1, 0, 1, 0]), net), StandardNormal([4])))
+
+
+def spline(size=2):
+    """An elementwise spline that is not the identity."""
+    torch.manual_seed(1)
+    made = PiecewiseRationalQuadraticCDF([size], num_bins=4, tails="linear", tail_bound=2.0)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.normal_(0.0, 0.5)
+    return made
+
+
+class OwnNetwork(nn.Module):
+    """A network of the user's own inside of a coupling, which nobody can see into."""
+
+    def __init__(self, activation=None):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(1, 8), activation or nn.Tanh(), nn.Linear(8, 2))
+
+    def forward(self, inputs, context=None):
+        return torch.tanh(self.layers(inputs))
