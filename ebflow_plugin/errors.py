@@ -151,10 +151,10 @@ def _may_come_from_a_missing_context(error: Exception) -> bool:
 
 
 def refuse_precision(error: NotImplementedError, where: str) -> None:
-    """Raises if torch lacks an operation in a dtype, which is no missing inverse: the same class of error means both.
+    """Raises if a NotImplementedError means that torch lacks an operation in a dtype, and not a missing inverse.
 
-    Where it was raised tells them apart. A library without an inverse says so by a ``raise``; torch's operations are
-    compiled, so that the innermost frame of Python stands at a call.
+    They differ in where they are raised. A library reports a missing inverse by a ``raise`` statement; torch's
+    operations are compiled, so the innermost Python frame is at a call.
     """
     innermost = error.__traceback__
     while innermost is not None and innermost.tb_next is not None:

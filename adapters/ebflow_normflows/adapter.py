@@ -58,7 +58,7 @@ see_into(
 def scaled(layer: Any) -> Iterator[Operation]:
     """The operation of a ConstScaleLayer."""
     scale: Tensor = layer.scale
-    if scale.requires_grad or scale.numel() > 1:  # its gradient would be lost; it may have more dimensions than x
+    if scale.requires_grad or scale.numel() > 1:  # no gradient would reach it; it may have more dimensions than x
         raise Opaque
     yield activated(scaling(scale))
 

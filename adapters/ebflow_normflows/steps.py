@@ -140,13 +140,13 @@ class MaskedAffineStep(FollowedStep, NetworkStep):
 
 SCALES: dict[str, Callable[[Tensor], LogScale]] = {
     "exp": exponential_scale,
-    "sigmoid": negative_scale(sigmoid_scale),  # which divides by it
+    "sigmoid": negative_scale(sigmoid_scale),  # normflows divides by the sigmoid
     "sigmoid_inv": sigmoid_scale,
 }
 
 
 class CouplingStep(FollowedStep, NetworkStep):
-    """AffineCoupling, on a pair: the first half decides what happens to the second."""
+    """AffineCoupling, on a pair: the second half is transformed, conditioned on the first."""
 
     takes = 2
     gives = 2

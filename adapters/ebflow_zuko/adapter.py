@@ -36,7 +36,7 @@ from ebflow_plugin.adapting import linear as matrix_layer
 from ebflow_plugin.errors import InputError
 from ebflow_zuko import linear, steps
 from ebflow_zuko.base import base_of
-from ebflow_zuko.linear import made_name, maker_of
+from ebflow_zuko.linear import built_name, factory_of
 from ebflow_zuko.transforms import PACKAGES, known_name
 
 see_into(("zuko", "sbi"))  # all of their networks hold their activations as modules
@@ -132,8 +132,8 @@ COMPOSITIONS = ("ComposedTransform", "ComposeTransform", "DependentTransform", "
 
 def unconditional(module: Any) -> Rule | None:
     """An UnconditionalTransform, by the class that it builds: of zuko, of torch, or registered by a user."""
-    maker, name = maker_of(module), made_name(module)
-    if isinstance(maker, type) and (registered := REGISTERED.get(maker)) is not None:
+    factory, name = factory_of(module), built_name(module)
+    if isinstance(factory, type) and (registered := REGISTERED.get(factory)) is not None:
         return registered
     if name in COMPOSITIONS or _holds_a_transform(module):  # their members are transforms, not lazy modules
         return Container(lambda module: [Child("", module())])
@@ -150,8 +150,8 @@ def elementwise(module: Any) -> Rule:
 
 def _holds_a_transform(module: Any) -> bool:
     """Whether it builds nothing, but returns a transform that sbi stored in it."""
-    maker = getattr(module, "f", None)
-    return type(maker).__name__ == "CallableTransform" and comes_from(type(maker), ("sbi",))
+    factory = getattr(module, "f", None)
+    return type(factory).__name__ == "CallableTransform" and comes_from(type(factory), ("sbi",))
 
 
 RULES: dict[str, Rule] = {

@@ -16,7 +16,7 @@ from ebflow_plugin.adapting import (
     registered_smoothness,
     summed,
 )
-from ebflow_zuko.linear import Made, made_name, taken_context
+from ebflow_zuko.linear import LazyPart, accepted_context, built_name
 from ebflow_zuko.transforms import ours
 
 __all__ = ["NormalBase", "ZukoBase", "base_of"]
@@ -43,7 +43,7 @@ SMOOTHNESS = {
 }
 
 
-class ZukoBase(Made, Base):
+class ZukoBase(LazyPart, Base):
     """A lazy distribution, which builds one for each context. Log-probabilities of independent entries are summed."""
 
     def __init__(self, module: Any, path: str) -> None:
@@ -56,14 +56,14 @@ class ZukoBase(Made, Base):
             return registered
         return SMOOTHNESS.get(self.class_name, Smoothness.UNKNOWN) if ours(type(self.module)) else Smoothness.UNKNOWN
 
-    def made(self, context: Tensor | None = None) -> Any:
-        return super().made(taken_context(self.module, context))
+    def build(self, context: Tensor | None = None) -> Any:
+        return super().build(accepted_context(self.module, context))
 
     def log_prob(self, latents: tuple[Tensor, ...], context: Tensor | None) -> Tensor:
-        return _log_prob(self.made(context), latents[0])
+        return _log_prob(self.build(context), latents[0])
 
     def sample(self, n: int, context: Tensor | None, like: Tensor) -> tuple[Tensor, ...]:
-        distribution = self.made(context)
+        distribution = self.build(context)
         one_each = context is not None and distribution.batch_shape[:1] == (n,)
         return (distribution.sample(torch.Size([] if one_each else [n])).to(like),)
 
@@ -76,19 +76,19 @@ class NormalBase(ZukoBase):
         return True
 
     def expand(self, latents: tuple[Tensor, ...], context: Tensor | None) -> BaseExpansion:
-        distribution = self.made(context)
+        distribution = self.build(context)
         mean, std = distribution.mean, distribution.stddev
         return gaussian_expansion(latents[0], mean, std, lambda: -_log_prob(distribution, latents[0]))
 
     def mean(self, context: Tensor | None) -> Tensor:
-        mean: Tensor = self.made(context).mean
+        mean: Tensor = self.build(context).mean
         return mean
 
 
 def base_of(module: Any, path: str) -> ZukoBase:
     """The base density of a lazy distribution."""
     unconditional = type(module).__name__ in ("UnconditionalDistribution", "Unconditional") and ours(type(module))
-    return (NormalBase if unconditional and made_name(module) in ("DiagNormal", "Normal") else ZukoBase)(module, path)
+    return (NormalBase if unconditional and built_name(module) in ("DiagNormal", "Normal") else ZukoBase)(module, path)
 
 
 def _log_prob(distribution: Any, z: Tensor) -> Tensor:

@@ -28,58 +28,58 @@ from ebflow_zuko.transforms import bare, known_name, unwrapped
 
 __all__ = [
     "AffineStep",
-    "Made",
+    "LazyPart",
     "OrderStep",
     "RotationStep",
     "SameStep",
     "TranslationStep",
     "TriangularMatrixStep",
-    "made_name",
-    "maker_of",
-    "taken_context",
+    "accepted_context",
+    "built_name",
+    "factory_of",
 ]
 
 
-def maker_of(module: Any) -> Any:
+def factory_of(module: Any) -> Any:
     """The class or function with which an unconditional lazy module builds its transform or distribution."""
     return unwrapped(getattr(module, "f", getattr(module, "meta", None)))
 
 
-def made_name(module: Any) -> str | None:
+def built_name(module: Any) -> str | None:
     """The name of the class that an unconditional lazy module builds, if it is of zuko or of torch."""
-    return known_name(maker_of(module))
+    return known_name(factory_of(module))
 
 
-def taken_context(module: Any, context: Tensor | None) -> Tensor | None:
+def accepted_context(module: Any, context: Tensor | None) -> Tensor | None:
     """The context, or None for an unconditional ElementWiseTransform or GMM, for which zuko would raise."""
     return None if "phi" in getattr(module, "_modules", ()) else context
 
 
-class Made(Part):
+class LazyPart(Part):
     """A part whose module is a lazy module, or a transform itself."""
 
     @property
     def class_name(self) -> str:
         """The class that is built, for modules that can build any class."""
         kind = type(self.module).__name__
-        name = getattr(maker_of(self.module), "__name__", None) if kind.startswith("Unconditional") else None
+        name = getattr(factory_of(self.module), "__name__", None) if kind.startswith("Unconditional") else None
         return name or kind
 
-    def made(self, context: Tensor | None = None) -> Any:
+    def build(self, context: Tensor | None = None) -> Any:
         """The transform, or the distribution, for a context."""
         return self.module(context) if isinstance(self.module, nn.Module) else self.module
 
 
-class SameStep(Made, IdentityStep):
+class SameStep(LazyPart, IdentityStep):
     """IdentityTransform."""
 
 
-class AffineStep(Made, ElementwiseAffineStep):
+class AffineStep(LazyPart, ElementwiseAffineStep):
     """MonotonicAffineTransform without a context, and torch's AffineTransform."""
 
     def numbers(self) -> tuple[Tensor | float, Tensor | float, Tensor | float]:
         """Scale, shift and log|scale|."""
-        transform = bare(self.made())
+        transform = bare(self.build())
         if hasattr(transform, "log_scale"):
             return transform.scale, transform.shift, transform.log_scale
         scale = transform.scale
@@ -98,7 +98,7 @@ class AffineStep(Made, ElementwiseAffineStep):
         return log_scale.sum() * (prod(shape) // log_scale.numel())
 
 
-class TranslationStep(Made, IsometryStep):
+class TranslationStep(LazyPart, IsometryStep):
     """AdditiveTransform, whose shift is a parameter or depends on the context: its log-det is 0 in either case."""
 
     closed_form = "both"
@@ -106,7 +106,7 @@ class TranslationStep(Made, IsometryStep):
 
     def shift(self, context: Tensor | None) -> Tensor:
         """The shift, to be broadcast against a batch."""
-        shift: Tensor = bare(self.made(taken_context(self.module, context))).shift
+        shift: Tensor = bare(self.build(accepted_context(self.module, context))).shift
         return shift
 
     def apply(self, x: Tensor) -> Tensor:
@@ -127,38 +127,38 @@ class TranslationStep(Made, IsometryStep):
         return Expansion(self.encode(x, context)[0], lambda tangent: tangent, lambda adjoint: adjoint)
 
 
-class OrderStep(Made, PermutationStep):
+class OrderStep(LazyPart, PermutationStep):
     """PermutationTransform."""
 
     def order(self) -> tuple[Tensor, int]:
-        return self.made().order, -1
+        return self.build().order, -1
 
 
-class RotationStep(Made, OrthogonalStep):
+class RotationStep(LazyPart, OrthogonalStep):
     """RotationTransform: R = exp(A - Aᵀ), with log-det 0. The exponential is computed on each call, in O(D³)."""
 
     reason = "rotation: no log-det, but a matrix exponential each call"
 
     def apply(self, x: Tensor) -> Tensor:
-        return x @ self.made().R.mT
+        return x @ self.build().R.mT
 
     def invert(self, y: Tensor) -> Tensor:
-        return y @ self.made().R
+        return y @ self.build().R
 
     def expand(self, x: Tensor, context: Tensor | None) -> Expansion:
-        rotation = self.made().R.mT if self.inverted else self.made().R
+        rotation = self.build().R.mT if self.inverted else self.build().R
         return Expansion(x @ rotation.mT, lambda tangent: tangent @ rotation.mT, lambda adjoint: adjoint @ rotation)
 
 
-class TriangularMatrixStep(Made, TriangularStep):
+class TriangularMatrixStep(LazyPart, TriangularStep):
     """LULinearTransform, in which L has the diagonal, and U has ones."""
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        transform = self.made()
+        transform = self.build()
         return transform.L, transform.U
 
     def log_diagonal(self) -> Tensor:
-        lower: Tensor = self.made().L
+        lower: Tensor = self.build().L
         return lower.diagonal().abs().log()
 
     def log_abs_det(self, shape: Shape) -> Tensor:

@@ -38,7 +38,7 @@ from ebflow_plugin.adapting import (
     soft_clipped_scale,
     worst_of,
 )
-from ebflow_zuko.linear import Made, made_name, taken_context
+from ebflow_zuko.linear import LazyPart, accepted_context, built_name
 from ebflow_zuko.transforms import ISOMETRIES, forward, inverse, known_name, unwrapped
 
 __all__ = [
@@ -85,25 +85,25 @@ SMOOTHNESS = {
 BOUNDED = ("CosTransform", "CumulativeDistributionTransform", "SinTransform", "SoftplusTransform", "TanhTransform")
 
 
-def smoothness_of_maker(maker: Any) -> Smoothness:
+def smoothness_of_factory(factory: Any) -> Smoothness:
     """The smoothness of the univariate transforms that a class, function or module builds."""
-    name, cls = known_name(maker), unwrapped(maker)
+    name, cls = known_name(factory), unwrapped(factory)
     if isinstance(cls, type) and (registered := registered_smoothness(cls)) is not None:
         return registered
     if name == "UMNN":
-        return smoothness_of(maker.integrand)
+        return smoothness_of(factory.integrand)
     return SMOOTHNESS.get(name or "", Smoothness.UNKNOWN)
 
 
-class LazyStep(Made, NonlinearStep):
+class LazyStep(LazyPart, NonlinearStep):
     """A lazy module, which builds its transform once per call."""
 
     def call_forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
-        value, log_det = forward(self.made(context), x)
+        value, log_det = forward(self.build(context), x)
         return value, 0.0 if log_det is None else log_det
 
     def call_inverse(self, y: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
-        transform = self.made(context)
+        transform = self.build(context)
         x = inverse(transform, y)
         log_det = forward(transform, x)[1]
         return x, 0.0 if log_det is None else -log_det
@@ -116,8 +116,8 @@ class LazyStep(Made, NonlinearStep):
 
     def decode(self, z: Tensor, context: Tensor | None) -> Tensor:
         if self.inverted:
-            return forward(self.made(context), z)[0]
-        return inverse(self.made(context), z)
+            return forward(self.build(context), z)[0]
+        return inverse(self.build(context), z)
 
 
 class UnknownStep(OpaqueStep, LazyStep):
@@ -138,12 +138,12 @@ class UnivariateStep(LazyStep):
         """The name of the transform."""
         if hasattr(self.module, "univariate"):
             return known_name(self.module.univariate)
-        return made_name(self.module) or known_name(type(self.module))
+        return built_name(self.module) or known_name(type(self.module))
 
     @property
     def smoothness(self) -> Smoothness:
         if hasattr(self.module, "univariate"):
-            return smoothness_of_maker(self.module.univariate)
+            return smoothness_of_factory(self.module.univariate)
         return SMOOTHNESS.get(self.kind or "", Smoothness.UNKNOWN)
 
     @property
@@ -154,8 +154,8 @@ class UnivariateStep(LazyStep):
     def sensitive(self) -> bool:
         return self.kind == "PowerTransform" or (self.inverted and self.kind in BOUNDED)
 
-    def made(self, context: Tensor | None = None) -> Any:
-        return super().made(taken_context(self.module, context))
+    def build(self, context: Tensor | None = None) -> Any:
+        return super().build(accepted_context(self.module, context))
 
 
 class AutoregressiveStep(LazyStep):
@@ -170,7 +170,7 @@ class AutoregressiveStep(LazyStep):
 
     @property
     def smoothness(self) -> Smoothness:
-        return worst_of([smoothness_of_maker(self.module.univariate), smoothness_of(self.module.hyper)])
+        return worst_of([smoothness_of_factory(self.module.univariate), smoothness_of(self.module.hyper)])
 
     @property
     def conditional(self) -> bool:
@@ -236,16 +236,16 @@ class CouplingStep(FollowedStep, AutoregressiveStep):
         return torch.cat([constant, changed], dim=-1).index_select(-1, torch.argsort(order))
 
 
-def least_slope(maker: Any) -> float | None:
-    """The slope that bounds the log-scales of a MonotonicAffineTransform; None for what makes others."""
-    cls = unwrapped(maker)
-    if known_name(maker) != "MonotonicAffineTransform" or not isinstance(cls, type):
+def least_slope(factory: Any) -> float | None:
+    """The slope that bounds the log-scales of a MonotonicAffineTransform; None for other transforms."""
+    cls = unwrapped(factory)
+    if known_name(factory) != "MonotonicAffineTransform" or not isinstance(cls, type):
         return None
     slope = _default_slope(cls)
-    if maker is not cls:
-        if maker.func is not cls or maker.args or set(maker.keywords) - {"slope"}:
+    if factory is not cls:
+        if factory.func is not cls or factory.args or set(factory.keywords) - {"slope"}:
             return None
-        slope = maker.keywords.get("slope", slope)
+        slope = factory.keywords.get("slope", slope)
     return slope if isinstance(slope, float) and 0.0 < slope < 1.0 else None
 
 
@@ -254,7 +254,7 @@ def _default_slope(cls: type) -> Any:
     return signature(cls).parameters["slope"].default
 
 
-class SoftclipStep(Made, BoundedStep):
+class SoftclipStep(LazyPart, BoundedStep):
     """y = x / (1 + |x| / B): the derivative of its log-det jumps at 0."""
 
     @property
@@ -262,10 +262,10 @@ class SoftclipStep(Made, BoundedStep):
         return Smoothness.KINKED
 
     def forward_curve(self, x: Tensor, context: Tensor | None) -> Curve:
-        return self._curve(x, self.made().bound, 1.0)
+        return self._curve(x, self.build().bound, 1.0)
 
     def inverse_curve(self, y: Tensor, context: Tensor | None) -> Curve:
-        return self._curve(y, self.made().bound, -1.0)
+        return self._curve(y, self.build().bound, -1.0)
 
     @staticmethod
     def _curve(x: Tensor, bound: float, sign: float) -> Curve:
@@ -278,7 +278,7 @@ class SoftclipStep(Made, BoundedStep):
         return Curve(x * share, lambda: 2.0 * torch.log(share), slopes)
 
 
-class LogisticStep(SigmoidStep, Made):
+class LogisticStep(SigmoidStep, LazyPart):
     """torch's SigmoidTransform. Its inverse is a logit that clamps its input to (0, 1), as in torch."""
 
     def inverse_curve(self, y: Tensor, context: Tensor | None) -> Curve:
@@ -286,7 +286,7 @@ class LogisticStep(SigmoidStep, Made):
         return clamped_logit_curve(y, info.tiny, 1.0 - info.eps)
 
 
-class ExpStep(Made, ElementwiseStep):
+class ExpStep(LazyPart, ElementwiseStep):
     """torch's ExpTransform, and the logarithm that is its inverse."""
 
     @property
@@ -302,7 +302,7 @@ class ExpStep(Made, ElementwiseStep):
         return Curve(x, lambda: -x, lambda: (1.0 / y, -1.0 / y, y**-2))
 
 
-class IntegratedFlowStep(Made, RefusedStep):
+class IntegratedFlowStep(LazyPart, RefusedStep):
     """FFJTransform, of a CNF."""
 
     reason = (

@@ -38,32 +38,32 @@ def ours(cls: type) -> bool:
     return comes_from(cls, PACKAGES)
 
 
-def unwrapped(maker: Any) -> Any:
+def unwrapped(factory: Any) -> Any:
     """The class or function that builds transforms or distributions, without the partials around it.
 
     Example:
         >>> unwrapped(partial(torch.add, 1)) is torch.add
         True
     """
-    return unwrapped(maker.func) if isinstance(maker, partial) else maker
+    return unwrapped(factory.func) if isinstance(factory, partial) else factory
 
 
-def known_name(maker: Any) -> str | None:
+def known_name(factory: Any) -> str | None:
     """The name of a class or function that builds transforms or distributions, if it is of zuko or of torch.
 
     Arguments:
-        maker: A class, a function, a module, or a partial of one.
+        factory: A class, a function, a module, or a partial of one.
 
     Example:
         >>> known_name(torch.distributions.ExpTransform), known_name(lambda: None)
         ('ExpTransform', None)
     """
-    maker = unwrapped(maker)
-    if isinstance(maker, nn.Module):
-        return resolve(maker, lambda cls: cls.__name__ if ours(cls) else None)[0]
-    if getattr(maker, "__module__", "").partition(".")[0] not in ("torch", "zuko"):
+    factory = unwrapped(factory)
+    if isinstance(factory, nn.Module):
+        return resolve(factory, lambda cls: cls.__name__ if ours(cls) else None)[0]
+    if getattr(factory, "__module__", "").partition(".")[0] not in ("torch", "zuko"):
         return None
-    name: str | None = getattr(maker, "__name__", None)
+    name: str | None = getattr(factory, "__name__", None)
     return name
 
 

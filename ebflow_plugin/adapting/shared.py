@@ -55,7 +55,7 @@ class ConditionedStep(NonlinearStep):
 
 
 class FollowedStep(NonlinearStep):
-    """A coupling that is in closed form if its networks are, as :meth:`follow` says."""
+    """A coupling with derivatives in closed form if those of its networks are, by :meth:`follow`."""
 
     @property
     def closed(self) -> bool:
@@ -64,12 +64,12 @@ class FollowedStep(NonlinearStep):
     def operations(self, curved: bool = True) -> Sequence[Any] | None:
         if not curved or transformed():
             return None
-        # The walk looked at the module; somebody may have hooked or patched it since.
+        # The walk checked the module, but it may have been hooked or patched since.
         return self.follow() if acts_as_its_class(self.module) else None
 
     @abstractmethod
     def follow(self) -> Sequence[Any] | None:
-        """What the coupling is made of; None if a part of it is not known."""
+        """The operations of the coupling; None if a part of it is opaque."""
 
 
 class SplineStep(NonlinearStep):
@@ -182,14 +182,14 @@ def _packed_indices(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def follow_members(net: Any) -> Iterator[Operation]:
-    """The operations of a network that is derived from ``nn.Sequential``, and acts as one."""
-    for member in net._modules.values():  # and not children(), which leaves out a module's second place
+    """The operations of a subclass of ``nn.Sequential`` that acts as one."""
+    for member in net._modules.values():  # not children(), which yields a repeated module only once
         yield from follow(member)
 
 
 def follow_residual_net(net: Any) -> Iterator[Operation]:
     """The operations of a ResidualNet of nflows, and of its copy in normflows; a context is appended to its input."""
-    if getattr(net, "preprocessing", None) is not None:  # of normflows
+    if getattr(net, "preprocessing", None) is not None:  # only in normflows
         raise Opaque
     yield from follow(net.initial_layer, conditioned=True)
     for block in net.blocks:

@@ -22,7 +22,7 @@ def known_init(name: str) -> str:
 def empty_parameters(
     shape: tuple[int, ...], bias: bool, device: torch.device | str | None, dtype: torch.dtype | None
 ) -> tuple[nn.Parameter, nn.Parameter | None]:
-    """Returns a weight of this shape and a bias for each of its rows, or none; both without values."""
+    """Returns an uninitialised weight of this shape and, if ``bias``, a bias with one entry for each of its rows."""
     weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
     return weight, nn.Parameter(weight.new_empty(shape[0])) if bias else None
 

@@ -83,7 +83,7 @@ def _lanczos(
                 if _is_cheap(step, shapes):
                     total += _number(step.log_det(shapes, like))
                     continue
-                found = log_abs_det(
+                estimate = log_abs_det(
                     step.apply,
                     shape,
                     like,
@@ -95,7 +95,7 @@ def _lanczos(
                 )
         except SingularError as error:
             raise SingularError(f"a linear step has no finite log-determinant\n  {step.where}\n{error}") from error
-        total, variance, bias = total + sign * found.value, variance + found.variance, bias + found.bias
+        total, variance, bias = total + sign * estimate.value, variance + estimate.variance, bias + estimate.bias
     return Estimate.of(like.new_tensor(-total), math.sqrt(variance + bias**2), "lanczos")
 
 
@@ -221,8 +221,8 @@ def _sampled(
     generator: Generator | None,
     progress: bool,
 ) -> Estimate:
-    """Runs a method on the energy of the matched variable, and adds the fixed steps in front of it, which are known."""
-    found = run(
+    """Runs a method on the energy of the matched variable, and adds the known log-dets of the preprocessing."""
+    estimate = run(
         _energy(model, context),
         _matched_shape(model, event_shape),
         model.like(),
@@ -231,7 +231,7 @@ def _sampled(
         progress=progress,
     )
     fixed = sum(_number(value) for _, value in model.prefix.log_dets(event_shape, model.like()))
-    return found.about(model.like().new_tensor(float(found) - fixed))
+    return estimate.about(model.like().new_tensor(float(estimate) - fixed))
 
 
 def _number(value: Tensor | float) -> float:

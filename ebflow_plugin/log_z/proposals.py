@@ -91,8 +91,8 @@ class Gaussian:
             density = Independent(Normal(mean, self.scale, validate_args=False), 1, validate_args=False)
         else:
             density = MultivariateNormal(mean, scale_tril=self.scale, validate_args=False)
-        found: Tensor = density.log_prob(value.flatten(1))
-        return found
+        log_prob: Tensor = density.log_prob(value.flatten(1))
+        return log_prob
 
 
 def standard_log_prob(noise: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""Activations that networks are followed through: each yields f and its first three derivatives at a point.
+"""Activations with closed-form derivatives: each yields f and its first three derivatives at a point.
 
-It may end with the first where f is straight, and says so by an attribute.
+A piecewise linear f may yield only the first; it has an attribute ``straight``.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _softplus(module: nn.Softplus) -> Derivatives:
 
     def derivatives(x: Tensor) -> Iterator[Tensor]:
         yield F.softplus(x, beta, threshold)
-        straight = x * beta > threshold  # torch has a line there
+        straight = x * beta > threshold  # where torch returns x itself
         s = torch.sigmoid(beta * x).masked_fill(straight, 1.0)
         yield s
         bell = beta * s * (1.0 - s)
@@ -71,7 +71,7 @@ def _softplus(module: nn.Softplus) -> Derivatives:
     return derivatives
 
 
-# Signs, and no torch.where or masked_fill below: these take twenty times as long on a CPU.
+# By signs, since torch.where and masked_fill take twenty times as long on a CPU.
 def _elu(alpha: float) -> Derivatives:
     def derivatives(x: Tensor) -> Iterator[Tensor]:
         yield F.elu(x, alpha)
@@ -95,7 +95,7 @@ def _leaky(slope: float) -> Derivatives:
 
 
 def scaling(factor: Tensor) -> Derivatives:
-    """X times a number."""
+    """The multiplication of x by a number."""
 
     def derivatives(x: Tensor) -> Iterator[Tensor]:
         yield x * factor

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["ACTIVATION", "COPY", "LINEAR", "SUM", "Chain", "Derivatives", "Layer", "backwards", "bends", "forwards"]
+__all__ = ["ACTIVATION", "COPY", "LINEAR", "SUM", "Chain", "Derivatives", "Layer", "backwards", "forwards", "is_curved"]
 
 Derivatives = Callable[[Tensor], Iterator[Tensor]]  # yields f, f', f'' and f'''; may stop if the rest is 0
 Tensors = tuple[Tensor, ...]
@@ -121,7 +121,7 @@ def _run_backwards(chain: Chain, count: int, *tensors: Tensor) -> tuple[Tensors,
     adjoint, weights, stored = tensors[0], list(tensors[1 : 1 + count]), tensors[1 + count :]
     active = sum(layer.kind == ACTIVATION for layer in chain.layers)
     slopes, bent = list(stored[:active]), list(stored[active:])
-    curved = [bool(chain.tangents) and bends(layer) for layer in chain.layers if layer.kind == ACTIVATION]
+    curved = [bool(chain.tangents) and is_curved(layer) for layer in chain.layers if layer.kind == ACTIVATION]
     memory: list[tuple[Any, ...]] = []
     stack = [adjoint]
     curvature = adjoint.new_zeros(chain.tangents, chain.rows)
@@ -145,7 +145,7 @@ def _run_backwards(chain: Chain, count: int, *tensors: Tensor) -> tuple[Tensors,
     return ((stack[0], curvature) if chain.tangents else (stack[0],)), memory
 
 
-def bends(layer: Layer) -> bool:
+def is_curved(layer: Layer) -> bool:
     """Whether an activation has a second derivative other than 0."""
     return layer.derivatives is not None and not getattr(layer.derivatives, "straight", False)
 

@@ -81,7 +81,7 @@ def sigmoid_scale(u: Tensor, floor: float = 0.0) -> LogScale:
 
 
 def negative_scale(log_scale: Callable[[Tensor], LogScale]) -> Callable[[Tensor], LogScale]:
-    """The log-scale -L, of a coupling that divides by a scale.
+    """The log-scale -L, for a coupling that divides by a scale.
 
     Example:
         >>> negative_scale(exponential_scale)(torch.tensor([2.0]))
@@ -122,12 +122,11 @@ class Halves(NamedTuple):
 
 
 def _pairs(h: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    if h.shape[dim] % 2:  # a library may take one entry more than it has scales
+    if h.shape[dim] % 2:  # a library may have one more shift than scales
         even, odd = (torch.arange(start, h.shape[dim], 2, device=h.device) for start in (0, 1))
         return h.index_select(dim, even), h.index_select(dim, odd)
-    first, second = h.unflatten(dim, (h.shape[dim] // 2, 2)).unbind(
-        dim + 1 if dim >= 0 else dim
-    )  # one gradient, not two to add
+    # One unbind, not two slices: its backward needs no sum of two gradients.
+    first, second = h.unflatten(dim, (h.shape[dim] // 2, 2)).unbind(dim + 1 if dim >= 0 else dim)
     return first, second
 
 
@@ -138,7 +137,7 @@ PAIR = Halves(lambda pair: pair, lambda a, b: (a, b), 2)
 
 
 def indexed(constant: Tensor, changed: Tensor, dim: int = 1) -> Halves:
-    """The features with these indices in a dimension, the second one by default.
+    """A split by indices along a dimension, the second one by default.
 
     Example:
         >>> halves = indexed(torch.tensor([1]), torch.tensor([0, 2]))
@@ -161,14 +160,14 @@ def indexed(constant: Tensor, changed: Tensor, dim: int = 1) -> Halves:
 def coupling(
     halves: Halves, network: nn.Module, merge: Operation, *, conditional: bool = True, appended: bool = False
 ) -> Sequence[Expandable | Network] | None:
-    """A coupling as operations; None if its network is not of known layers, or in ``torch.func`` and ``torch.compile``.
+    """The operations of a coupling; None if its network is opaque, or in ``torch.func`` and ``torch.compile``.
 
     Arguments:
-        halves: How the features are taken apart.
-        network: What makes shifts and scales of the features that decide.
+        halves: The split of the features.
+        network: The network that computes shifts and scales from the conditioning features.
         merge: :func:`affine` or :func:`shifted`.
-        conditional: Whether the library hands the context to the network.
-        appended: Whether it puts the context after the features that decide, so that the network does not know it.
+        conditional: Whether the library passes the context to the network.
+        appended: Whether it appends the context to the conditioning features instead.
     """
     inside = inside_of(network, conditional and not appended)
     if inside is None:
@@ -176,20 +175,20 @@ def coupling(
     if appended:
         first, *rest = inside
         if first.weight is None:
-            return None  # which would have to know the context from the features
+            return None  # only a linear layer can separate the context from the features
         inside = [linear(first.weight, first.bias, conditioned=True), *rest]
     return split(halves), *as_one(inside, network), merge
 
 
 def inside_of(network: Any, conditional: bool) -> list[Operation] | None:
-    """The operations of a network, or None."""
+    """The operations of a network, or None if it is opaque."""
     inside = None if transformed() else followed(follow(network))
     return inside if conditional or inside is None else [without_context(each) for each in inside]
 
 
 def as_one(inside: list[Operation], network: Any) -> Sequence[Expandable | Network]:
     """The operations of a network as one, if they are a chain."""
-    # Functions with a gradient by hand know nothing of autocast.
+    # Functions with a hand-written gradient do not support autocast.
     parameters = network.parameters() if isinstance(network, nn.Module) else iter(())
     device = next((parameter.device.type for parameter in parameters), "cpu")
     autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)

@@ -110,7 +110,7 @@ def derivatives(
                 passage = _pass(each, value, inputs, context)
             except Exception as error:
                 blame(error, step, value, context)
-            if passage.bends and curved is None:
+            if passage.curved and curved is None:
                 curved = len(head), incoming
             head.append((each.gives, passage))
             for one, output in zip((stack, *tangents), (passage.value, *passage.tangents), strict=True):

@@ -1,8 +1,8 @@
-r"""Masked affine couplings in closed form: a mask b in the place of indices, and two networks, s and t, of b · x.
+r"""Masked affine couplings in closed form: with a mask b in place of indices, and two networks, s and t, of b · x.
 
 .. math:: y = bx + (1 - b)(x\,e^{s} + t), \qquad \log|\det| = \sum (1 - b)\,s
 
-As in :mod:`~.couplings` they are operations after each other: a split, those of the networks, and a merge.
+As in :mod:`~.couplings`, they are sequences of operations: a split, those of the networks, and a merge.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ __all__ = ["masked_coupling"]
 
 
 def masked_coupling(mask: Tensor, scales: Any, shifts: Any, *, divide: bool) -> Sequence[Expandable | Network] | None:
-    r"""A masked coupling as operations; None where :func:`~.couplings.coupling` is None.
+    r"""The operations of a masked coupling; None in the cases of :func:`~.couplings.coupling`.
 
     Arguments:
-        mask: Has a dimension for the batch, and any numbers.
+        mask: The mask b, with a batch dimension and any values.
         scales: The network s; None for s = 0.
         shifts: The network t; None for t = 0.
         divide: Whether it is :math:`y = bx + (1 - b)(x - t)\,e^{-s}`.
@@ -54,7 +54,7 @@ SWAP = Operation(
 
 
 def _masked_split(mask: Tensor, networks: int) -> Operation:
-    """X to x, and b · x once for each network."""
+    """Splits x into x, and one copy of b · x for each network."""
 
     def forward(x: Tensor) -> tuple[Tensor, ...]:
         if x.dim() != mask.dim():
@@ -69,7 +69,7 @@ def _masked_split(mask: Tensor, networks: int) -> Operation:
 
 
 def _masked_merge(mask: Tensor, scaling: bool, shifting: bool, divide: bool) -> Operation:
-    """X, t and s (those that there are, s on top) to y."""
+    """Merges x, t and s (if they exist, with s on top) to y."""
     free = 1 - mask
 
     def parts(x: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -84,10 +84,10 @@ def _masked_merge(mask: Tensor, scaling: bool, shifting: bool, divide: bool) -> 
         scale = None if log is None else log.exp()
         c = own if shift is None or not divide else own - shift
         stretched = c if scale is None else c * scale
-        made = stretched if shift is None or divide else stretched + shift
+        changed = stretched if shift is None or divide else stretched + shift
 
         def moved(tangent: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None, Tensor | None]:
-            """The tangents of c, of t where it is added, and of ± s."""
+            """The tangents of c, of t if it is added, and of ± s."""
             dx, dt, dlog = parts(tangent)
             if dlog is not None and divide:
                 dlog = -dlog
@@ -115,7 +115,7 @@ def _masked_merge(mask: Tensor, scaling: bool, shifting: bool, divide: bool) -> 
             assert dlog is not None
             return summed(free * adjoint * dlog * torch.addcmul(2.0 * dc * scale, stretched, dlog))
 
-        value = mask * own + free * made
+        value = mask * own + free * changed
         if log is None:
             return Expansion(value, push, pull)
         return Expansion(value, push, pull, curvature, lambda: summed(free * log))
@@ -124,5 +124,5 @@ def _masked_merge(mask: Tensor, scaling: bool, shifting: bool, divide: bool) -> 
 
 
 def _finite_or_nan(h: Tensor) -> Tensor:
-    """H with NaN in the place of infinities, as normflows has it."""
+    """Replaces infinities by NaN, as normflows does."""
     return h + 0.0 * h.detach()

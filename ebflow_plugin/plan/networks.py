@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ebflow_plugin.plan.activations import FUNCTIONS, MODULES
-from ebflow_plugin.plan.chains import ACTIVATION, LINEAR, Chain, Derivatives, Layer, backwards, bends, forwards
+from ebflow_plugin.plan.chains import ACTIVATION, LINEAR, Chain, Derivatives, Layer, backwards, forwards, is_curved
 from ebflow_plugin.plan.registry import changes_the_map
 from ebflow_plugin.plan.step import Expansion
 from ebflow_plugin.plan.values import summed
@@ -80,14 +80,14 @@ class Passage(NamedTuple):
         tangents: The tangents of the output.
         pull: Maps the adjoint of the output to that of the input, and to the contributions to the second derivative
             along each tangent; None for no contributions.
-        bends: Whether it contributes to the second derivative.
+        curved: Whether it contributes to the second derivative.
         log_det: Computes the log-det, with shape ``(B,)``. None for linear parts.
     """
 
     value: Any
     tangents: Sequence[Any]
     pull: Callable[[Any], tuple[Any, Sequence[Tensor] | None]]
-    bends: bool
+    curved: bool
     log_det: Callable[[], Tensor] | None = None
 
 
@@ -114,21 +114,21 @@ class Network:
                 weights.append(weight)
                 offsets.append(weight.new_zeros(1) if offset is None else offset)
         layers = tuple(each.layer for each in self.operations if each.layer is not None)
-        rows = [one.flatten(0, -2) for one in (x, *tangents)]  # the same tensors, but for images
+        rows = [one.flatten(0, -2) for one in (x, *tangents)]  # no change, except for images
         chain = Chain(layers, len(rows[0]), len(tangents))
-        made, *kept = forwards(chain, torch.cat(rows) if tangents else rows[0], weights, offsets)
-        value, *moved = made.unflatten(0, (1 + len(tangents), chain.rows)).unbind() if tangents else (made,)
+        stacked, *stored = forwards(chain, torch.cat(rows) if tangents else rows[0], weights, offsets)
+        value, *pushed = stacked.unflatten(0, (1 + len(tangents), chain.rows)).unbind() if tangents else (stacked,)
         if len(leading) > 1:
-            value, *moved = (one.unflatten(0, leading) for one in (value, *moved))
+            value, *pushed = (one.unflatten(0, leading) for one in (value, *pushed))
 
         def pull(adjoint: Tensor) -> tuple[Tensor, Sequence[Tensor] | None]:
-            back, *curvatures = backwards(chain, adjoint.flatten(0, -2), weights, kept)
+            back, *curvatures = backwards(chain, adjoint.flatten(0, -2), weights, stored)
             if len(leading) > 1:
                 back = back.unflatten(0, leading)
                 curvatures = [one.unflatten(1, leading).flatten(2).sum(2) for one in curvatures]
             return back, curvatures[0].unbind() if curvatures else None
 
-        return Passage(value, moved, pull, any(bends(layer) for layer in layers))
+        return Passage(value, pushed, pull, any(is_curved(layer) for layer in layers))
 
 
 # --- operations ----------------------------------------------------------------------------------------------------
@@ -142,17 +142,17 @@ def linear(weight: Tensor, bias: Tensor | None, conditioned: bool = False) -> Op
         if conditioned and context is not None:
             own = weight[:, : x.shape[-1]]
             value = torch.cat((x, _like(context, x).expand(*x.shape[:-1], -1)), dim=-1)
-        made = F.linear(value, weight, bias)
-        return Expansion(made, lambda tangent: F.linear(tangent, own), lambda adjoint: adjoint @ own)
+        y = F.linear(value, weight, bias)
+        return Expansion(y, lambda tangent: F.linear(tangent, own), lambda adjoint: adjoint @ own)
 
     return Operation(expand, layer=Layer(LINEAR), weight=weight, bias=bias, conditioned=conditioned)
 
 
 def convolution(layer: nn.Conv2d) -> Operation:
-    """A convolution with stride 1 and zeros around its input.
+    """A convolution with stride 1 and zero padding.
 
     Raises:
-        Opaque: If it is another one.
+        Opaque: If it has another stride or padding.
     """
     weight, bias, padding, dilation, groups = layer.weight, layer.bias, layer.padding, layer.dilation, layer.groups
     if layer.padding_mode != "zeros" or isinstance(padding, str) or tuple(layer.stride) != (1, 1):
@@ -168,7 +168,7 @@ def convolution(layer: nn.Conv2d) -> Operation:
 
 
 def _like(context: Tensor, x: Tensor) -> Tensor:
-    """A context of integers in the dtype of x, as libraries have it that put both into one tensor."""
+    """The context, with integers in the dtype of x, as after a concatenation with x."""
     return context if context.is_floating_point() else context.to(x.dtype)
 
 
@@ -210,7 +210,7 @@ def activated(derivatives: Derivatives) -> Operation:
 def without_context(operation: Operation) -> Operation:
     """The same operation for a library that does not pass the context to its networks."""
     if operation.layer is not None and not operation.conditioned:
-        return operation  # which does not look at one
+        return operation  # it does not use a context
     return replace(operation, expand=lambda x, context: operation.expand(x, None), conditioned=False)
 
 
@@ -264,7 +264,7 @@ def follow(part: Any, conditioned: bool = False) -> Iterator[Operation]:
     cls = type(part)
     if cls in MODULES:
         derivatives = MODULES[cls](part)
-        if derivatives is None or getattr(part, "inplace", False):  # which would change what others see
+        if derivatives is None or getattr(part, "inplace", False):  # in place, it would change its input
             raise Opaque
         yield activated(derivatives)
     elif isinstance(part, nn.Linear) and cls is nn.Linear:
