@@ -94,10 +94,7 @@ class Plan:
     def energy_from(self, start: int, stack: tuple[Tensor, ...], context: Tensor | None) -> Tensor:
         """The contribution to E of the base and the steps from ``start`` on, given the stack of tensors before them."""
         latents, log_det = self.encode(stack, context, start=start)
-        try:
-            log_prob = per_sample(self.base.log_prob(latents, context), latents[0])
-        except Exception as error:
-            blame(error, self.base, latents, context)
+        log_prob = self.base_log_prob(latents, context)
         return -log_prob if log_det is None else -(log_prob + log_det)
 
     def base_log_prob(self, latents: tuple[Tensor, ...], context: Tensor | None) -> Tensor:
