@@ -10,7 +10,8 @@ log-scale L are computed from h. A coupling is a sequence of operations: a split
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +44,8 @@ __all__ = [
 ]
 
 
-class LogScale(NamedTuple):
+@dataclass(frozen=True)
+class LogScale:
     """A log-scale L as an elementwise function of a network's output, with its derivatives.
 
     Attributes:
@@ -89,8 +91,8 @@ def negative_scale(log_scale: Callable[[Tensor], LogScale]) -> Callable[[Tensor]
     """
 
     def negative(u: Tensor) -> LogScale:
-        value, slope, bend = log_scale(u)
-        return LogScale(-value, -slope, -bend)
+        scale = log_scale(u)
+        return LogScale(-scale.value, -scale.slope, -scale.bend)
 
     return negative
 
@@ -107,7 +109,8 @@ def soft_clipped_scale(u: Tensor, bound: float) -> LogScale:
     return LogScale(u * share, slope, (-2.0 / bound) * u.sign() * slope * share)
 
 
-class Halves(NamedTuple):
+@dataclass(frozen=True)
+class Halves:
     """A split of features into two parts, and its inverse.
 
     Attributes:
@@ -233,9 +236,8 @@ def affine(halves: Halves, layout: Halves, log_scale: Callable[[Tensor], LogScal
     def expand(x: tuple[Tensor, Tensor, Tensor], context: Tensor | None) -> Expansion:
         a, b, h = x
         shift, u = layout.apart(h)
-        log, slope, bend = log_scale(u)
-        if divide:
-            log, slope, bend = -log, -slope, -bend
+        at = negative_scale(log_scale)(u) if divide else log_scale(u)
+        log, slope, bend = at.value, at.slope, at.bend
         scale = log.exp()
         c = b - shift if divide else b
         stretched = c * scale

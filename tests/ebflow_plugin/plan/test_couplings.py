@@ -36,8 +36,8 @@ OPAQUE = (  # cases whose network, or whose map of single features, is not follo
 @pytest.mark.parametrize("name", SCALES)
 def test_slopes_and_bends_of_log_scales(name):
     u = torch.linspace(-4, 4, 41, dtype=torch.float64, requires_grad=True)
-    value, slope, bend = SCALES[name](u)
-    for one, two in ((value, slope), (slope, bend)):
+    scale = SCALES[name](u)
+    for one, two in ((scale.value, scale.slope), (scale.slope, scale.bend)):
         two = torch.as_tensor(two, dtype=torch.float64).expand_as(u)
         if isinstance(one, torch.Tensor) and one.requires_grad:
             (expected,) = torch.autograd.grad(one.sum(), u, retain_graph=True)
