@@ -10,15 +10,13 @@ from torch import Generator, Tensor
 from ebflow_plugin.linalg.random import at_least, gaussian_like, rows_in_chunks, shown, uniform_like
 from ebflow_plugin.log_z.estimate import Estimate, log_mean_exp
 from ebflow_plugin.log_z.importance import Energy, finite_weights, supported_weights
-from ebflow_plugin.log_z.pareto import too_narrow
+from ebflow_plugin.log_z.pareto import NARROW, too_narrow
 from ebflow_plugin.log_z.proposals import Gaussian, standard_log_prob
 from ebflow_plugin.plan.inputs import positive
 
 __all__ = ["annealed"]
 
 Shape = tuple[int, ...]
-
-NARROW = "found the model wider than its draws reach"
 
 
 def annealed(

@@ -11,7 +11,7 @@ from torch import Generator, Tensor
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.linalg.random import at_least, rows_in_chunks, shown
 from ebflow_plugin.log_z.estimate import Estimate, log_mean_exp
-from ebflow_plugin.log_z.pareto import too_narrow
+from ebflow_plugin.log_z.pareto import NARROW, too_narrow
 from ebflow_plugin.log_z.proposals import Gaussian, Proposal, draw_from
 
 __all__ = ["Energy", "finite_weights", "importance", "supported_weights"]
@@ -20,7 +20,6 @@ Energy = Callable[[Tensor], Tensor]
 Shape = tuple[int, ...]
 
 KEPT = 2**24  # the largest number of elements of the draws to test for their width
-NARROW = "found the model wider than its draws reach"
 
 
 @torch.no_grad()

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from ebflow_plugin.linalg.random import over_rows, rows_in_chunks
 
-__all__ = ["largest_believable_k", "pareto_k", "too_narrow"]
+__all__ = ["NARROW", "largest_believable_k", "pareto_k", "too_narrow"]
 
 FEWEST = 5  # the smallest number of tail weights to fit a shape to
 ENOUGH = 50  # the smallest number of draws for a standard error
+NARROW = "found the model wider than its draws reach"  # why an estimate is not reliable
 STRETCH = 1.5  # the ratio of a wide enough Gaussian has a small variance here (0.2), and a too narrow one shows
 SIGNIFICANT = 3.5  # standard errors of both halves together; about 1 in 200 false alarms (measured)
 LARGEST = 2000  # the largest dimension: its D x D matrix of gradients is decomposed in a second

@@ -14,6 +14,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from ebflow_plugin.errors import InputError, UnknownNameError, UnseenParameterWarning, suggest
+from ebflow_plugin.linalg.random import check_generator
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.plan.inputs import is_number, one_of
 
@@ -88,7 +89,8 @@ class Objective(nn.Module, ABC):
             raise InputError(f"energy_weight must be a finite number, at least 0, got {energy_weight!r}")
         self.model = model
         self.training = model.training
-        self.generator = _generator(generator)
+        check_generator(generator)
+        self.generator = generator
         self.energy_weight = float(energy_weight)
         self.reduction = one_of("reduction", reduction, REDUCTIONS)
 
@@ -244,8 +246,9 @@ class WeightedSum(Objective):
 
     @generator.setter
     def generator(self, generator: Generator | None) -> None:
+        check_generator(generator)
         for term in self._parts():
-            term.generator = _generator(generator)
+            term.generator = generator
 
     def _parts(self) -> list[Objective]:
         return list(self.terms)  # type: ignore[arg-type]
@@ -350,12 +353,6 @@ def _loss(term: Objective, x: Tensor, context: Tensor | None, seen: bool) -> Ten
 def _usable(tensor: Tensor) -> Tensor:
     """The tensor itself, or a copy of an inference tensor, which cannot be part of a graph."""
     return tensor.clone() if tensor.is_inference() else tensor
-
-
-def _generator(generator: object) -> Generator | None:
-    if generator is not None and not isinstance(generator, Generator):
-        raise InputError(f"generator must be a torch.Generator or None, got {generator!r}")
-    return generator
 
 
 def _listed(terms: object) -> list[tuple[float, Objective]]:
