@@ -176,10 +176,10 @@ def coupling(
     if inside is None:
         return None
     if appended:
-        first, *rest = inside
-        if first.weight is None:
+        weight = inside[0].weight if inside else None
+        if weight is None:
             return None  # only a linear layer can separate the context from the features
-        inside = [linear(first.weight, first.bias, conditioned=True), *rest]
+        inside = [linear(weight, inside[0].bias, conditioned=True), *inside[1:]]
     return split(halves), *as_one(inside, network), merge
 
 

@@ -135,3 +135,10 @@ def test_no_rows(library):
     assert [one.shape for one in (*found.slopes, *found.curvatures)] == [(0,)] * 4
     assert found.gradient.shape == (0, 4)
     found.curvatures[0].sum().backward()
+
+
+def test_a_network_without_layers_is_left_to_autograd_where_a_context_is_appended():
+    merge = couplings.shifted(couplings.PAIR, 1.0)
+    assert couplings.coupling(couplings.PAIR, nn.Identity(), merge, appended=True) is None
+    assert couplings.coupling(couplings.PAIR, nn.Sequential(), merge, appended=True) is None
+    assert couplings.coupling(couplings.PAIR, nn.Linear(2, 2), merge, appended=True) is not None
