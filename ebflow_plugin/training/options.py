@@ -23,10 +23,11 @@ from ebflow_plugin.plan.inputs import flag, is_number, one_of, path_of, positive
 from ebflow_plugin.plan.preprocessing import Dequantize
 from ebflow_plugin.training.batches import Batches, LoaderBatches
 
-__all__ = ["Pace", "Settings", "average", "check_batch", "optimizer_of", "scalar_objective", "scheduler_of"]
+__all__ = ["Pace", "Settings", "average", "check_batch", "fusible", "optimizer_of", "scalar_objective", "scheduler_of"]
 
 EVALUATIONS = 20  # the default number of evaluations in a run
 AT_LEAST_EVERY = 1000
+KERNELS = ("fused", "foreach")  # options of optimizers that say how to compute, and not what
 FEWEST = 3  # the smallest default number of evaluations, however many rows they process
 
 
@@ -129,8 +130,8 @@ class Settings:
         self, objective: Objective, optimizer: Optimizer, scheduler: LRScheduler | None, ema: EMA | None
     ) -> dict[str, str]:
         """The facts, as text, that a run should share with the checkpoint from which it resumes."""
-        options = sorted(optimizer.defaults.items())
-        words = "; ".join(f"{name}={value}" for name, value in options if value is not None)
+        options = {name: value for name, value in sorted(optimizer.defaults.items()) if name not in KERNELS}
+        words = "; ".join(f"{name}={value}" for name, value in options.items() if value is not None)
         groups = "+".join(str(len(group["params"])) for group in optimizer.param_groups)
         state = objective.model.state_dict().items()
         numbers = f"clip_norm={self.clip_norm}, conditioning={self.conditioning}"
@@ -186,7 +187,7 @@ def optimizer_of(
     if not parameters:
         raise InputError("the model has no parameters that require a gradient: there is nothing to train")
     if optimizer is None:
-        return Adam(parameters, lr=1e-3)
+        return Adam(parameters, lr=1e-3, fused=fusible(parameters))
     built = optimizer if isinstance(optimizer, Optimizer) else None
     if built is None:
         if not callable(optimizer):
@@ -216,6 +217,21 @@ def optimizer_of(
             "optimizer.step(closure)."
         )
     return built
+
+
+def fusible(parameters: Iterable[Tensor]) -> bool | None:
+    """The ``fused`` of Adam and AdamW: True on the CPU, where it is 3 to 8 times as fast, else None, torch's choice.
+
+    There it reads a gradient in the memory order of its parameter without a look at its strides. Autograd gives
+    gradients that order, but only where a parameter has no gaps in memory: it is None for those that are not
+    contiguous. On other devices the fused one refuses some gradients.
+
+    Example:
+        >>> import torch
+        >>> fusible([torch.ones(2, 3)]), fusible([torch.ones(2, 3), torch.ones(2, 6)[:, ::2]])
+        (True, None)
+    """
+    return True if all(each.device.type == "cpu" and each.is_contiguous() for each in parameters) else None
 
 
 def _some(names: list[str]) -> str:

@@ -77,6 +77,12 @@ class Panel:
         """As matplotlib wants it."""
         return self.low[0], self.high[0], self.low[1], self.high[1]
 
+    @property
+    def area(self) -> float:
+        """How large it is, in the units of the data."""
+        left, right, below, above = self.extent
+        return (right - left) * (above - below)
+
 
 @dataclass(frozen=True)
 class Curve:

@@ -21,6 +21,7 @@ from ebflow_examples.streams import stream
 from ebflow_examples.targets import Target
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.plan.inputs import positive
+from ebflow_plugin.training.options import fusible
 
 __all__ = ["OBJECTIVES", "Cost", "Profile", "batch_for", "measure", "profile"]
 
@@ -255,7 +256,8 @@ def _make_step(name: str, model: ebf.EBFlow, batch: Tensor, context: Tensor | No
     name, _, log_det = name.partition(" ")
     options = {"log_det": log_det} if log_det else {}
     objective = ebf.make_objective(name, model, generator=stream(0, "noise", device=batch.device), **options)
-    optimiser = torch.optim.Adam([p for p in objective.parameters() if p.requires_grad], lr=0.0)
+    trained = [p for p in objective.parameters() if p.requires_grad]
+    optimiser = torch.optim.Adam(trained, lr=0.0, fused=fusible(trained))
 
     def step() -> None:
         optimiser.zero_grad()

@@ -37,6 +37,7 @@ from ebflow_examples.runs import (
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.layers import FullConv2d, FullLinear
 from ebflow_plugin.training.checkpoints import atomic_write
+from ebflow_plugin.training.options import fusible
 
 __all__ = ["configuration", "first_process", "fit_options", "free_folder", "optimizer_for", "report", "train"]
 
@@ -258,7 +259,8 @@ def optimizer_for(run: Run) -> Callable[[list[nn.Parameter]], optim.Optimizer]:
             {"params": [each for each in parameters if id(each) not in decaying], "weight_decay": 0.0},
             {"params": [each for each in parameters if id(each) in decaying], "weight_decay": config.weight_decay},
         ]
-        return OPTIMISERS[config.optimizer]([group for group in groups if group["params"]], lr=config.lr)
+        fused = {} if config.optimizer == "rmsprop" else {"fused": fusible(parameters)}
+        return OPTIMISERS[config.optimizer]([group for group in groups if group["params"]], lr=config.lr, **fused)
 
     return optimizer
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import ebflow_plugin as ebf
 from ebflow_examples.bench import plain
 from ebflow_nflows import SmoothLeakyReLU
+from ebflow_plugin.training.options import fusible
 
 __all__ = ["ALPHA", "BATCH", "DIM", "naive_fc", "objective", "plain_loss", "quiet", "training_step"]
 
@@ -49,7 +50,7 @@ def naive_fc(dim: int) -> Any:
 
 def training_step(module: nn.Module, loss: Callable[..., Tensor], *inputs: Tensor) -> Callable[[], None]:
     """A whole step of training: loss, backward, Adam. The rate is so small that the weights stay where they are."""
-    optimizer = torch.optim.Adam(module.parameters(), lr=1e-7, foreach=True)
+    optimizer = torch.optim.Adam(module.parameters(), lr=1e-7, fused=fusible(module.parameters()))
 
     def step() -> None:
         loss(*inputs).backward()

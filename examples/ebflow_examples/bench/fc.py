@@ -31,5 +31,5 @@ def fc(settings: Settings) -> Iterator[Table]:
         "fc",
         f"training step of the paper's fc model, D = {DIM}, batch {BATCH}",
         rows,
-        "Loss, backward and Adam (foreach); plain is hand-written torch with autograd's double backward.",
+        "Loss, backward and Adam (fused on the CPU); plain is hand-written torch with autograd's double backward.",
     )

@@ -17,6 +17,7 @@ from ebflow_examples.bench.contenders import ALPHA, BATCH, DIM, objective, plain
 from ebflow_examples.bench.results import Settings, Table
 from ebflow_examples.bench.timing import estimate
 from ebflow_examples.models import build
+from ebflow_plugin.training.options import fusible
 
 __all__ = ["limit"]
 
@@ -33,7 +34,8 @@ def limit(settings: Settings) -> Iterator[Table]:
     for name in ("SSM", "DSM", "FDSSM"):
         steps[f"plain {name}"] = training_step(by_hand, plain_loss(name, by_hand), x)
     operations = {name: count(step) for name, step in steps.items()}
-    adam = torch.optim.Adam([nn.Parameter(torch.ones_like(p)) for p in model.parameters()], lr=1e-7, foreach=True)
+    weights = [nn.Parameter(torch.ones_like(p)) for p in model.parameters()]
+    adam = torch.optim.Adam(weights, lr=1e-7, fused=fusible(weights))
     for parameter in adam.param_groups[0]["params"]:
         parameter.grad = torch.ones_like(parameter)
     times = settings.time(

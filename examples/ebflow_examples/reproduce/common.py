@@ -19,7 +19,7 @@ from ebflow_examples.console import note
 from ebflow_examples.training import versions
 from ebflow_plugin.errors import InputError, SingularError, TrainingError
 
-__all__ = ["MARGIN", "START", "Cell", "Experiment", "Found", "Options", "kept_cells", "run", "workplace"]
+__all__ = ["MARGIN", "START", "Cell", "Experiment", "Found", "Options", "judgement", "kept_cells", "run", "workplace"]
 
 TRAINING = 0.75  # of the budget; the rest is for data, evaluations, calibrations and pictures
 QUICK_SECONDS = 0.2
@@ -75,7 +75,7 @@ class Cell:
         always: Whether it is needed whatever cells are asked for.
         part: How long it trains, as a part of what others do.
         best_of: The names of cells that tried learning rates: it takes the rate of the one with the lowest
-            ``validation_nll``, as its setting ``lr``.
+            ``validation_nll``, or whatever result they name as their ``judge``, as its setting ``lr``.
     """
 
     what: str
@@ -185,9 +185,15 @@ def _tried(cell: Cell, found: Mapping[str, Found]) -> list[Found]:
     return [found[name] for name in cell.best_of if name in found and not found[name].failed]
 
 
+def judgement(found: Found) -> float:
+    """What a learning rate led to on validation data: the lowest is the best."""
+    value: float = found.result[found.result.get("judge", "validation_nll")]
+    return value
+
+
 def _at_best_rate(cell: Cell, found: Mapping[str, Found]) -> Cell:
-    """A cell at the learning rate with which validation data were most likely."""
-    best = min(_tried(cell, found), key=lambda each: each.result["validation_nll"])
+    """A cell at the learning rate that validation data like best."""
+    best = min(_tried(cell, found), key=judgement)
     return replace(cell, settings={**cell.settings, "lr": best["lr"]})
 
 

@@ -79,6 +79,7 @@ class Searching(Counted):
     def __init__(self):
         super().__init__()
         self.nlls = {1e-4: 3.0, 1e-3: 1.0, 1e-2: 2.0}
+        self.more = {}
 
     def cells(self, options):
         tries = [Cell("counted", f"dsm-rate{rate:f}", {"seed": 0, "lr": rate}, part=0.25) for rate in self.nlls]
@@ -87,7 +88,7 @@ class Searching(Counted):
 
     def compute(self, cell, folder, data_root):
         super().compute(cell, folder, data_root)
-        return {"validation_nll": self.nlls[cell.settings["lr"]]}
+        return {"validation_nll": self.nlls[cell.settings["lr"]], **self.more.get(cell.settings["lr"], {})}
 
 
 def test_a_cell_takes_the_best_rate_of_those_that_were_tried(tmp_path):
@@ -105,6 +106,12 @@ def test_a_cell_takes_the_best_rate_of_those_that_were_tried(tmp_path):
     assert common.run(replace(options, fresh=True), searching)[-1]["lr"] == 1e-3
     searching.fails = tuple(f"dsm-rate{rate:f}" for rate in searching.nlls)
     assert "failed at every rate" in common.run(replace(options, fresh=True), searching)[-1].failed
+
+
+def test_a_search_can_name_its_judge(tmp_path):
+    searching = Searching()
+    searching.more = {rate: {"judge": "fisher", "fisher": 1 / rate} for rate in searching.nlls}
+    assert common.run(Options("counted", budget=7 / 3, out=tmp_path), searching)[-1]["lr"] == 1e-2
 
 
 def test_only_some_cells(counted, tmp_path):

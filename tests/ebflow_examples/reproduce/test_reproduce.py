@@ -86,7 +86,7 @@ def test_the_results_are_put_together_in_the_order_of_the_paper(out):
 def test_the_tables_have_their_cells(out):
     plane = content(out, "table1")["rows"]
     assert {(row["loss"], row["metric"]) for row in plane} == {
-        (loss, metric) for loss in FIVE for metric in ("fisher", "kl", "nll")
+        (loss, metric) for loss in FIVE for metric in ("fisher", "kl", "nll", "mass")
     }
     images = content(out, "table2")["rows"]
     assert {(row["way"], row["loss"]) for row in images} == {
@@ -120,7 +120,22 @@ def test_divergences_are_those_of_the_truth(out):
             assert result["nll"] == pytest.approx(result["entropy"] + result["kl"])
             assert result["kl"] > 0
             assert result["fisher"] > 0
+            assert 0 < result["mass"] < 1.5  # of a grid of 12 x 12 points
             assert result["entropy"] == pytest.approx(4.1394, abs=1e-4)
+
+
+def test_score_matching_has_the_rate_with_the_smallest_fisher_divergence(out):
+    cells = {cell["cell"]["name"]: cell for cell in content(out, "table1")["cells"]}
+    for loss in FIVE:
+        judge = "validation_nll" if loss in ("ml", "sml") else "validation_fisher"
+        tried = {
+            each["cell"]["settings"]["lr"]: each["result"][judge]
+            for name, each in cells.items()
+            if name.startswith(f"swirl-{loss}-rate")
+        }
+        assert len(tried) == 2
+        assert cells[f"swirl-{loss}-seed0"]["result"]["recipe"]["lr"] == min(tried, key=tried.get)
+        assert f"{min(tried.values()):.3f}" in (out / "table1.md").read_text()
 
 
 def test_importance_sampling_is_worse_than_lanczos_and_of_the_size_of_the_papers(out):

@@ -163,6 +163,12 @@ def other_rate(tmp_path):
     run(tmp_path, make_data(50), optimizer=lambda p: torch.optim.Adam(p, lr=0.25))
 
 
+@pytest.mark.parametrize("kernel", [{}, {"fused": True}, {"foreach": True}])
+def test_a_run_resumes_with_another_kernel_of_its_optimizer(tmp_path, kernel):
+    run(tmp_path, make_data(50), steps=3, optimizer=lambda p: torch.optim.Adam(p, lr=1e-3, **kernel))
+    assert run(tmp_path, make_data(50), steps=6)[0].steps == 6
+
+
 def other_ema(tmp_path):
     run(tmp_path, make_data(50), ema=None)
 

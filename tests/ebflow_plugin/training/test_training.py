@@ -58,6 +58,25 @@ def test_a_run_is_the_plain_loop():
     torch.testing.assert_close(weights(model), weights(twin), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "with gaps"])
+def test_the_default_optimizer_is_adam_whatever_the_layout_of_weights(layout):
+    """torch's fused Adam on the CPU takes no notice of strides that differ between a weight and its gradient."""
+
+    def model():
+        made = make_model(actnorm=False, dtype=torch.float64)
+        for module in made.flow.modules():
+            if isinstance(module, FullLinear) and layout != "contiguous":
+                weight, wide = module.weight.detach(), torch.zeros(4, 8, dtype=torch.float64)
+                moved = weight.mT.contiguous().mT if layout == "transposed" else wide[:, ::2].copy_(weight)
+                module.weight = nn.Parameter(moved)
+        return ebf.wrap(made.flow)
+
+    fitted, twin, x = model(), model(), make_data(40, dtype=torch.float64)
+    fit(ML(fitted), x, steps=5, batch_size=40, **QUIET)
+    fit(ML(twin), x, steps=5, batch_size=40, optimizer=lambda p: torch.optim.Adam(p, 1e-3, fused=False), **QUIET)
+    torch.testing.assert_close(weights(fitted), weights(twin), rtol=1e-9, atol=1e-12)
+
+
 def evaluated_at(steps, rows, validation, **options):
     result = fit(ML(make_model()), make_data(rows), steps=steps, validation=make_data(validation), **QUIET, **options)
     return [record["step"] for record in result.history]
