@@ -57,7 +57,7 @@ class EBFlow(EnergyModel):
         self._whole = [] if whole is None else [whole]
         self._cores: list[EBFlow] = []
         self._last: Walked | None = None
-        self._kept: Normalizer | None = None
+        self._kept: tuple[Normalizer, ...] = ()
         if whole is None:
             self._last = walk(found, options, self.calibration, self._calibrating)
         self.register_load_state_dict_post_hook(_move_calibration)
@@ -122,10 +122,12 @@ class EBFlow(EnergyModel):
 
     def normalizer(self, plan: Plan) -> Normalizer:
         """The cache of log Z for a plan of this model."""
-        kept = self._kept
-        if kept is None or kept.plan is not plan:
-            kept = self._kept = Normalizer(plan)
-        return kept
+        for kept in self._kept:
+            if kept.plan is plan:
+                return kept
+        made = Normalizer(plan)
+        self._kept = (made, *self._kept[:1])  # two: the plan of the data, and that of the matched variable
+        return made
 
     def _calibrating(self, bare: Plan) -> tuple[CalibrationStep, ...]:
         """The step of the calibration, after those of the flow, if the model is calibrated."""
@@ -426,7 +428,7 @@ class EBFlow(EnergyModel):
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out caches that refer to the flow's modules: a copy builds its own."""
         self.adapter.release(self.flow)
-        return {**self.__dict__, "_last": None, "_kept": None, "_cores": []}
+        return {**self.__dict__, "_last": None, "_kept": (), "_cores": []}
 
 
 def _move_calibration(model: nn.Module, keys: Any) -> None:

@@ -194,7 +194,7 @@ def denoise(
         context: The context of the model, with ``B`` rows.
         space: Where the noise is: in the ``"matched"`` variable after the model's preprocessing, where DSM adds it, or
             in the ``"data"``. Without preprocessing both are the same.
-        batch_size: The largest number of rows at a time.
+        batch_size: The largest number of rows whose score is computed at a time.
 
     Example:
         >>> import ebflow_plugin as ebf

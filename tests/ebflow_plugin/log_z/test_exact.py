@@ -4,6 +4,8 @@ from nflows import distributions, flows, transforms
 from torch import nn
 
 import ebflow_plugin as ebf
+from ebflow_plugin.objectives.evaluation import LikelihoodSum
+from ebflow_plugin.plan.plan import Plan
 
 D = 5
 
@@ -158,3 +160,19 @@ def test_the_shape_matters():
         model = ebf.wrap(flow)
         assert model.log_z() == -18.0
         assert model.log_z((2, 1, 1)) == -2.0
+
+
+def test_log_prob_and_evaluations_keep_their_own_log_z(monkeypatch):
+    """With preprocessing they are of two plans, which take turns in a training loop."""
+    model = ebf.wrap(make_flow(), preprocess=[ebf.Logit()])
+    x = torch.rand(6, D, dtype=torch.float64)
+    computed = []
+    whole = Plan.log_z
+    monkeypatch.setattr(Plan, "log_z", lambda *inputs: (computed.append(1), whole(*inputs))[1])
+    for _ in range(3):
+        with torch.no_grad():
+            expected = -float(model.log_prob(x).mean())
+        total = LikelihoodSum(model)
+        total.add(x, None)
+        assert total.mean().nll == pytest.approx(expected)
+    assert len(computed) == 2
