@@ -49,8 +49,9 @@ class Objective(nn.Module, ABC):
         generator: The source of all randomness, including the noise of a ``Dequantize``: the same seed returns the
             same value. It may live on the CPU while the model does not. By default the global generator of the
             model's device.
-        energy_weight: Adds :math:`\lambda\,\mathbb{E}[E(x)]`, the paper's regulariser (0.001 for its CIFAR-10 and
-            CelebA models).
+        energy_weight: Adds :math:`\lambda\,\mathbb{E}[E(x)]`, the paper's regulariser. Losses here are sums over all
+            dimensions; in the authors' code the term is added once for each pixel, so that their 0.001 (CIFAR-10,
+            CelebA) and 0.1 (Glow on MNIST) are :math:`\lambda H W` here: 1.0 for 32 x 32 pixels, and 78.4 for 28 x 28.
         reduction: ``"mean"`` for a scalar, ``"none"`` for one value per sample, with shape ``(B,)``.
 
     Example:
