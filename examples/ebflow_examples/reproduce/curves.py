@@ -100,7 +100,7 @@ def seed_curves(
         low, high = min(heights), float(np.quantile(heights, WIDEST))
         room = 0.08 * max(high - low, 1e-6)
         axes.set_ylim(low - room, high + room)
-    axes.legend(loc="best", labelcolor="linecolor", fontsize=8)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), labelcolor="linecolor", fontsize=8)  # hides no line
     axes.grid(axis="y", color=plots.COLOURS["grid"], linewidth=0.6)
     axes.set_axisbelow(True)
     axes.set(title=title, xlabel=x, ylabel=y)

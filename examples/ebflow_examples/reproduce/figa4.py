@@ -73,7 +73,7 @@ def report(options: Options, found: Sequence[Found], path: Path) -> Report:
         lines.append([KINDS[kind][0], nll.text(3), f"{steps.value:.0f}"])
         rows.append({"linear": kind, "nll": nll, "steps": steps})
     curves = {KINDS[kind][0]: (KINDS[kind][1], [each.result["curve"] for each in groups[kind,]]) for kind in kinds}
-    with plots.figure(path, 6.0, 3.8) as figure:
+    with plots.figure(path, 7.4, 3.8) as figure:
         title = f"{DATA}: NLL of validation data by linear layer"
         seed_curves(figure.subplots(), curves, title, "seconds of training, one core", "nats", digits=2)
     entropy = column([each for each in found if not each.failed], "entropy").value

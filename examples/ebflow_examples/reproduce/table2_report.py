@@ -193,7 +193,7 @@ def draw(options: Options, found: Sequence[Found], path: Path) -> None:
     groups = grouped(found, "model", "way", "loss")
     models = [model for model in MODELS if any(key[0] == model for key in groups)]
     ways = [way for way in WAYS if any(key[1] == way for key in groups)]
-    with plots.figure(path, 5.2 * max(1, len(ways)), 3.6 * max(1, len(models))) as figure:
+    with plots.figure(path, 6.6 * max(1, len(ways)), 3.6 * max(1, len(models))) as figure:
         axes = figure.subplots(max(1, len(models)), max(1, len(ways)), squeeze=False)
         for line, model in zip(axes, models, strict=False):
             for place, way in zip(line, ways, strict=False):

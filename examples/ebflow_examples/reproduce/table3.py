@@ -103,7 +103,7 @@ def table_of(options: Options, model: str, groups: Groups) -> tuple[Grid, list[d
 
 def draw(options: Options, models: Sequence[str], groups: Groups, path: Path) -> None:
     """The norm of the gradient of SSM with and without MaP, beside each other for the models."""
-    with plots.figure(path, 5.2 * len(models), 3.6) as figure:
+    with plots.figure(path, 6.6 * len(models), 3.6) as figure:
         for axes, model in zip(figure.subplots(1, len(models), squeeze=False)[0], models, strict=True):
             norms = {
                 f"{'with' if after else 'without'} MaP": (
