@@ -224,14 +224,15 @@ def fusible(parameters: Iterable[Tensor]) -> bool | None:
 
     There it reads a gradient in the memory order of its parameter without a look at its strides. Autograd gives
     gradients that order, but only where a parameter has no gaps in memory: it is None for those that are not
-    contiguous. On other devices the fused one refuses some gradients.
+    contiguous. It knows no complex numbers, and on other devices it refuses some gradients.
 
     Example:
         >>> import torch
         >>> fusible([torch.ones(2, 3)]), fusible([torch.ones(2, 3), torch.ones(2, 6)[:, ::2]])
         (True, None)
     """
-    return True if all(each.device.type == "cpu" and each.is_contiguous() for each in parameters) else None
+    plain = (each.device.type == "cpu" and each.is_contiguous() and each.is_floating_point() for each in parameters)
+    return True if all(plain) else None
 
 
 def _some(names: list[str]) -> str:
