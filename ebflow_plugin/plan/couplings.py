@@ -184,8 +184,9 @@ def coupling(
 
 
 def inside_of(network: Any, conditional: bool) -> list[Operation] | None:
-    """The operations of a network, or None if it is opaque."""
-    inside = None if transformed() else followed(follow(network))
+    """The operations of a network, or None if it is opaque, or takes no context where the library passes one."""
+    refuses = conditional and type(network).__module__.startswith("torch.nn.")  # its forward has a single input
+    inside = None if refuses or transformed() else followed(follow(network))
     return inside if conditional or inside is None else [without_context(each) for each in inside]
 
 

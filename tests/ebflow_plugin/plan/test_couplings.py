@@ -142,3 +142,16 @@ def test_a_network_without_layers_is_left_to_autograd_where_a_context_is_appende
     assert couplings.coupling(couplings.PAIR, nn.Identity(), merge, appended=True) is None
     assert couplings.coupling(couplings.PAIR, nn.Sequential(), merge, appended=True) is None
     assert couplings.coupling(couplings.PAIR, nn.Linear(2, 2), merge, appended=True) is not None
+
+
+def test_a_network_that_the_library_cannot_call_is_not_called_by_ssm():
+    """nflows passes two inputs to a network: what trains must also have a density."""
+
+    def network(features, outputs):
+        return nn.Sequential(nn.Linear(features, 8), nn.SiLU(), nn.Linear(8, outputs))
+
+    coupling = transforms.AffineCouplingTransform(torch.tensor([1, 0, 1, 0]), network)
+    model = ebf.wrap(flows.Flow(coupling, distributions.StandardNormal([4])))
+    for call in (model.log_prob, model.score, SSM(model)):
+        with pytest.raises(TypeError, match="takes 2 positional arguments but 3 were given"):
+            call(torch.randn(5, 4))
