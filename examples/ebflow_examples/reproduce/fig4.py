@@ -34,7 +34,7 @@ SAVES = 20  # checkpoints of a run: a stop loses a twentieth of it
 # Each objective's stages: what of the recipe is its own, and its share of the time.
 STAGES: dict[str, list[tuple[dict[str, Any], float]]] = {
     "ml": [({"loss": "ml", "lr": 1e-3}, 1.0)],
-    "dsm": [({"loss": "dsm", "sigma": 0.1, "lr": 1e-3}, 1.0)],
+    "dsm": [({"loss": "dsm", "sigma": 0.1, "lr": 3e-4}, 1.0)],
 }
 ENERGY = 0.1  # the weight of the mean energy, for each pixel, in score matching
 WORDS = {"ml": "likelihood", "dsm": "DSM"}
@@ -172,8 +172,8 @@ def _notes(found: Sequence[Found]) -> list[str]:
                     for blocks, width in sizes)  # fmt: skip
     return [
         built + "ActNorm, 1 x 1 convolution, affine coupling with log-scales within ±2; half of the channels are split "
-        "off between the levels with a normal prior given the other half. Margin 1e-6; Adam at 1e-3 with a cosine; DSM "
-        f"has the authors' σ = 0.1, and the mean energy with their weight, {ENERGY:g} for each pixel; averaged "
+        "off between the levels with a normal prior given the other half. Margin 1e-6; Adam with a cosine, 1e-3 "
+        f"for likelihood, 3e-4 for DSM, which has the authors' σ = 0.1, and the mean energy with their weight, {ENERGY:g} for each pixel; averaged "
         f"weights, calibrated by {CALIBRATION:,} training images; NLL of {TEST:,} test images. Samples by the inverse. "
         "The paper trains 80 epochs on a GPU.",
     ]
