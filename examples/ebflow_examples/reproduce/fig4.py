@@ -173,7 +173,7 @@ def _notes(found: Sequence[Found]) -> list[str]:
     return [
         built + "ActNorm, 1 x 1 convolution, affine coupling with log-scales within ±2; half of the channels are split "
         "off between the levels with a normal prior given the other half. Margin 1e-6; Adam with a cosine, 1e-3 "
-        f"for likelihood, 3e-4 for DSM, which has the authors' σ = 0.1, and the mean energy with their weight, {ENERGY:g} for each pixel; averaged "
-        f"weights, calibrated by {CALIBRATION:,} training images; NLL of {TEST:,} test images. Samples by the inverse. "
-        "The paper trains 80 epochs on a GPU.",
+        "for likelihood, 3e-4 for DSM, which has the authors' σ = 0.1, and the mean energy with their weight, "
+        f"{ENERGY:g} for each pixel; averaged weights, calibrated by {CALIBRATION:,} training images; NLL of "
+        f"{TEST:,} test images. Samples by the inverse. The paper trains 80 epochs on a GPU.",
     ]
