@@ -156,6 +156,7 @@ def report(options: Options, found: Sequence[Found], path: Path) -> Report:
     """Fisher and KL divergence and NLL beside the paper's; densities of the first seed."""
     runs = [each for each in found if each["loss"] != TRUE and not each["search"]]
     groups = grouped(runs, "data", "loss")
+    failed = {(each["data"], each["loss"]) for each in runs if each.failed}
     losses = [loss for loss in LOSSES if any(key[1] == loss for key in groups)]
     names = [data for data in PLANE if any(key[0] == data for key in groups)]
     lines, rows = [], []
@@ -166,7 +167,8 @@ def report(options: Options, found: Sequence[Found], path: Path) -> Report:
                 group = groups.get((data, loss))
                 theirs = paper.PLANE[data].get(PAPERS.get(metric, ""), {}).get(loss)
                 ours = None if group is None else column(group, metric)
-                line.append("" if ours is None else beside(ours.text(3), theirs))
+                missing = "failed" if (data, loss) in failed else ""
+                line.append(missing if ours is None else beside(ours.text(3), theirs))
                 rows.append({"data": data, "loss": loss, "metric": metric, "ours": ours, "paper": theirs})
             lines.append(line)
     pictures = [path] if _draw(options, found, losses, path) else []
