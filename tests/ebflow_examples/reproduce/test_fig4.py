@@ -70,3 +70,13 @@ def test_processor_time_settles_the_number_of_steps(tmp_path):
     assert int((tmp_path / "steps.txt").read_text()) == result.steps
     assert 2 <= result.steps <= 20
     assert taken > 0
+
+
+def test_what_is_drawn_from_are_the_weights_with_the_best_nll(tmp_path):
+    (cell, _) = quick_cells("fig4", fig4)
+    run = settle(build(fig4.recipe(cell, None)))
+    wild = replace(run, config=run.config.updated({"lr": 0.3}))
+    (tmp_path / "steps.txt").write_text("6\n")
+    result, _ = fig4._train(wild, 1.0, tmp_path, 20)
+    assert result.best_step < 6
+    assert all(torch.equal(value, result.best_state[name]) for name, value in run.model.state_dict().items())
