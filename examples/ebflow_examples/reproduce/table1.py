@@ -231,6 +231,7 @@ def _draw(options: Options, found: Sequence[Found], losses: Sequence[str], path:
         for each in found
         if each["seed"] == 0 and not (each.failed or each["search"])
     }
+    failed = {(each["data"], each["loss"]) for each in found if each.failed and not each["search"]}
     names = [data for data in PLANE if (data, TRUE) in first]
     if not names:
         return False
@@ -246,6 +247,7 @@ def _draw(options: Options, found: Sequence[Found], losses: Sequence[str], path:
                 each = first.get((data, loss))
                 if each is None:
                     place.set_axis_off()
+                    place.set_title(f"{loss.upper()}, failed" if (data, loss) in failed else "")
                     continue
                 values = torch.from_numpy(np.load(options.folder / f"{each.cell.name}.npy"))
                 top = float(values.max()) if top is None else top
