@@ -21,7 +21,7 @@ from ebflow_plugin.plan.step import LinearStep, Shape, Shapes
 __all__ = ["ML", "SML", "RelativeML"]
 
 TOLERANCE = 0.01
-ITERATIONS = 50
+ITERATIONS = 100
 
 
 class ML(Objective):
@@ -58,10 +58,8 @@ class ML(Objective):
     Arguments:
         model: A wrapped flow (:func:`~ebflow_plugin.wrap`).
         log_det: ``"exact"``, ``"stochastic"``, ``"relative"`` or ``"auto"``.
-        probes: The number of vectors v for each estimated layer. By default it is chosen for each layer separately:
-            enough to keep the variance of the estimate below half of that of the batch, as long as the solves need at
-            most half of the products that the batch needs. It is chosen on the first three batches, and again after
-            15, 30, 60, 120 and every 200.
+        probes: The number of vectors v for each estimated layer. By default it is chosen for each layer and step, to
+            minimise the variance of the gradient times the cost of the step.
         tolerance: The relative residual of the solves.
         iterations: The largest number of products per solve.
         common: ``generator``, ``energy_weight`` and ``reduction`` of :class:`Objective`.

@@ -7,6 +7,16 @@ For a layer with the matrix W and an approximate inverse M of it (:mod:`ebflow_p
 
 The first term has a closed form, the second is estimated. It is small where M is accurate: away from the edges of an
 image for the circular version of a convolution, everywhere for a layer that is nearly orthogonal.
+
+The number P of probes is the one that minimises the variance of the gradient times the cost of a step,
+
+.. math:: \left(V_b + \frac{V_p}{P}\right) (C_b + P\, C_p) \to \min, \qquad
+          P = \sqrt{\frac{V_p}{V_b} \cdot \frac{C_b}{C_p}},
+
+with the variances of the batch and of one probe, and the products with the layer that the batch and a probe need; but
+the probes may cost no more than the batch, as long as four of them are left. :math:`V_p` can grow a hundredfold in one
+step, so it is followed in every step: it is proportional to :math:`\|s - M v\|^2`, and the factor, like :math:`V_b`, is
+measured from time to time.
 """
 
 from __future__ import annotations
@@ -14,7 +24,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -29,13 +39,11 @@ from ebflow_plugin.plan.step import LinearStep, Shapes
 
 __all__ = ["LogDetEstimator"]
 
-LOOKS = 3  # batches over which the noise is measured before the number of probes is chosen
-# When to choose again: the noise of a layer grows as it moves away from its start, and quickly at first.
-LOOK_AGAIN_AT, LOOK_AGAIN_EVERY = (15, 30, 60, 120), 200
-FIRST_PROBES = 4  # the number of probes while the noise is measured
+# The noise is measured in the steps before MEASURED_FIRST, in those whose number is a power of two, and in every 256th.
+MEASURED_FIRST, MEASURED_EVERY = 4, 256
+FIRST_PROBES = 4  # the number of probes before the noise is known, and the least where it is measured
 MOST_PROBES = 64
-NOISE_SHARE = 0.5  # the variance that the probes may add, as a share of that of the batch
-COST_SHARE = 0.5  # the products that the solves may need, as a share of the batch's forward and backward passes
+BATCH_PRODUCTS = 3  # that a row of the batch needs: forward, backward to the input, backward to the weight
 
 
 @dataclass
@@ -44,10 +52,11 @@ class Account:
 
     Attributes:
         calls: The number of estimates so far.
-        probes: The number of probes; None until it is chosen.
-        probe_noise: The variance of the gradient of one probe, summed over the measured batches.
-        batch_noise: The variance of the gradient of the batch, summed over the measured batches.
-        looks: The number of measured batches.
+        noise_factor: The variance of the gradient of one probe over the squared norm of its remainder; None before the
+            first measurement.
+        batch_noise: The variance of the gradient of the batch; None before the first measurement.
+        remainder: The squared norm of the remainders of the last solve, the mean of all probes.
+        probes: The number of probes of the last solve.
         exact: The number of steps whose solve did not converge, and which used the exact log-det.
         iterations: The iterations of the last solve.
         residual: The residual of the last solve, the largest of all probes.
@@ -55,14 +64,38 @@ class Account:
     """
 
     calls: int = 0
-    probes: int | None = None
-    probe_noise: float = 0.0
-    batch_noise: float = 0.0
-    looks: int = 0
+    noise_factor: float | None = None
+    batch_noise: float | None = None
+    remainder: float = 0.0
+    probes: int = FIRST_PROBES
     exact: int = 0
     iterations: int = 0
     residual: float = 0.0
     inverse: Tensor | None = None
+
+    @property
+    def measures(self) -> bool:
+        """Whether the noise is measured in the next step."""
+        return self.calls < MEASURED_FIRST or self.calls.bit_count() == 1 or self.calls % MEASURED_EVERY == 0
+
+    def best_probes(self, rows: int) -> int:
+        """The number of probes that minimises variance times cost, by the last step and the last measurements."""
+        if self.noise_factor is None or self.batch_noise is None:
+            return FIRST_PROBES
+        noise = self.noise_factor * self.remainder / self.batch_noise
+        cost = BATCH_PRODUCTS * rows / (self.iterations + BATCH_PRODUCTS)
+        most = max(FIRST_PROBES, min(cost, MOST_PROBES))
+        best = max(1, math.ceil(min(math.sqrt(noise * cost), most)))
+        return max(best, FIRST_PROBES) if self.measures else best
+
+    def add_measurement(self, noise_factor: float, batch_noise: float) -> None:
+        """Takes geometric means with the earlier ones: in the first steps the noise falls by orders of magnitude."""
+        self.noise_factor = _between(self.noise_factor, noise_factor)
+        self.batch_noise = _between(self.batch_noise, batch_noise)
+
+
+def _between(before: float | None, now: float) -> float:
+    return now if before is None else math.sqrt(before) * math.sqrt(now)
 
 
 @dataclass(frozen=True)
@@ -82,16 +115,18 @@ class _Solved:
         """The factor of log|det W| in the log-det of the step."""
         return -self.operator.times if self.step.inverted else self.operator.times
 
+    def norms(self) -> Tensor:
+        """The largest residual, and the mean squared norm of the remainders: two numbers, in single precision."""
+        return torch.stack([self.residual.max(), self.remainder.square().flatten(1).sum(1).mean()]).float()
+
 
 @dataclass
 class LogDetEstimator:
     r"""Estimates the gradient of the sum of the log-determinants of some layers.
 
     Arguments:
-        probes: The number of probes for each layer. None chooses it for each layer separately, on the first three
-            batches, and again after 15, 30, 60, 120 and every 200: enough to make the variance of the estimate half of
-            that of the batch (estimated from two halves of the batch), as long as the solves need at most half as many
-            products as the forward and backward passes of the batch.
+        probes: The number of probes for each layer. None chooses it for each layer and step: the one that minimises the
+            variance of the gradient times the cost of the step.
         tolerance: The relative residual of the solves.
         iterations: The largest number of products per solve.
 
@@ -126,18 +161,22 @@ class LogDetEstimator:
         if not trainable or not torch.is_grad_enabled():
             return batch.new_zeros(())
         with without_autocast(batch):
-            solved = [self._solve(step, shapes, generator) for step, shapes in trainable]
-            largest = torch.stack([each.residual.max().to(batch) for each in solved])
-            residuals = [0.0] * len(solved) if largest.is_meta else largest.tolist()  # one transfer for all layers
+            solved = [self._solve(step, shapes, len(batch), generator) for step, shapes in trainable]
+            norms = torch.stack([each.norms().to(batch.device) for each in solved])
+            known = [(0.0, 0.0)] * len(solved) if norms.is_meta else norms.tolist()  # one transfer for all layers
             total = batch.new_zeros(())
             measured: list[tuple[_Solved, Tensor]] = []
-            for each, residual in zip(solved, residuals, strict=True):
+            for each, (residual, remainder) in zip(solved, known, strict=True):
                 account = self.accounts[each.step.path]
+                measures = self.probes is None and account.measures and len(batch) > 1 and not batch.is_meta
+                account.calls += 1
                 account.residual = residual
+                if math.isfinite(remainder):
+                    account.remainder = remainder
                 if residual <= self.tolerance:
                     product = each.operator.product(each.remainder)
                     terms = (each.probes * product).flatten(1).sum(1)
-                    if self.probes is None and account.probes is None and len(batch) > 1 and not batch.is_meta:
+                    if measures:
                         measured.append((each, terms))
                     estimate = terms.mean() if each.trace is None else terms.mean() + each.trace
                     total = total + each.weight * (estimate - estimate.detach()).to(total)
@@ -146,14 +185,14 @@ class LogDetEstimator:
             if measured:
                 middle = len(batch) // 2
                 halves = [energy(part).mean() for part in (slice(middle), slice(middle, None))]
-                self._measure_noise(measured, halves, len(batch))
+                self._measure_noise(measured, halves)
         return total
 
     def metrics(self) -> dict[str, Any]:
         """For each layer: the number of probes, the last solve, and how often the exact log-det was used."""
         layers = {
             path: {
-                "probes": self._count(account),
+                "probes": account.probes,
                 "iterations": account.iterations,
                 "residual": account.residual,
                 "exact": account.exact,
@@ -168,25 +207,23 @@ class LogDetEstimator:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restores what :meth:`state` returned."""
-        self.accounts = {path: Account(**account) for path, account in state.items()}
+        known = {each.name for each in fields(Account)}  # an earlier version had others; what lacks is measured again
+        self.accounts = {
+            path: Account(**{name: value for name, value in account.items() if name in known})
+            for path, account in state.items()
+        }
 
-    def _count(self, account: Account) -> int:
-        return self.probes or account.probes or FIRST_PROBES
-
-    def _solve(self, step: LinearStep, shapes: Shapes, generator: Generator | None) -> _Solved:
+    def _solve(self, step: LinearStep, shapes: Shapes, rows: int, generator: Generator | None) -> _Solved:
         operator = step.operator(step.own_shape(shapes))
         assert operator is not None
         account = self.accounts.setdefault(step.path, Account())
-        if account.calls in LOOK_AGAIN_AT or account.calls % LOOK_AGAIN_EVERY == 0:
-            account.probes, account.looks, account.probe_noise, account.batch_noise = None, 0, 0.0, 0.0
-        account.calls += 1
-        count = self._count(account)
+        account.probes = self.probes or account.best_probes(rows)
         with torch.no_grad():
             if operator.matrix is not None and account.inverse is not None:
                 approximation = dense_inverse(operator.matrix, account.inverse.to(operator.like))
             else:
                 approximation = operator.approximate()
-            probes = score_matching.rademacher(operator.like.new_empty(count, *operator.out_shape), generator)
+            probes = score_matching.rademacher(operator.like.new_empty(account.probes, *operator.out_shape), generator)
             solution = gmres(
                 lambda flat: operator.product(flat.unflatten(1, operator.shape)).flatten(1),
                 probes.flatten(1),
@@ -229,8 +266,8 @@ class LogDetEstimator:
             account.inverse = torch.linalg.inv(matrix.detach())
         return exact - exact.detach()
 
-    def _measure_noise(self, measured: Sequence[tuple[_Solved, Tensor]], halves: Sequence[Tensor], rows: int) -> None:
-        """Adds up the noise of the probes and of the batch; after ``LOOKS`` batches chooses the number of probes."""
+    def _measure_noise(self, measured: Sequence[tuple[_Solved, Tensor]], halves: Sequence[Tensor]) -> None:
+        """Measures the noise of the probes and of the batch."""
         groups = [_parameters(each.step) for each, _ in measured]
         first, second = (_gradients(half, groups) for half in halves)
         noise = []
@@ -238,16 +275,10 @@ class LogDetEstimator:
             by_probe = torch.stack([_gradients(term, [parameters])[0] for term in terms]) * each.weight
             noise.append(torch.stack([by_probe.var(0).sum(), (one - other).square().sum() / 4]))
         for (each, _), (probe_noise, batch_noise) in zip(measured, torch.stack(noise).tolist(), strict=True):
-            if not math.isfinite(probe_noise + batch_noise):
-                continue  # the loss or its gradient is not finite, which the guards of fit report
             account = self.accounts[each.step.path]
-            account.looks += 1
-            account.probe_noise += probe_noise
-            account.batch_noise += batch_noise
-            if account.looks == LOOKS:
-                wanted = account.probe_noise / max(NOISE_SHARE * account.batch_noise, 1e-300)
-                affordable = COST_SHARE * 3 * rows / (account.iterations + 3)
-                account.probes = max(1, min(math.ceil(min(wanted, MOST_PROBES)), int(affordable)))
+            # A loss or gradient that is not finite is reported by the guards of fit; of no noise there is no ratio.
+            if math.isfinite(probe_noise + batch_noise) and min(probe_noise, batch_noise, account.remainder) > 0:
+                account.add_measurement(probe_noise / account.remainder, batch_noise)
 
 
 def _parameters(step: LinearStep) -> list[Tensor]:

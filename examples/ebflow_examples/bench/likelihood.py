@@ -35,7 +35,7 @@ def likelihood(settings: Settings) -> Iterator[Table]:
         f"training step by likelihood without determinants: the paper's cnn on {title}, batch {BATCH}",
         [compare(NEW, times[NEW], times[name], TARGETS.get(name)) for name in OBJECTIVES[1:]],
         "The targets are for 3 x 32 x 32. Kernels of minus the identity with noise; the number of probes is chosen "
-        "from the first three batches.",
+        "for each layer and step.",
     )
     yield _growth(settings)
 

@@ -69,32 +69,88 @@ def test_a_singular_layer_is_named(value, make):
         ML(model, log_det="stochastic", probes=2)(batch(model))
 
 
-def test_probes_are_chosen_from_the_first_batches():
-    """As many as make the noise of the probes half of that of the batch, or as the cost of the step allows."""
+PATH = "_transform._transforms.0"
+
+
+def total_variance(gradients):
+    return float(torch.stack(gradients).var(0).sum())
+
+
+def test_the_number_of_probes_minimises_variance_times_cost():
+    """Both variances against those of fresh draws, and the number against every other one."""
     model = nflows_model(FullConv2d(2, kernel_size=3), shape=[2, 6, 6])
-    path = "_transform._transforms.0"
+    x, rows = batch(model, rows=400), 400
+    loss = ML(model, log_det="stochastic", generator=rng())
+    for seed in range(20):
+        loss(batch(model, rows=rows, seed=100 + seed))
+    account = loss._estimator.accounts[PATH]
+    by_batch = total_variance([gradient(ML(model), batch(model, rows=rows, seed=seed)) for seed in range(40)])
+    one = ML(model, log_det="stochastic", probes=1, generator=rng(1))
+    by_probe = total_variance([gradient(one, x) for _ in range(200)])
+    assert 0.5 * by_batch < account.batch_noise < 2.0 * by_batch
+    assert 0.5 * by_probe < account.noise_factor * account.remainder < 2.0 * by_probe
+
+    def spent(count):
+        return (by_batch + by_probe / count) * (3 * rows + count * (account.iterations + 3))
+
+    assert 4 < account.probes < 64
+    assert spent(account.probes) < 1.1 * min(spent(count) for count in range(1, 65))
+
+
+def test_probes_follow_the_noise_from_step_to_step():
+    """A layer can leave its start in one step, and its noise grows by orders of magnitude then."""
+    model = nflows_model(FullConv2d(2, kernel_size=3), shape=[2, 6, 6])
+    layer = model.flow._transform._transforms[0]
+    far = layer.weight.detach().clone()
+    with torch.no_grad():
+        layer.weight.copy_(1e-3 * far)
+        layer.weight[[0, 1], [0, 1], 1, 1] = 1.0
     loss = ML(model, log_det="stochastic", generator=rng())
     x = batch(model, rows=400)
-    for _ in range(2):
+    for _ in range(6):  # the sixth is not among those in which the noise is measured, nor are the next two
         loss(x)
-        assert loss._estimator.accounts[path].probes is None
+    account = loss._estimator.accounts[PATH]
+    measured = account.noise_factor, account.batch_noise
+    assert account.probes == 1
+    with torch.no_grad():
+        layer.weight.copy_(far)
     loss(x)
-    account = loss._estimator.accounts[path]
-    exact = [gradient(ML(model), batch(model, rows=400, seed=seed)) for seed in range(20)]
-    by_batch = torch.stack(exact).var(0).sum()
-    drawn = ML(model, log_det="stochastic", probes=account.probes, generator=rng(1))
-    by_probes = torch.stack([gradient(drawn, x) for _ in range(60)]).var(0).sum()
-    assert account.probes > 1
-    assert 0.1 * by_batch < by_probes < 1.0 * by_batch
-    few = ML(model, log_det="stochastic", generator=rng())
-    for _ in range(3):
-        few(x[:20])
-    chosen = few._estimator.accounts[path]
-    assert chosen.probes * (chosen.iterations + 3) <= 0.5 * 3 * 20
-    alone = ML(model, log_det="stochastic")
-    for _ in range(4):
-        alone(x[:1])  # a batch of one has no noise to compare with
-    assert alone.metrics()["log_det"][path]["probes"] == 4
+    loss(x)
+    assert (account.noise_factor, account.batch_noise) == measured
+    assert account.probes > 4
+
+
+def test_probes_cost_no_more_than_the_batch_but_four_are_left():
+    model = nflows_model(FullConv2d(2, kernel_size=3), shape=[2, 6, 6])
+    for rows in (2, 20, 60):
+        loss = ML(model, log_det="stochastic", generator=rng(), tolerance=1e-9)
+        for seed in range(8):
+            loss(1e-3 * batch(model, rows=rows, seed=seed))  # a batch of next to no noise
+        account = loss._estimator.accounts[PATH]
+        assert account.probes == max(4, -(-3 * rows // (account.iterations + 3)))
+
+
+def test_noise_that_cannot_be_compared_leaves_four_probes():
+    model = nflows_model(FullConv2d(2, kernel_size=3), shape=[2, 6, 6])
+    alone, equal = (ML(model, log_det="stochastic") for _ in range(2))
+    x = batch(model, rows=1)
+    for _ in range(6):
+        alone(x)  # a batch of one
+        equal(x.expand(400, -1, -1, -1))  # a batch without noise
+    assert alone.metrics()["log_det"][PATH]["probes"] == 4
+    assert equal.metrics()["log_det"][PATH]["probes"] == 4
+
+
+def test_the_state_of_an_earlier_version_is_measured_again():
+    model = nflows_model(FullConv2d(2, kernel_size=3), shape=[2, 6, 6])
+    loss = ML(model, log_det="stochastic", generator=rng())
+    loss.load_state({PATH: {"calls": 7, "probes": None, "probe_noise": 1.0, "batch_noise": 0.5, "looks": 2, "exact": 3}})
+    for _ in range(2):
+        loss(batch(model, rows=30))
+    account = loss._estimator.accounts[PATH]
+    assert (account.calls, account.exact) == (9, 3)
+    assert account.noise_factor > 0
+    assert account.probes >= 4
 
 
 def test_state_goes_on_where_it_was():
@@ -175,7 +231,7 @@ def test_options_are_shown():
     model = nflows_model(FullLinear(8), shape=[8])
     assert repr(ML(model)).startswith("ML(\n  reduction='mean'")
     shown = repr(ML(model, log_det="stochastic"))
-    assert "log_det='stochastic', probes=chosen, tolerance=0.01, iterations=50, reduction='mean'" in shown
+    assert "log_det='stochastic', probes=chosen, tolerance=0.01, iterations=100, reduction='mean'" in shown
 
 
 def test_on_the_meta_device_nothing_is_asked():
