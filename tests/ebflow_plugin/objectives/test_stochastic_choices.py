@@ -144,7 +144,8 @@ def test_noise_that_cannot_be_compared_leaves_four_probes():
 def test_the_state_of_an_earlier_version_is_measured_again():
     model = nflows_model(FullConv2d(2, kernel_size=3), shape=[2, 6, 6])
     loss = ML(model, log_det="stochastic", generator=rng())
-    loss.load_state({PATH: {"calls": 7, "probes": None, "probe_noise": 1.0, "batch_noise": 0.5, "looks": 2, "exact": 3}})
+    before = {"calls": 7, "probes": None, "probe_noise": 1.0, "batch_noise": 0.5, "looks": 2, "exact": 3}
+    loss.load_state({PATH: before})
     for _ in range(2):
         loss(batch(model, rows=30))
     account = loss._estimator.accounts[PATH]
