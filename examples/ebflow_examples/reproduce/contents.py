@@ -15,6 +15,7 @@ EXPERIMENTS = {
     "tableA3": "Table A.3: estimates of log Z",
     "deep": "deep models fitted in closed form, beside the paper's fc: NLL and seconds, no gradient step",
     "figA4": "Fig. A.4: full linear layers against triangular and LU ones",
+    "dequantization": "Uniform and smooth noise between the grey levels, in equal time",
     "race": "A race to a known floor: objectives in equal time on textures, D = 3072",
 }
 WHATS = {**EXPERIMENTS, "all": "all of these in turn", "report": "RESULTS.md from what is there"}

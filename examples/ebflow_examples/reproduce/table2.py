@@ -181,6 +181,7 @@ def recipe(cell: Cell, data_root: str | None) -> TrainConfig:
         loss="ml" if stochastic else settings["loss"],
         log_det="stochastic" if stochastic else None,
         alpha=settings.get("margin", MARGIN),
+        dequantize=settings.get("dequantize"),
         batch_size=None if settings["data"] == "digits" else 100,
         seed=settings["seed"],
         device="cpu",
@@ -232,7 +233,8 @@ def compute(cell: Cell, folder: Path, data_root: str | None) -> dict[str, Any]:
 
 def start_file(cell: Cell, folder: Path) -> Path:
     """Where the start of a model is kept: it is the same for all objectives, and takes minutes for fc on CIFAR-10."""
-    told = [f"{cell.settings[name]}" for name in ("data", "margin", "model", "seed")]
+    names = ("data", "margin", "model", "seed", "dequantize")
+    told = [f"{cell.settings[name]}" for name in names if name in cell.settings]
     return folder / ("-".join((START, *told)) + ".safetensors")
 
 

@@ -24,7 +24,7 @@ from randomness import rng
 
 FIVE = {"ml", "sml", "ssm", "dsm", "fdssm"}
 # To save time, some cells of an experiment; the others differ in their data, objective or seed.
-SOME = {"table1": ("swirl",), "table2": ("fc",), "fig4": ("dsm",), "race": ("dsm",)}
+SOME = {"table1": ("swirl",), "table2": ("fc",), "fig4": ("dsm",), "dequantization": ("fc", "ssm"), "race": ("dsm",)}
 # The paper's experiments have the paper's noise, which biases SSM, and it says so.
 pytestmark = pytest.mark.filterwarnings("ignore:SSM integrates by parts over the density of the data")
 
@@ -111,6 +111,22 @@ def test_the_tables_have_their_cells(out):
         (budget, dim) for budget in (50, 100, 200) for dim in (50, 100, 200)
     }
     assert (out / "fig2b.png").is_file()
+
+
+def test_each_noise_between_the_grey_levels_has_cells_and_a_start_of_its_own(out):
+    rows = content(out, "dequantization")["rows"]
+    assert [(row["model"], row["loss"], row["noise"]) for row in rows] == [
+        ("fc", "ssm", "uniform"),
+        ("fc", "ssm", "smooth"),
+    ]
+    uniform, smooth = rows
+    assert uniform["difference"] is None
+    assert smooth["difference"]["mean"] == pytest.approx(smooth["nll"]["mean"] - uniform["nll"]["mean"])
+    assert smooth["start_nll"]["mean"] > uniform["start_nll"]["mean"] + 1.0  # its bound is looser
+    runs = [cell for cell in content(out, "dequantization")["cells"] if not cell["cell"]["settings"]["search"]]
+    assert [run["result"]["recipe"]["dequantize"] for run in runs] == ["uniform", "smooth"]
+    starts = {path.stem for path in (out / "cells" / "dequantization").glob("start-*")}
+    assert {stem.rsplit("-", 1)[1] for stem in starts} == {"uniform", "smooth"}
 
 
 def test_divergences_are_those_of_the_truth(out):
