@@ -89,16 +89,20 @@ def _draw(options: Options, groups: dict[tuple[Any, ...], list[Found]], path: Pa
     """NLL of validation data against training time: a row for each model, a column for each noise, the same heights."""
     models = [model for model in LOSSES if any(key[0] == model for key in groups)]
     with plots.figure(path, 13.2, 3.6 * max(1, len(models))) as figure:
-        axes = figure.subplots(max(1, len(models)), len(NOISES), squeeze=False, sharey="row")
+        axes = figure.subplots(max(1, len(models)), len(NOISES), squeeze=False)
         for line, model in zip(axes, models, strict=False):
             for place, noise in zip(line, NOISES, strict=True):
+                runs = {loss: groups.get((model, loss, noise), ()) for loss in LOSSES[model]}
                 curves = {
-                    objective_name(loss): (COLOURS[loss], [each.result["curve"] for each in groups[model, loss, noise]])
-                    for loss in LOSSES[model]
-                    if (model, loss, noise) in groups
+                    objective_name(loss): (COLOURS[loss], [each.result["curve"] for each in group])
+                    for loss, group in runs.items()
+                    if group
                 }
                 title = f"{model} on {options.data}, {noise} noise: bound on the NLL, validation data"
                 seed_curves(place, curves, title, "CPU seconds of training, one core", "nats")
+            lows, highs = zip(*(place.get_ylim() for place in line), strict=True)
+            for place in line:
+                place.set_ylim(min(lows), max(highs))
 
 
 def _notes() -> list[str]:
