@@ -45,7 +45,7 @@ class LitObjective(LightningModule):
 
     Batches are tensors x, or pairs (x, context). It logs ``train_loss`` and ``val_loss``, the latter with the same
     noise each time. Each process draws its own noise, seeded by ``seed_everything``. Checkpoints hold the state of the
-    generators, so a run resumed at the end of an epoch equals an uninterrupted one.
+    generators and of the objective, so a run resumed at the end of an epoch equals an uninterrupted one.
 
     Arguments:
         objective: The loss; it holds the model.
@@ -103,13 +103,17 @@ class LitObjective(LightningModule):
             self.log("val_loss", self.objective(x, context), batch_size=len(x), sync_dist=True)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        own = random_state(self.device, list(self._noise.values()))
-        checkpoint["ebflow_plugin"] = {"random": processes(self.device).gather(own)}
+        own = {"random": random_state(self.device, list(self._noise.values())), "objective": self.objective.state()}
+        ranks = processes(self.device).gather(own)
+        checkpoint["ebflow_plugin"] = {name: [each[name] for each in ranks] for name in own}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        random = checkpoint.get("ebflow_plugin", {}).get("random", ())
+        kept = checkpoint.get("ebflow_plugin", {})
+        random, objective = (kept.get(name, ()) for name in ("random", "objective"))
         if self._noise and len(random) == self.trainer.world_size:  # otherwise the generators start anew
             set_random_state(random[self.global_rank], self.device, list(self._noise.values()))
+        if len(objective) == self.trainer.world_size:  # otherwise its statistics do
+            self.objective.load_state(objective[self.global_rank])
 
 
 class DataDependentStart(Callback):

@@ -15,8 +15,8 @@ The number P of probes is the one that minimises the variance of the gradient ti
 
 with the variances of the batch and of one probe, and the products with the layer that the batch and a probe need; but
 the probes may cost no more than the batch, as long as four of them are left. :math:`V_p` can grow a hundredfold in one
-step, so it is followed in every step: it is proportional to :math:`\|s - M v\|^2`, and the factor, like :math:`V_b`, is
-measured from time to time.
+step, so it is followed in every step: it is proportional to :math:`\|s - M v\|^2`. The factor, like :math:`V_b`, is
+measured from time to time, and the median of the last three measurements counts.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from statistics import median
 from typing import Any
 
 import torch
@@ -39,8 +40,9 @@ from ebflow_plugin.plan.step import LinearStep, Shapes
 
 __all__ = ["LogDetEstimator"]
 
-# The noise is measured in the steps before MEASURED_FIRST, in those whose number is a power of two, and in every 256th.
-MEASURED_FIRST, MEASURED_EVERY = 4, 256
+# The noise is measured in the steps before MEASURED_FIRST, in those whose number is a power of two, and in every 64th.
+MEASURED_FIRST, MEASURED_EVERY = 4, 64
+MEASUREMENTS = 3  # whose median counts: one odd batch changes nothing
 FIRST_PROBES = 4  # the number of probes before the noise is known, and the least where it is measured
 MOST_PROBES = 64
 BATCH_PRODUCTS = 3  # that a row of the batch needs: forward, backward to the input, backward to the weight
@@ -52,9 +54,8 @@ class Account:
 
     Attributes:
         calls: The number of estimates so far.
-        noise_factor: The variance of the gradient of one probe over the squared norm of its remainder; None before the
-            first measurement.
-        batch_noise: The variance of the gradient of the batch; None before the first measurement.
+        noise_factors: The variance of the gradient of a probe over the squared norm of its remainder, as last measured.
+        row_noises: The variance of the gradient of one row of the batch, as last measured.
         remainder: The squared norm of the remainders of the last solve, the mean of all probes.
         probes: The number of probes of the last solve.
         exact: The number of steps whose solve did not converge, and which used the exact log-det.
@@ -64,8 +65,8 @@ class Account:
     """
 
     calls: int = 0
-    noise_factor: float | None = None
-    batch_noise: float | None = None
+    noise_factors: list[float] = field(default_factory=list)
+    row_noises: list[float] = field(default_factory=list)
     remainder: float = 0.0
     probes: int = FIRST_PROBES
     exact: int = 0
@@ -78,24 +79,25 @@ class Account:
         """Whether the noise is measured in the next step."""
         return self.calls < MEASURED_FIRST or self.calls.bit_count() == 1 or self.calls % MEASURED_EVERY == 0
 
-    def best_probes(self, rows: int) -> int:
-        """The number of probes that minimises variance times cost, by the last step and the last measurements."""
-        if self.noise_factor is None or self.batch_noise is None:
+    def best_probes(self, rows: int, times: int) -> int:
+        """The number of probes that minimises variance times cost, by the last step and the last measurements.
+
+        Arguments:
+            rows: The number of rows of the batch.
+            times: The number of equal blocks that each of them goes through; a probe goes through one.
+        """
+        if not self.row_noises:
             return FIRST_PROBES
-        noise = self.noise_factor * self.remainder / self.batch_noise
-        cost = BATCH_PRODUCTS * rows / (self.iterations + BATCH_PRODUCTS)
+        noise = median(self.noise_factors) * self.remainder * rows / median(self.row_noises)
+        cost = BATCH_PRODUCTS * rows * times / (self.iterations + BATCH_PRODUCTS)
         most = max(FIRST_PROBES, min(cost, MOST_PROBES))
         best = max(1, math.ceil(min(math.sqrt(noise * cost), most)))
         return max(best, FIRST_PROBES) if self.measures else best
 
-    def add_measurement(self, noise_factor: float, batch_noise: float) -> None:
-        """Takes geometric means with the earlier ones: in the first steps the noise falls by orders of magnitude."""
-        self.noise_factor = _between(self.noise_factor, noise_factor)
-        self.batch_noise = _between(self.batch_noise, batch_noise)
-
-
-def _between(before: float | None, now: float) -> float:
-    return now if before is None else math.sqrt(before) * math.sqrt(now)
+    def add_measurement(self, noise_factor: float, row_noise: float) -> None:
+        """Adds to the last measurements, and forgets the oldest."""
+        self.noise_factors = [*self.noise_factors, noise_factor][-MEASUREMENTS:]
+        self.row_noises = [*self.row_noises, row_noise][-MEASUREMENTS:]
 
 
 @dataclass(frozen=True)
@@ -157,11 +159,14 @@ class LogDetEstimator:
         Raises:
             SingularError: If a solve does not converge, and there is no exact log-determinant either.
         """
-        trainable = [(step, shapes) for step, shapes in layers if _parameters(step)]
-        if not trainable or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return batch.new_zeros(())
         with without_autocast(batch):
-            solved = [self._solve(step, shapes, len(batch), generator) for step, shapes in trainable]
+            operators = [(step, shapes, _operator(step, shapes)) for step, shapes in layers]
+            trainable = [each for each in operators if _is_trained(each[2])]
+            if not trainable:
+                return batch.new_zeros(())
+            solved = [self._solve(*each, len(batch), generator) for each in trainable]
             norms = torch.stack([each.norms().to(batch.device) for each in solved])
             known = [(0.0, 0.0)] * len(solved) if norms.is_meta else norms.tolist()  # one transfer for all layers
             total = batch.new_zeros(())
@@ -171,8 +176,7 @@ class LogDetEstimator:
                 measures = self.probes is None and account.measures and len(batch) > 1 and not batch.is_meta
                 account.calls += 1
                 account.residual = residual
-                if math.isfinite(remainder):
-                    account.remainder = remainder
+                account.remainder = math.inf if math.isnan(remainder) else remainder
                 if residual <= self.tolerance:
                     product = each.operator.product(each.remainder)
                     terms = (each.probes * product).flatten(1).sum(1)
@@ -185,7 +189,7 @@ class LogDetEstimator:
             if measured:
                 middle = len(batch) // 2
                 halves = [energy(part).mean() for part in (slice(middle), slice(middle, None))]
-                self._measure_noise(measured, halves)
+                self._measure_noise(measured, halves, len(batch))
         return total
 
     def metrics(self) -> dict[str, Any]:
@@ -207,17 +211,13 @@ class LogDetEstimator:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restores what :meth:`state` returned."""
-        known = {each.name for each in fields(Account)}  # an earlier version had others; what lacks is measured again
-        self.accounts = {
-            path: Account(**{name: value for name, value in account.items() if name in known})
-            for path, account in state.items()
-        }
+        self.accounts = {path: _account(known) for path, known in state.items()}
 
-    def _solve(self, step: LinearStep, shapes: Shapes, rows: int, generator: Generator | None) -> _Solved:
-        operator = step.operator(step.own_shape(shapes))
-        assert operator is not None
+    def _solve(
+        self, step: LinearStep, shapes: Shapes, operator: Operator, rows: int, generator: Generator | None
+    ) -> _Solved:
         account = self.accounts.setdefault(step.path, Account())
-        account.probes = self.probes or account.best_probes(rows)
+        account.probes = self.probes or account.best_probes(rows, operator.times)
         with torch.no_grad():
             if operator.matrix is not None and account.inverse is not None:
                 approximation = dense_inverse(operator.matrix, account.inverse.to(operator.like))
@@ -244,7 +244,7 @@ class LogDetEstimator:
         account.exact += 1
         if account.exact == 1:
             warnings.warn(
-                f"{step.where}: a solve for the gradient of its log-det did not converge in {self.iterations} "
+                f"{step.where}: a solve for the gradient of its log-det did not converge in {account.iterations} "
                 f"iterations (residual {account.residual:.1e}, tolerance {self.tolerance:g}), so the exact log-det is "
                 "used in this step, and in every later one where that happens; fit() counts them as exact_log_dets. "
                 "The layer is nearly singular, or far from its preconditioner: allow more iterations or a larger "
@@ -266,27 +266,54 @@ class LogDetEstimator:
             account.inverse = torch.linalg.inv(matrix.detach())
         return exact - exact.detach()
 
-    def _measure_noise(self, measured: Sequence[tuple[_Solved, Tensor]], halves: Sequence[Tensor]) -> None:
-        """Measures the noise of the probes and of the batch."""
-        groups = [_parameters(each.step) for each, _ in measured]
+    def _measure_noise(self, measured: Sequence[tuple[_Solved, Tensor]], halves: Sequence[Tensor], rows: int) -> None:
+        """Measures the noise of the probes and of the batch, in the parameters that a log-det depends on."""
+        groups = [_dependencies(terms, each.step) for each, terms in measured]
         first, second = (_gradients(half, groups) for half in halves)
         noise = []
         for (each, terms), parameters, one, other in zip(measured, groups, first, second, strict=True):
             by_probe = torch.stack([_gradients(term, [parameters])[0] for term in terms]) * each.weight
-            noise.append(torch.stack([by_probe.var(0).sum(), (one - other).square().sum() / 4]))
-        for (each, _), (probe_noise, batch_noise) in zip(measured, torch.stack(noise).tolist(), strict=True):
+            noise.append(torch.stack([by_probe.var(0).sum(), (one - other).square().sum() / 4 * rows]))
+        for (each, _), (probe_noise, row_noise) in zip(measured, torch.stack(noise).tolist(), strict=True):
             account = self.accounts[each.step.path]
             # A loss or gradient that is not finite is reported by the guards of fit; of no noise there is no ratio.
-            if math.isfinite(probe_noise + batch_noise) and min(probe_noise, batch_noise, account.remainder) > 0:
-                account.add_measurement(probe_noise / account.remainder, batch_noise)
+            if math.isfinite(probe_noise + row_noise) and min(probe_noise, row_noise, account.remainder) > 0:
+                account.add_measurement(probe_noise / account.remainder, row_noise)
 
 
-def _parameters(step: LinearStep) -> list[Tensor]:
-    return [parameter for parameter in step.module.parameters() if parameter.requires_grad]
+def _account(known: Mapping[str, Any]) -> Account:
+    """An account from a checkpoint; where an earlier version has left no measurements, they begin anew."""
+    names = {each.name for each in fields(Account)}
+    account = Account(**{name: value for name, value in known.items() if name in names})
+    if not names <= set(known):
+        account.calls = 0
+    return account
+
+
+def _operator(step: LinearStep, shapes: Shapes) -> Operator:
+    operator = step.operator(step.own_shape(shapes))
+    assert operator is not None
+    return operator
+
+
+def _is_trained(operator: Operator) -> bool:
+    """Whether products have a gradient: the weight may be frozen beside a bias, or be computed by another module."""
+    return operator.product(operator.like.new_zeros(1, *operator.shape)).requires_grad
+
+
+def _dependencies(terms: Tensor, step: LinearStep) -> list[Tensor]:
+    """The parameters of a layer that its log-det depends on: not its bias."""
+    trained = [parameter for parameter in step.module.parameters() if parameter.requires_grad]
+    if not trained:
+        return []
+    found = torch.autograd.grad(terms.sum(), trained, retain_graph=True, allow_unused=True)
+    return [parameter for parameter, gradient in zip(trained, found, strict=True) if gradient is not None]
 
 
 def _gradients(value: Tensor, groups: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """The gradient with respect to the parameters of each group, as one vector per group."""
+    """The gradient with respect to the parameters of each group, as one vector per group; a zero for an empty group."""
     every = [parameter for group in groups for parameter in group]
+    if not every:
+        return [value.new_zeros(1) for _ in groups]
     gradients = iter(torch.autograd.grad(value, every, retain_graph=True, allow_unused=True, materialize_grads=True))
-    return [torch.cat([next(gradients).detach().flatten() for _ in group]) for group in groups]
+    return [torch.cat([next(gradients).detach().flatten() for _ in group] or [value.new_zeros(1)]) for group in groups]

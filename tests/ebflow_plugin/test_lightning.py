@@ -112,6 +112,24 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
     assert trainer.global_step == second.global_step == 21
 
 
+def test_the_statistics_of_an_objective_resume_too(tmp_path):
+    """The number of probes of likelihood without determinants depends on what it measured."""
+
+    def run(epochs, ckpt_path=None):
+        seed_everything(0, verbose=False)
+        model = ebf.wrap(flows.Flow(FullLinear(4, init="orthogonal"), distributions.StandardNormal([4])))
+        module = LitObjective(ML(model, log_det="stochastic"), adam(0.01))
+        trainer = train(module, make_data(96), None, epochs, 16, ckpt_path)
+        return module, trainer
+
+    _, first = run(2)
+    first.save_checkpoint(tmp_path / "first.ckpt")
+    (whole, _), (resumed, _) = run(3), run(3, tmp_path / "first.ckpt")
+    assert whole.objective.state() == resumed.objective.state()
+    assert whole.objective.state()["_transform"]["calls"] == 18
+    assert same(weights(whole.objective.model), weights(resumed.objective.model))
+
+
 @pytest.mark.parametrize("order", [1, -1])
 def test_validation_has_the_averaged_weights_calibrated_for_its_duration(order):
     model, x, held_out = make_model(), make_data(100), make_data(60, seed=1)
