@@ -45,6 +45,7 @@ MEASURED_FIRST, MEASURED_EVERY = 4, 64
 MEASUREMENTS = 3  # whose median counts: one odd batch changes nothing
 FIRST_PROBES = 4  # the number of probes before the noise is known, and the least where it is measured
 MOST_PROBES = 64
+REST = 3  # steps without a solve after one that did not converge: the next would not either, and costs as much again
 BATCH_PRODUCTS = 3  # that a row of the batch needs: forward, backward to the input, backward to the weight
 
 
@@ -58,7 +59,8 @@ class Account:
         row_noises: The variance of the gradient of one row of the batch, as last measured.
         remainder: The squared norm of the remainders of the last solve, the mean of all probes.
         probes: The number of probes of the last solve.
-        exact: The number of steps whose solve did not converge, and which used the exact log-det.
+        exact: The number of steps that used the exact log-det, since a solve did not converge.
+        rest: The number of steps to come without a solve, with the exact log-det.
         iterations: The iterations of the last solve.
         residual: The residual of the last solve, the largest of all probes.
         inverse: The inverse of a dense layer, from the last step whose solve did not converge.
@@ -70,6 +72,7 @@ class Account:
     remainder: float = 0.0
     probes: int = FIRST_PROBES
     exact: int = 0
+    rest: int = 0
     iterations: int = 0
     residual: float = 0.0
     inverse: Tensor | None = None
@@ -163,15 +166,17 @@ class LogDetEstimator:
             return batch.new_zeros(())
         with without_autocast(batch):
             operators = [(step, shapes, _operator(step, shapes)) for step, shapes in layers]
-            trainable = [each for each in operators if _is_trained(each[2])]
-            if not trainable:
-                return batch.new_zeros(())
-            solved = [self._solve(*each, len(batch), generator) for each in trainable]
-            norms = torch.stack([each.norms().to(batch.device) for each in solved])
-            known = [(0.0, 0.0)] * len(solved) if norms.is_meta else norms.tolist()  # one transfer for all layers
             total = batch.new_zeros(())
+            solved: list[_Solved] = []
+            for step, shapes, operator in (each for each in operators if _is_trained(each[2])):
+                account = self.accounts.setdefault(step.path, Account())
+                if account.rest:
+                    account.rest -= 1
+                    total = total + self._exact(step, shapes, operator).to(total)
+                else:
+                    solved.append(self._solve(step, shapes, operator, len(batch), generator))
             measured: list[tuple[_Solved, Tensor]] = []
-            for each, (residual, remainder) in zip(solved, known, strict=True):
+            for each, (residual, remainder) in zip(solved, _numbers(solved, batch), strict=True):
                 account = self.accounts[each.step.path]
                 measures = self.probes is None and account.measures and len(batch) > 1 and not batch.is_meta
                 account.calls += 1
@@ -185,7 +190,8 @@ class LogDetEstimator:
                     estimate = terms.mean() if each.trace is None else terms.mean() + each.trace
                     total = total + each.weight * (estimate - estimate.detach()).to(total)
                 else:
-                    total = total + self._exact(each).to(total)
+                    total = total + self._exact(each.step, each.shapes, each.operator).to(total)
+                    account.rest = 0 if each.operator.matrix is not None else REST  # a matrix has its inverse now
             if measured:
                 middle = len(batch) // 2
                 halves = [energy(part).mean() for part in (slice(middle), slice(middle, None))]
@@ -216,7 +222,7 @@ class LogDetEstimator:
     def _solve(
         self, step: LinearStep, shapes: Shapes, operator: Operator, rows: int, generator: Generator | None
     ) -> _Solved:
-        account = self.accounts.setdefault(step.path, Account())
+        account = self.accounts[step.path]
         account.probes = self.probes or account.best_probes(rows, operator.times)
         with torch.no_grad():
             if operator.matrix is not None and account.inverse is not None:
@@ -238,9 +244,9 @@ class LogDetEstimator:
         trace = None if approximation.trace is None else approximation.trace()
         return _Solved(step, shapes, operator, probes, remainder, trace, solution.residuals)
 
-    def _exact(self, each: _Solved) -> Tensor:
+    def _exact(self, step: LinearStep, shapes: Shapes, operator: Operator) -> Tensor:
         """A scalar 0 with the gradient of the exact log-det, in place of an estimate."""
-        step, account, matrix = each.step, self.accounts[each.step.path], each.operator.matrix
+        account, matrix = self.accounts[step.path], operator.matrix
         account.exact += 1
         if account.exact == 1:
             warnings.warn(
@@ -253,7 +259,7 @@ class LogDetEstimator:
                 stacklevel=6,
             )
         try:
-            exact = torch.as_tensor(step.log_det(each.shapes))
+            exact = torch.as_tensor(step.log_det(shapes))
         except SingularError as error:
             raise SingularError(f"a linear step has no finite log-determinant\n  {step.where}\n{error}") from error
         if not bool(torch.isfinite(exact.detach())):
@@ -288,6 +294,14 @@ def _account(known: Mapping[str, Any]) -> Account:
     if not names <= set(known):
         account.calls = 0
     return account
+
+
+def _numbers(solved: Sequence[_Solved], batch: Tensor) -> list[tuple[float, float]]:
+    """The norms of all solves, with one transfer from the device."""
+    if not solved or batch.is_meta:
+        return [(0.0, 0.0)] * len(solved)
+    found: list[tuple[float, float]] = torch.stack([each.norms().to(batch.device) for each in solved]).tolist()
+    return found
 
 
 def _operator(step: LinearStep, shapes: Shapes) -> Operator:

@@ -53,9 +53,21 @@ def test_a_convolution_that_does_not_converge():
     loss = ML(model, log_det="stochastic", probes=2, tolerance=1e-9, iterations=3)
     with pytest.warns(UserWarning, match="not converge in 3 iterations"):
         torch.testing.assert_close(gradient(loss, x), gradient(ML(model), x))
+    path = "_transform._transforms.0"
     with no_warnings():
-        torch.testing.assert_close(gradient(loss, x), gradient(ML(model), x))
-    assert loss.metrics()["exact_log_dets"] == 2
+        for _ in range(3):  # the next solves would not converge either
+            torch.testing.assert_close(gradient(loss, x), gradient(ML(model), x))
+    assert loss._estimator.accounts[path].calls == 1
+    loss._estimator.iterations = 50
+    gradient(loss, x)
+    assert loss._estimator.accounts[path].calls == 2
+    assert loss.metrics()["exact_log_dets"] == 4
+    loss._estimator.iterations = 3
+    gradient(loss, x)
+    resumed = ML(model, log_det="stochastic", probes=2, tolerance=1e-9, iterations=50)
+    resumed.load_state(loss.state())
+    torch.testing.assert_close(gradient(resumed, x), gradient(ML(model), x))
+    assert resumed._estimator.accounts[path].rest == 2
 
 
 @pytest.mark.filterwarnings("ignore:.*did not converge")
@@ -331,7 +343,7 @@ def test_options_are_shown():
     model = nflows_model(FullLinear(8), shape=[8])
     assert repr(ML(model)).startswith("ML(\n  reduction='mean'")
     shown = repr(ML(model, log_det="stochastic"))
-    assert "log_det='stochastic', probes=chosen, tolerance=0.01, iterations=100, reduction='mean'" in shown
+    assert "log_det='stochastic', probes=chosen, tolerance=0.01, iterations=50, reduction='mean'" in shown
 
 
 def test_on_the_meta_device_nothing_is_asked():
