@@ -118,6 +118,6 @@ def _torchvision(name: str, root: Path, place: str, download: bool) -> tuple[Any
                 " The JPEG copy of it is there: ask for cifar10-jpeg (JPEG changed its pixels, and with them the NLL)."
             )
         raise InputError(
-            f"{name} is not there: looked for {root / place}. Download it (--download, or load(..., download=True)), "
-            f"or give the folder that has it as the data root.{hint}"
+            f"{name} is not there: looked for {root / place}. Download it (ebflow train --download, or "
+            f"load(..., download=True)), or give the folder that has it as the data root.{hint}"
         ) from error

@@ -95,7 +95,8 @@ class Profile:
             for each in self.costs
         ]
         lined = table(("objective", "ms a step", "10 to 90 %", "steps/s", "peak MB", "remark"), rows, remarks=True)
-        where = f"batch {self.shape}, {self.device}, {self.threads} threads, {self.rounds} rounds, interleaved"
+        threads = f"{self.threads} thread{'s' * (self.threads != 1)}"
+        where = f"batch {self.shape}, {self.device}, {threads}, {self.rounds} rounds, interleaved"
         return "\n".join(
             (
                 lined,

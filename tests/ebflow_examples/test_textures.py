@@ -178,6 +178,7 @@ def test_the_words_of_the_demo_follow_from_its_numbers():
     assert "ML without determinants takes 5.0 times as many steps as exact ML, and ends 2.0 times as far" in words
     assert "DSM gets them right last" in words
     assert "gets them right last" not in demo._finding([row("ml", 500.0, 20), row("dsm", 250.0, 200, 1.1)])
+    assert "gets them right last" not in demo._finding([row("ml", 500.0, 20, 9.0), row("dsm", 250.0, 200, 4.0)])
 
 
 def test_the_small_case_says_which_is_better():

@@ -20,7 +20,7 @@ def demo(
 ) -> None:
     """See it at work in about a minute: where training by energy does not pay, and where it does.
 
-    A small model in one line; then a race on images of known density, D = 3072: exact maximum likelihood, the same
+    A small model in two lines; then a race on images of known density, D = 3072: exact maximum likelihood, the same
     without determinants, and score matching, ten seconds each, against the least NLL that any model can have. Leaves
     one picture, with curves and samples.
 

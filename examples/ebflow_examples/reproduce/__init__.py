@@ -13,9 +13,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ebflow_examples.reproduce.contents import EXPERIMENTS, WHATS
+from ebflow_examples.reproduce.contents import EXPERIMENTS, OWN_DATA, WHATS
 
-__all__ = ["EXPERIMENTS", "WHATS", "experiment", "main"]
+__all__ = ["EXPERIMENTS", "OWN_DATA", "WHATS", "experiment", "main"]
 
 
 def experiment(what: str) -> Any:
@@ -75,6 +75,8 @@ def main(
             positive(name, value)
     if budget is not None and seconds is not None:
         raise InputError("budget and seconds are both given; choose one")
+    if what in OWN_DATA and data != common.Options.data:
+        raise InputError(f"{what} has data of its own; leave out --data")
     writable(out)
     if what != "report":
         for name in EXPERIMENTS if what == "all" else (what,):

@@ -171,6 +171,9 @@ def _round(options: Options, made: Experiment, cells: Sequence[Cell]) -> dict[st
     missing = [cell for cell in cells if cell.name not in found and not options.kept]
     if found and missing:
         note(f"{options.what}: {len(found)} of {len(cells)} cells are there already", "bold")
+    if missing:
+        length = sum(cell.seconds for cell in missing if cell.timed) / 60 / options.jobs
+        note(f"{options.what}: {len(missing)} cells to compute, {length:.1f} min of training in all and more", "bold")
     started = time.monotonic()
     for place, each in enumerate(_computed(options, made, missing), start=1):
         found[each.cell.name] = each

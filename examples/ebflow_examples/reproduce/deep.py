@@ -77,7 +77,7 @@ def report(options: Options, found: Sequence[Found], path: Path) -> Report:
     with plots.figure(path, 3.6 * max(1, len(kinds)), 3.9) as figure:
         for place, kind in enumerate(kinds, start=1):
             images = torch.from_numpy(np.load(options.folder / f"{groups[kind,][0].cell.name}.npy"))
-            title = f"{MODELS[kind][0]}, {MODELS[kind][1]} layers"
+            title = f"{MODELS[kind][0]}, {MODELS[kind][1]} layers: {column(groups[kind,], 'nll').value:.0f} nats"
             plots.images(figure.add_subplot(1, len(kinds), place), images, COLUMNS, title)
     notes = [
         "No gradient step was taken. Each full layer whitens what reaches it, and the nonlinearity after it makes each "

@@ -34,7 +34,8 @@ def report(options: Options, found: Sequence[Found], path: Path) -> Report:
             grids += [grid, *rate_grid(options, model, found)]
             rows += lines
     draw(options, runs, path)
-    pictures = [path]
+    pictures = [path, path.with_stem(f"{path.stem}_test")]
+    draw_test(options, runs, pictures[-1])
     if _racing(runs):
         pictures.append(path.with_stem("race"))
         draw_race(options, runs, pictures[-1])
@@ -204,6 +205,35 @@ def draw(options: Options, found: Sequence[Found], path: Path) -> None:
                 }
                 title = f"{model} on {options.data}, {WAYS[way]}: NLL of validation data"
                 seed_curves(place, curves, title, "CPU seconds of training, one core", "nats", log=way == "paper")
+
+
+def draw_test(options: Options, found: Sequence[Found], path: Path) -> None:
+    """NLL of test data, raw and calibrated, with intervals: a row for each model, a column for each way."""
+    groups = grouped(found, "model", "way", "loss")
+    models = [model for model in MODELS if any(key[0] == model for key in groups)]
+    ways = [way for way in WAYS if any(key[1] == way for key in groups)]
+    with plots.figure(path, 6.6 * max(1, len(ways)), 3.0 * max(1, len(models))) as figure:
+        axes = figure.subplots(max(1, len(models)), max(1, len(ways)), squeeze=False)
+        for line, model in zip(axes, models, strict=False):
+            for place, way in zip(line, ways, strict=False):
+                made = {loss: groups[model, way, loss] for loss in COLOURS if (model, way, loss) in groups}
+                made = dict(sorted(made.items(), key=lambda item: -column(item[1], "nll").value))
+                for height, (loss, group) in enumerate(made.items()):
+                    for key, full in (("raw_nll", False), ("nll", True)):
+                        _dot(place, column(group, key), height, COLOURS[loss], full)
+                place.set_yticks(range(len(made)), [objective_name(loss) for loss in made])
+                place.grid(axis="x", color=plots.COLOURS["grid"], linewidth=0.6)
+                place.set_axisbelow(True)
+                title = f"{model} on {options.data}, {WAYS[way]}: NLL of test data, raw (○) and calibrated (●)"
+                place.set(title=title, xlabel="nats, with 95 % intervals over seeds", ylim=(-0.6, len(made) - 0.4))
+
+
+def _dot(axes: Any, value: Mean, height: float, colour: str, full: bool) -> None:
+    """A mean over seeds, with a line for its interval."""
+    if value.interval == value.interval:
+        ends = (value.value - value.interval, value.value + value.interval)
+        axes.plot(ends, (height, height), color=colour, linewidth=1.6)
+    axes.plot(value.value, height, "o", color=colour, markerfacecolor=colour if full else "white", markersize=6)
 
 
 def _racing(found: Sequence[Found]) -> dict[str, list[Found]]:

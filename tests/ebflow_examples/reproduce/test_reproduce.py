@@ -15,11 +15,11 @@ from ebflow_examples import reproduce
 from ebflow_examples.bench import growth, results
 from ebflow_examples.cli import app
 from ebflow_examples.data import load
-from ebflow_examples.reproduce import EXPERIMENTS, paper, table2
+from ebflow_examples.reproduce import EXPERIMENTS, OWN_DATA, paper, table2
 from ebflow_examples.reproduce.common import Cell, Found, Options
 from ebflow_examples.reproduce.curves import joined, race
 from ebflow_examples.reproduce.output import Mean, beside, mean
-from ebflow_plugin.errors import UnknownNameError
+from ebflow_plugin.errors import InputError, UnknownNameError
 from randomness import rng
 
 FIVE = {"ml", "sml", "ssm", "dsm", "fdssm"}
@@ -38,7 +38,8 @@ def out(tmp_path_factory):
         patch.setattr(results, "interleaved", lambda steps, **given: real(steps, **{**given, "seconds": 0, "least": 2}))
         patch.setattr(growth, "growth", lambda settings: iter([growth._time_against_size(settings, (32, 64))]))
         for what in EXPERIMENTS:
-            reproduce.main(what, quick=True, data="digits", out=folder, only=SOME.get(what, ()))
+            data = {} if what in OWN_DATA else {"data": "digits"}
+            reproduce.main(what, quick=True, out=folder, only=SOME.get(what, ()), **data)
     return folder
 
 
@@ -111,6 +112,13 @@ def test_the_tables_have_their_cells(out):
         (budget, dim) for budget in (50, 100, 200) for dim in (50, 100, 200)
     }
     assert (out / "fig2b.png").is_file()
+    assert (out / "table2_test.png").is_file()
+
+
+@pytest.mark.parametrize("what", OWN_DATA)
+def test_experiments_with_data_of_their_own_take_no_others(what, tmp_path):
+    with pytest.raises(InputError, match=f"{what} has data of its own; leave out --data"):
+        reproduce.main(what, quick=True, data="digits", out=tmp_path)
 
 
 def test_each_noise_between_the_grey_levels_has_cells_and_a_start_of_its_own(out):
