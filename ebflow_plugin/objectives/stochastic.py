@@ -46,6 +46,7 @@ MEASUREMENTS = 3  # whose median counts: one odd batch changes nothing
 FIRST_PROBES = 4  # the number of probes before the noise is known, and the least where it is measured
 MOST_PROBES = 64
 REST = 3  # steps without a solve after one that did not converge: the next would not either, and costs as much again
+ITERATION_PRODUCTS = 3  # that an iteration of a solve costs: a product, the preconditioner, the basis
 BATCH_PRODUCTS = 3  # that a row of the batch needs: forward, backward to the input, backward to the weight
 
 
@@ -92,7 +93,7 @@ class Account:
         if not self.row_noises:
             return FIRST_PROBES
         noise = median(self.noise_factors) * self.remainder * rows / median(self.row_noises)
-        cost = BATCH_PRODUCTS * rows * times / (self.iterations + BATCH_PRODUCTS)
+        cost = BATCH_PRODUCTS * rows * times / (ITERATION_PRODUCTS * self.iterations + BATCH_PRODUCTS)
         most = max(FIRST_PROBES, min(cost, MOST_PROBES))
         best = max(1, math.ceil(min(math.sqrt(noise * cost), most)))
         return max(best, FIRST_PROBES) if self.measures else best

@@ -105,7 +105,7 @@ def test_the_number_of_probes_minimises_variance_times_cost():
     assert 0.5 * by_probe < median(account.noise_factors) * account.remainder < 2.0 * by_probe
 
     def spent(count):
-        return (by_batch + by_probe / count) * (3 * rows + count * (account.iterations + 3))
+        return (by_batch + by_probe / count) * (3 * rows + count * (3 * account.iterations + 3))
 
     assert 4 < account.probes < 64
     assert spent(account.probes) < 1.1 * min(spent(count) for count in range(1, 65))
@@ -141,7 +141,7 @@ def test_probes_cost_no_more_than_the_batch_but_four_are_left():
         for seed in range(8):
             loss(1e-3 * batch(model, rows=rows, seed=seed))  # a batch of next to no noise
         account = loss._estimator.accounts[PATH]
-        assert account.probes == max(4, -(-3 * rows // (account.iterations + 3)))
+        assert account.probes == max(4, -(-3 * rows // (3 * account.iterations + 3)))
 
 
 def test_noise_that_cannot_be_compared_leaves_four_probes():
@@ -219,7 +219,7 @@ def test_a_probe_through_one_of_many_equal_blocks_is_cheap():
         loss(x)
     account = loss._estimator.accounts[PATH]
     noise = median(account.noise_factors) * account.remainder * 10 / median(account.row_noises)
-    best = math.sqrt(noise * 3 * 10 * 4 / (account.iterations + 3))
+    best = math.sqrt(noise * 3 * 10 * 4 / (3 * account.iterations + 3))
     assert 4 < best < 64
     assert abs(account.probes - best) <= 2
 
