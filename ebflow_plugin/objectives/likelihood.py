@@ -59,7 +59,8 @@ class ML(Objective):
         model: A wrapped flow (:func:`~ebflow_plugin.wrap`).
         log_det: ``"exact"``, ``"stochastic"``, ``"relative"`` or ``"auto"``.
         probes: The number of vectors v for each estimated layer. By default it is chosen for each layer and step, to
-            minimise the variance of the gradient times the cost of the step.
+            minimise the variance of the gradient times the cost of the step. Give a number under
+            ``torch.utils.checkpoint``, which calls the loss twice.
         tolerance: The relative residual of the solves.
         iterations: The largest number of products per solve.
         common: ``generator``, ``energy_weight`` and ``reduction`` of :class:`Objective`.

@@ -258,5 +258,7 @@ def _draw(options: Options, found: Sequence[Found], losses: Sequence[str], path:
                     f"{each['mass']:.0%} of its mass is here"
                 )
                 plots.density(place, values, panel(data), title, top)
-                place.label_outer()
+                if loss != TRUE:  # the columns of a row have one range, the rows do not
+                    place.tick_params(labelleft=False)
+                    place.set_ylabel("")
     return True
