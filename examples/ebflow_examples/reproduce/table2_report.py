@@ -224,8 +224,9 @@ def draw_test(options: Options, found: Sequence[Found], path: Path) -> None:
                 place.set_yticks(range(len(made)), [objective_name(loss) for loss in made])
                 place.grid(axis="x", color=plots.COLOURS["grid"], linewidth=0.6)
                 place.set_axisbelow(True)
-                title = f"{model} on {options.data}, {WAYS[way]}: NLL of test data, raw (○) and calibrated (●)"
-                place.set(title=title, xlabel="nats, with 95 % intervals over seeds", ylim=(-0.6, len(made) - 0.4))
+                title = f"{model} on {options.data}, {WAYS[way]}: NLL of test data"
+                words = "nats; ● calibrated, ○ raw, 95 % intervals over seeds"
+                place.set(title=title, xlabel=words, ylim=(-0.6, len(made) - 0.4))
 
 
 def _dot(axes: Any, value: Mean, height: float, colour: str, full: bool) -> None:
