@@ -12,7 +12,9 @@ from torch import nn
 from ebflow_examples.kits import LIBRARIES, OF_IMAGES, Conditioner, Kit, Shape, Split
 from ebflow_plugin.errors import InputError
 
-__all__ = ["MODELS", "ModelInfo"]
+__all__ = ["CNN_KERNEL", "MODELS", "ModelInfo"]
+
+CNN_KERNEL = 7  # of the paper's CNN-based model
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ def cnn(
     front of the squeezes too: so it is in the authors' code.
     """
     result: list[nn.Module] = []
-    size = _kernel(kernel, 7, linear)
+    size = _kernel(kernel, CNN_KERNEL, linear)
     for block in range(blocks):
         if block:
             result += [kit.leaky(alpha, residual), kit.squeeze()] if residual else [kit.squeeze()]

@@ -7,15 +7,15 @@ from collections.abc import Iterator
 import torch
 
 import ebflow_plugin as ebf
+from ebflow_examples.architectures import CNN_KERNEL
 from ebflow_examples.bench import plain
 from ebflow_examples.bench.contenders import ALPHA, BATCH, objective, plain_loss, training_step
 from ebflow_examples.bench.likelihood import likelihood
 from ebflow_examples.bench.results import Settings, Table, compare
-from ebflow_examples.models import MODELS, build
+from ebflow_examples.models import build
 
 __all__ = ["cnn"]
 
-KERNEL: int = MODELS["cnn"].options["kernel"]
 LAYOUTS = {"": torch.contiguous_format, " channels_last": torch.channels_last}
 
 
@@ -29,7 +29,7 @@ def cnn(settings: Settings) -> Iterator[Table]:
             for label, layout in LAYOUTS.items():
                 images = x.to(memory_format=layout)
                 flow = build("cnn", shape, alpha=ALPHA).to(x).to(memory_format=layout)
-                by_hand = plain.Convolutional(shape[0], ALPHA, KERNEL).to(x).to(memory_format=layout)
+                by_hand = plain.Convolutional(shape[0], ALPHA, CNN_KERNEL).to(x).to(memory_format=layout)
                 plain.copy_parameters(flow, by_hand)
                 ours = ebf.wrap(flow)
                 steps[name + label] = training_step(ours, objective(name, ours), images)
@@ -45,6 +45,6 @@ def cnn(settings: Settings) -> Iterator[Table]:
             "cnn",
             f"training step of the paper's cnn on {title}, batch {BATCH}",
             rows,
-            f"Six {KERNEL} x {KERNEL} convolutions. ML is left out: by hand it is a determinant of D x D for each.",
+            f"Six {CNN_KERNEL} x {CNN_KERNEL} convolutions. ML is left out: by hand it is a determinant of D x D for each.",
         )
     yield from likelihood(settings)

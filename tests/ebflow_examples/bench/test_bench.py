@@ -1,6 +1,7 @@
 """ebflow bench: the timer compares only what took turns, the plain rivals compute what ours compute."""
 
 import json
+from importlib import import_module
 from itertools import count, product
 
 import pytest
@@ -283,10 +284,16 @@ def test_both_exponents_are_shown_with_the_sizes_they_are_over(small):
 
 
 def test_groups_are_there():
-    from importlib import import_module
-
     for name in bench.GROUPS:
         assert callable(getattr(import_module(f"ebflow_examples.bench.{name}"), name))
+
+
+def test_convolutions_are_measured(small):
+    """Whatever else a group has, the first of its tables: its contenders are built as the command builds them."""
+    first = next(import_module("ebflow_examples.bench.cnn").cnn(Settings(quick=True)))
+    assert first.title == "training step of the paper's cnn on 1 x 28 x 28, batch 100"
+    assert "Six 7 x 7 convolutions" in first.note
+    assert len(first.rows) == 9
 
 
 def test_main_prints_and_writes(small, tmp_path, capsys):
