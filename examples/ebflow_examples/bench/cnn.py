@@ -45,6 +45,7 @@ def cnn(settings: Settings) -> Iterator[Table]:
             "cnn",
             f"training step of the paper's cnn on {title}, batch {BATCH}",
             rows,
-            f"Six {CNN_KERNEL} x {CNN_KERNEL} convolutions. ML is left out: by hand it is a determinant of D x D for each.",
+            f"Six {CNN_KERNEL} x {CNN_KERNEL} convolutions. ML is left out: by hand it is a determinant of D x D for "
+            "each.",
         )
     yield from likelihood(settings)
