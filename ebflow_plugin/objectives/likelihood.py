@@ -51,9 +51,9 @@ class ML(Objective):
     value is then no likelihood, and falls without bound as those layers grow. Monitor ``model.log_prob``, as ``fit``
     does with its validation data.
 
-    Where a solve does not converge, the layer uses its exact log-determinant in that step, with one warning, and a
-    convolution in the next three steps too. :meth:`metrics` counts these steps, and ``fit`` reports the count. A dense
-    layer caches the inverse from such a step, as the preconditioner of later solves.
+    Where a solve does not converge, the layer uses its exact log-determinant in that step, with one warning.
+    :meth:`metrics` counts these steps, and ``fit`` reports the count. A dense layer caches the inverse from such a
+    step, as the preconditioner of later solves.
 
     Arguments:
         model: A wrapped flow (:func:`~ebflow_plugin.wrap`).

@@ -45,7 +45,6 @@ MEASURED_FIRST, MEASURED_EVERY = 4, 64
 MEASUREMENTS = 3  # whose median counts: one odd batch changes nothing
 FIRST_PROBES = 4  # the number of probes before the noise is known, and the least where it is measured
 MOST_PROBES = 64
-REST = 3  # steps without a solve after one that did not converge: the next would not either, and costs as much again
 ITERATION_PRODUCTS = 3  # that an iteration of a solve costs: a product, the preconditioner, the basis
 BATCH_PRODUCTS = 3  # that a row of the batch needs: forward, backward to the input, backward to the weight
 
@@ -61,7 +60,6 @@ class Account:
         remainder: The squared norm of the remainders of the last solve, the mean of all probes.
         probes: The number of probes of the last solve.
         exact: The number of steps that used the exact log-det, since a solve did not converge.
-        rest: The number of steps to come without a solve, with the exact log-det.
         iterations: The iterations of the last solve.
         residual: The residual of the last solve, the largest of all probes.
         inverse: The inverse of a dense layer, from the last step whose solve did not converge.
@@ -73,7 +71,6 @@ class Account:
     remainder: float = 0.0
     probes: int = FIRST_PROBES
     exact: int = 0
-    rest: int = 0
     iterations: int = 0
     residual: float = 0.0
     inverse: Tensor | None = None
@@ -167,15 +164,9 @@ class LogDetEstimator:
             return batch.new_zeros(())
         with without_autocast(batch):
             operators = [(step, shapes, _operator(step, shapes)) for step, shapes in layers]
+            trained = [each for each in operators if _is_trained(each[2])]
+            solved = [self._solve(*each, len(batch), generator) for each in trained]
             total = batch.new_zeros(())
-            solved: list[_Solved] = []
-            for step, shapes, operator in (each for each in operators if _is_trained(each[2])):
-                account = self.accounts.setdefault(step.path, Account())
-                if account.rest:
-                    account.rest -= 1
-                    total = total + self._exact(step, shapes, operator).to(total)
-                else:
-                    solved.append(self._solve(step, shapes, operator, len(batch), generator))
             measured: list[tuple[_Solved, Tensor]] = []
             for each, (residual, remainder) in zip(solved, _numbers(solved, batch), strict=True):
                 account = self.accounts[each.step.path]
@@ -191,8 +182,7 @@ class LogDetEstimator:
                     estimate = terms.mean() if each.trace is None else terms.mean() + each.trace
                     total = total + each.weight * (estimate - estimate.detach()).to(total)
                 else:
-                    total = total + self._exact(each.step, each.shapes, each.operator).to(total)
-                    account.rest = 0 if each.operator.matrix is not None else REST  # a matrix has its inverse now
+                    total = total + self._exact(each).to(total)
             if measured:
                 middle = len(batch) // 2
                 halves = [energy(part).mean() for part in (slice(middle), slice(middle, None))]
@@ -223,7 +213,7 @@ class LogDetEstimator:
     def _solve(
         self, step: LinearStep, shapes: Shapes, operator: Operator, rows: int, generator: Generator | None
     ) -> _Solved:
-        account = self.accounts[step.path]
+        account = self.accounts.setdefault(step.path, Account())
         account.probes = self.probes or account.best_probes(rows, operator.times)
         with torch.no_grad():
             if operator.matrix is not None and account.inverse is not None:
@@ -245,9 +235,9 @@ class LogDetEstimator:
         trace = None if approximation.trace is None else approximation.trace()
         return _Solved(step, shapes, operator, probes, remainder, trace, solution.residuals)
 
-    def _exact(self, step: LinearStep, shapes: Shapes, operator: Operator) -> Tensor:
+    def _exact(self, each: _Solved) -> Tensor:
         """A scalar 0 with the gradient of the exact log-det, in place of an estimate."""
-        account, matrix = self.accounts[step.path], operator.matrix
+        step, account, matrix = each.step, self.accounts[each.step.path], each.operator.matrix
         account.exact += 1
         if account.exact == 1:
             warnings.warn(
@@ -260,7 +250,7 @@ class LogDetEstimator:
                 stacklevel=6,
             )
         try:
-            exact = torch.as_tensor(step.log_det(shapes))
+            exact = torch.as_tensor(step.log_det(each.shapes))
         except SingularError as error:
             raise SingularError(f"a linear step has no finite log-determinant\n  {step.where}\n{error}") from error
         if not bool(torch.isfinite(exact.detach())):

@@ -53,21 +53,9 @@ def test_a_convolution_that_does_not_converge():
     loss = ML(model, log_det="stochastic", probes=2, tolerance=1e-9, iterations=3)
     with pytest.warns(UserWarning, match="not converge in 3 iterations"):
         torch.testing.assert_close(gradient(loss, x), gradient(ML(model), x))
-    path = "_transform._transforms.0"
     with no_warnings():
-        for _ in range(3):  # the next solves would not converge either
-            torch.testing.assert_close(gradient(loss, x), gradient(ML(model), x))
-    assert loss._estimator.accounts[path].calls == 1
-    loss._estimator.iterations = 50
-    gradient(loss, x)
-    assert loss._estimator.accounts[path].calls == 2
-    assert loss.metrics()["exact_log_dets"] == 4
-    loss._estimator.iterations = 3
-    gradient(loss, x)
-    resumed = ML(model, log_det="stochastic", probes=2, tolerance=1e-9, iterations=50)
-    resumed.load_state(loss.state())
-    torch.testing.assert_close(gradient(resumed, x), gradient(ML(model), x))
-    assert resumed._estimator.accounts[path].rest == 2
+        torch.testing.assert_close(gradient(loss, x), gradient(ML(model), x))
+    assert loss.metrics()["exact_log_dets"] == 2
 
 
 @pytest.mark.filterwarnings("ignore:.*did not converge")
