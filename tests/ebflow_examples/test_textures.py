@@ -13,8 +13,8 @@ from ebflow_examples import demo, racing
 from ebflow_examples.config import TrainConfig
 from ebflow_examples.data import OF_TEXTURES, load
 from ebflow_examples.models import flow_for
-from ebflow_examples.reproduce import race
-from ebflow_examples.reproduce.common import Cell, Found, Options
+from ebflow_examples.reproduce import common, race
+from ebflow_examples.reproduce.common import Found, Options
 from ebflow_examples.runs import Floor, build, standard_error
 from ebflow_examples.textures import Textures
 from ebflow_plugin.errors import InputError, TrainingError
@@ -189,11 +189,11 @@ def test_the_small_case_says_which_is_better():
     assert "no more than chance" in demo._verdict(nll, nll, 1.0)
 
 
-def test_a_cell_of_the_race_chooses_its_rate_on_validation_images(tmp_path, monkeypatch, textures16):
+def test_the_race_chooses_rates_on_validation_images_with_the_first_seed(tmp_path, monkeypatch, textures16):
     calls = []
 
     def run(contender, data, rows, seconds, *, rate, seed):
-        calls.append((rate, seconds, rows))
+        calls.append((rate, seconds, seed, rows))
         if rate == 1e-2:
             raise TrainingError("diverged")
         lap = racing.Lap(data.truth.model.float(), [(0.0, 9.0), (seconds, 1000 * abs(rate - 3e-3) + 1)], 0.1, 7)
@@ -202,25 +202,25 @@ def test_a_cell_of_the_race_chooses_its_rate_on_validation_images(tmp_path, monk
 
     monkeypatch.setattr(race.racing, "run", run)
     monkeypatch.setattr(race, "load", lambda name, seed: textures16)
-    settings = {"data": "textures16", "loss": "dsm", "seed": 0, "quick": True}
-    result = race.compute(Cell("race", "dsm-seed0", settings, seconds=10.0), tmp_path, None)
-    assert [call[0] for call in calls] == [*race.RATES, 3e-3]
-    assert [call[1] for call in calls] == [2.0, 2.0, 2.0, 10.0]
-    assert all(torch.equal(call[2], textures16.validation[:100]) for call in calls[:3])
-    assert torch.equal(calls[3][2], textures16.test[:250])
-    assert result["tried"]["0.01"] is None
-    assert result["rate"] == 3e-3
-    assert np.load(tmp_path / "dsm-seed0.npy").shape == (racing.SAMPLES, 3, 16, 16)
+    options = Options("race", 1.0, seeds=2, out=tmp_path, seconds=10.0, only=("dsm",))
+    found = {each.cell.name: each for each in common.run(options, race)}
+    assert [call[:3] for call in calls] == [*((rate, 2.0, 0) for rate in race.RATES), (3e-3, 10.0, 0), (3e-3, 10.0, 1)]
+    assert all(torch.equal(call[3], textures16.validation[:100]) for call in calls[:3])
+    assert all(torch.equal(call[3], textures16.test[:250]) for call in calls[3:])
+    assert found["dsm-rate0.01"].failed == "diverged"
+    assert [found[f"dsm-seed{seed}"]["lr"] for seed in (0, 1)] == [3e-3, 3e-3]
+    assert np.load(options.folder / "dsm-seed0.npy").shape == (racing.SAMPLES, 3, 16, 16)
 
 
 def test_the_report_of_the_race(tmp_path):
     options = Options("race", 1.0, seeds=2, out=tmp_path, quick=True)
     options.folder.mkdir(parents=True)
     found = []
-    for place, cell in enumerate(race.cells(options)):
+    runs = [cell for cell in race.cells(options) if not cell.settings["search"]]
+    for place, cell in enumerate(runs):
         above = 10.0 * (place % 5 + 1)
         curve = [(0.0, 100.0), (2.0, above)]
-        result = {"above_floor": above, "error": 0.1, "rate": 1e-3, "steps": 5, "seconds": 2.0, "spread": 1.0}
+        result = {"above_floor": above, "error": 0.1, "lr": 1e-3, "steps": 5, "seconds": 2.0, "spread": 1.0}
         np.save(options.folder / f"{cell.name}.npy", np.zeros((racing.SAMPLES, 3, 16, 16), dtype=np.float32))
         found.append(Found(cell, {**result, "curve": curve}))
     made = race.report(options, found, tmp_path / "race.png")
