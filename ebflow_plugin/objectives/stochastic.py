@@ -119,8 +119,8 @@ class _Solved:
         return -self.operator.times if self.step.inverted else self.operator.times
 
     def norms(self) -> Tensor:
-        """The largest residual, and the mean squared norm of the remainders: two numbers, in single precision."""
-        return torch.stack([self.residual.max(), self.remainder.square().flatten(1).sum(1).mean()]).float()
+        """The largest residual, and the root mean square of the norms of the remainders, in single precision."""
+        return torch.stack([self.residual.max(), self.remainder.square().flatten(1).sum(1).mean().sqrt()]).float()
 
 
 @dataclass
@@ -168,12 +168,12 @@ class LogDetEstimator:
             solved = [self._solve(*each, len(batch), generator) for each in trained]
             total = batch.new_zeros(())
             measured: list[tuple[_Solved, Tensor]] = []
-            for each, (residual, remainder) in zip(solved, _numbers(solved, batch), strict=True):
+            for each, (residual, length) in zip(solved, _numbers(solved, batch), strict=True):
                 account = self.accounts[each.step.path]
                 measures = self.probes is None and account.measures and len(batch) > 1 and not batch.is_meta
                 account.calls += 1
                 account.residual = residual
-                account.remainder = math.inf if math.isnan(remainder) else remainder
+                account.remainder = math.inf if math.isnan(length) else length**2
                 if residual <= self.tolerance:
                     product = each.operator.product(each.remainder)
                     terms = (each.probes * product).flatten(1).sum(1)
@@ -274,7 +274,8 @@ class LogDetEstimator:
         for (each, _), (probe_noise, row_noise) in zip(measured, torch.stack(noise).tolist(), strict=True):
             account = self.accounts[each.step.path]
             # A loss or gradient that is not finite is reported by the guards of fit; of no noise there is no ratio.
-            if math.isfinite(probe_noise + row_noise) and min(probe_noise, row_noise, account.remainder) > 0:
+            known = probe_noise, row_noise, account.remainder
+            if all(map(math.isfinite, known)) and min(known) > 0:
                 account.add_measurement(probe_noise / account.remainder, row_noise)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import log
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from math import isnan, log
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ STOCHASTIC = "ml_stochastic"  # ML(log_det="stochastic")
 WAYS = {"paper": "the paper's way", "ours": "ours"}
 TEMPERATURES = {"fc": 0.5, "cnn": 0.75}  # of the logit, in the authors' code
 RACERS = ("ml", STOCHASTIC, "dsm", "ssm")
+
+Panel = tuple[Any, str, str, dict[str, list[Found]]]  # axes, model, way, and the runs of each objective
 
 
 def report(options: Options, found: Sequence[Found], path: Path) -> Report:
@@ -191,47 +194,50 @@ def _starts(ours: Sequence[Found]) -> str:
 
 def draw(options: Options, found: Sequence[Found], path: Path) -> None:
     """NLL against training time: a row for each model, a column for each way."""
+    with _panels(path, found, 3.6) as panels:
+        for place, model, way, made in panels:
+            curves = {
+                objective_name(loss): (COLOURS[loss], [each.result["curve"] for each in group])
+                for loss, group in made.items()
+            }
+            title = f"{model} on {options.data}, {WAYS[way]}: NLL of validation data"
+            seed_curves(place, curves, title, "CPU seconds of training, one core", "nats", log=way == "paper")
+
+
+@contextmanager
+def _panels(path: Path, found: Sequence[Found], height: float) -> Iterator[list[Panel]]:
+    """A picture with a row for each model and a column for each way: its panels, with the runs of each objective."""
     groups = grouped(found, "model", "way", "loss")
     models = [model for model in MODELS if any(key[0] == model for key in groups)]
     ways = [way for way in WAYS if any(key[1] == way for key in groups)]
-    with plots.figure(path, 6.6 * max(1, len(ways)), 3.6 * max(1, len(models))) as figure:
+    with plots.figure(path, 6.6 * max(1, len(ways)), height * max(1, len(models))) as figure:
         axes = figure.subplots(max(1, len(models)), max(1, len(ways)), squeeze=False)
-        for line, model in zip(axes, models, strict=False):
-            for place, way in zip(line, ways, strict=False):
-                curves = {
-                    objective_name(loss): (colour, [each.result["curve"] for each in groups[model, way, loss]])
-                    for loss, colour in COLOURS.items()
-                    if (model, way, loss) in groups
-                }
-                title = f"{model} on {options.data}, {WAYS[way]}: NLL of validation data"
-                seed_curves(place, curves, title, "CPU seconds of training, one core", "nats", log=way == "paper")
+        yield [
+            (place, model, way, {loss: groups[model, way, loss] for loss in COLOURS if (model, way, loss) in groups})
+            for line, model in zip(axes, models, strict=False)
+            for place, way in zip(line, ways, strict=False)
+        ]
 
 
 def draw_test(options: Options, found: Sequence[Found], path: Path) -> None:
     """NLL of test data, raw and calibrated, with intervals: a row for each model, a column for each way."""
-    groups = grouped(found, "model", "way", "loss")
-    models = [model for model in MODELS if any(key[0] == model for key in groups)]
-    ways = [way for way in WAYS if any(key[1] == way for key in groups)]
-    with plots.figure(path, 6.6 * max(1, len(ways)), 3.0 * max(1, len(models))) as figure:
-        axes = figure.subplots(max(1, len(models)), max(1, len(ways)), squeeze=False)
-        for line, model in zip(axes, models, strict=False):
-            for place, way in zip(line, ways, strict=False):
-                made = {loss: groups[model, way, loss] for loss in COLOURS if (model, way, loss) in groups}
-                made = dict(sorted(made.items(), key=lambda item: -column(item[1], "nll").value))
-                for height, (loss, group) in enumerate(made.items()):
-                    for key, full in (("raw_nll", False), ("nll", True)):
-                        _dot(place, column(group, key), height, COLOURS[loss], full)
-                place.set_yticks(range(len(made)), [objective_name(loss) for loss in made])
-                place.grid(axis="x", color=plots.COLOURS["grid"], linewidth=0.6)
-                place.set_axisbelow(True)
-                title = f"{model} on {options.data}, {WAYS[way]}: NLL of test data"
-                words = "nats; ● calibrated, ○ raw, 95 % intervals over seeds"
-                place.set(title=title, xlabel=words, ylim=(-0.6, len(made) - 0.4))
+    with _panels(path, found, 3.0) as panels:
+        for place, model, way, made in panels:
+            losses = sorted(made, key=lambda loss: -column(made[loss], "nll").value)
+            for height, loss in enumerate(losses):
+                for key, full in (("raw_nll", False), ("nll", True)):
+                    _dot(place, column(made[loss], key), height, COLOURS[loss], full)
+            place.set_yticks(range(len(losses)), [objective_name(loss) for loss in losses])
+            place.grid(axis="x", color=plots.COLOURS["grid"], linewidth=0.6)
+            place.set_axisbelow(True)
+            title = f"{model} on {options.data}, {WAYS[way]}: NLL of test data"
+            words = "nats; ● calibrated, ○ raw, 95 % intervals over seeds"
+            place.set(title=title, xlabel=words, ylim=(-0.6, len(losses) - 0.4))
 
 
 def _dot(axes: Any, value: Mean, height: float, colour: str, full: bool) -> None:
     """A mean over seeds, with a line for its interval."""
-    if value.interval == value.interval:
+    if not isnan(value.interval):
         ends = (value.value - value.interval, value.value + value.interval)
         axes.plot(ends, (height, height), color=colour, linewidth=1.6)
     axes.plot(value.value, height, "o", color=colour, markerfacecolor=colour if full else "white", markersize=6)

@@ -143,6 +143,18 @@ def test_noise_that_cannot_be_compared_leaves_four_probes():
     assert equal.metrics()["log_det"][PATH]["probes"] == 4
 
 
+@pytest.mark.parametrize("scale", [1e-25, 1e-60])
+def test_remainders_beyond_single_precision(scale):
+    """Their lengths, or their squares, are infinite there: a factor of zero would be no number in the next step."""
+    model = conv()
+    with torch.no_grad():
+        model.flow._transform._transforms[0].weight.mul_(scale)
+    loss = ML(model, log_det="stochastic", generator=rng())
+    for _ in range(6):
+        assert bool(gradient(loss, batch(model, rows=30)).isfinite().all())
+    assert bool(loss._estimator.accounts[PATH].noise_factors) == (scale == 1e-25)
+
+
 def test_the_state_of_an_earlier_version_is_measured_again():
     model = nflows_model(FullConv2d(2, kernel_size=3), shape=[2, 6, 6])
     loss = ML(model, log_det="stochastic", generator=rng())
