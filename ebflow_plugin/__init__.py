@@ -9,19 +9,18 @@
 
 The packages, each of which imports only those below it:
 
-- ``wrapper``, ``verification``, ``testing``, ``lightning``: the entry points. ``wrap`` lets an adapter walk a flow.
-- ``training``: ``fit``, checkpoints and resume, guards, processes.
-- ``objectives``: score matching and likelihood, as losses of a model; the exact NLL of data.
-- ``model``, ``report``, ``ema``: ``EBFlow``, a plan with its preprocessing; the table of its steps; averaged weights.
+- ``wrapper``, ``verification``, ``covering``, ``testing``, ``lightning``: the entry points. ``wrap`` lets an adapter
+  walk a flow.
+- ``training``: ``fit``, a short loop; guards; averaged weights; all that is serious, in Lightning.
+- ``objectives``: score matching, likelihood and targets, as losses of a model; the exact NLL of data.
+- ``sampling``: Langevin chains by the score; samples of a model, weighted for a target density.
+- ``model``, ``planned``, ``report``: ``EBFlow``; the plans that it computes with; the table of their steps.
 - ``closed_form``: fits without gradients: data-dependent starts, and the calibration of the base.
-- ``sampling``: samples by the inverse, Langevin chains, divergences.
 - ``log_z``: the normalising constant, exact or estimated.
 - ``adapting``: how a model becomes a plan; all that an adapter imports.
 - ``plan``: the heart. The steps of a flow from data to noise, split into linear and nonlinear ones, and the base.
 - ``layers``, ``linalg``, ``errors``: the arithmetic of our layers; matrices and convolutions; errors and warnings.
 """
-
-from typing import TYPE_CHECKING
 
 from ebflow_plugin import objectives
 from ebflow_plugin.adapting.adapter import Adapter
@@ -29,13 +28,14 @@ from ebflow_plugin.adapting.rules import register_container, register_linear, re
 from ebflow_plugin.adapting.surgery import Replaced, smooth, unconstrain
 from ebflow_plugin.closed_form.calibration import CalibrationReport
 from ebflow_plugin.closed_form.gaussianization import LayerStart, StartReport
-from ebflow_plugin.ema import EMA
+from ebflow_plugin.covering import CoverageReport, coverage
 from ebflow_plugin.errors import (
     AdapterError,
     AdapterWarning,
     BiasWarning,
     ConditioningWarning,
     ContextError,
+    CoverageWarning,
     EBFlowError,
     EBFlowWarning,
     EstimateWarning,
@@ -51,7 +51,6 @@ from ebflow_plugin.errors import (
     UnsupportedStepError,
     VerificationError,
     WriteError,
-    renamed,
 )
 from ebflow_plugin.log_z.estimate import Estimate
 from ebflow_plugin.model import EBFlow
@@ -61,9 +60,9 @@ from ebflow_plugin.plan.preprocessing import Dequantize, Logit, Rescale, Standar
 from ebflow_plugin.plan.step import Step
 from ebflow_plugin.report import FlowReport
 from ebflow_plugin.sampling.chains import Chains
-from ebflow_plugin.sampling.divergences import fisher_divergence, kl_divergence
 from ebflow_plugin.sampling.langevin import denoise, impute, langevin
-from ebflow_plugin.training import Event, FitResult, fit, load_best
+from ebflow_plugin.sampling.target import MetropolisChain, WeightedSamples, importance
+from ebflow_plugin.training import EMA, Event, FitResult, fit, load_best
 from ebflow_plugin.verification import VerificationReport, verify
 from ebflow_plugin.version import __version__
 from ebflow_plugin.wrapper import describe, wrap
@@ -78,6 +77,8 @@ __all__ = [
     "Chains",
     "ConditioningWarning",
     "ContextError",
+    "CoverageReport",
+    "CoverageWarning",
     "Dequantize",
     "EBFlow",
     "EBFlowError",
@@ -90,6 +91,7 @@ __all__ = [
     "InputError",
     "LayerStart",
     "Logit",
+    "MetropolisChain",
     "NoInverseError",
     "NotAFlowError",
     "Plan",
@@ -107,14 +109,15 @@ __all__ = [
     "UnsupportedStepError",
     "VerificationError",
     "VerificationReport",
+    "WeightedSamples",
     "WriteError",
     "__version__",
+    "coverage",
     "denoise",
     "describe",
-    "fisher_divergence",
     "fit",
+    "importance",
     "impute",
-    "kl_divergence",
     "langevin",
     "load_best",
     "make_objective",
@@ -128,6 +131,3 @@ __all__ = [
     "verify",
     "wrap",
 ]
-
-if not TYPE_CHECKING:  # with a module __getattr__, a type checker would accept any name
-    __getattr__ = renamed(__name__, {"objective": "make_objective"})

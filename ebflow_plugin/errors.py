@@ -6,9 +6,9 @@ A message says what is wrong, where (the dotted path in the user's model), and w
 from __future__ import annotations
 
 import difflib
-import dis
-from collections.abc import Callable, Iterable, Mapping
-from types import TracebackType
+import sys
+import warnings
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -19,6 +19,7 @@ __all__ = [
     "BiasWarning",
     "ConditioningWarning",
     "ContextError",
+    "CoverageWarning",
     "EBFlowError",
     "EBFlowWarning",
     "EstimateWarning",
@@ -35,10 +36,13 @@ __all__ = [
     "VerificationError",
     "WriteError",
     "blame",
-    "refuse_precision",
-    "renamed",
+    "no_inverse",
+    "refuse_inference_tensors",
     "suggest",
+    "warn",
 ]
+
+_INSIDE = ("ebflow_plugin", "ebflow_nflows", "ebflow_normflows", "ebflow_zuko", "torch", "contextlib")
 
 
 class EBFlowError(Exception):
@@ -120,6 +124,10 @@ class ConditioningWarning(EBFlowWarning):
     """A linear layer is close to singular, or a solve with it did not converge."""
 
 
+class CoverageWarning(EBFlowWarning):
+    """The samples of a model do not lie where the data lie: see :func:`~ebflow_plugin.coverage`."""
+
+
 class ResumeWarning(EBFlowWarning):
     """A run does not resume exactly: from an older checkpoint, with other settings, or without its best weights."""
 
@@ -138,6 +146,7 @@ def blame(error: Exception, part: Any, value: Any, context: Any) -> NoReturn:
             f"{part.where} is conditional, and failed without a context ({type(error).__name__}: {error}). "
             "Pass context=."
         ) from error
+    refuse_inference_tensors(error, part.module, part.path)
     if not isinstance(error, EBFlowError) or part.path not in str(error):
         shape = [tuple(one.shape) for one in value] if isinstance(value, tuple) else tuple(value.shape)
         given = "without a context" if context is None else f"with a context of shape {tuple(context.shape)}"
@@ -145,49 +154,54 @@ def blame(error: Exception, part: Any, value: Any, context: Any) -> NoReturn:
     raise error
 
 
+def refuse_inference_tensors(error: Exception, module: object, path: str) -> None:
+    """Raises if an error of torch may come from the parameters or buffers of a module that autograd cannot use.
+
+    Example:
+        >>> with torch.inference_mode():
+        ...     layer = torch.nn.Linear(2, 2)
+        >>> refuse_inference_tensors(RuntimeError(), layer, "flow.3")  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ebflow_plugin.errors.InputError: flow.3.weight was made under torch.inference_mode(), and has no derivatives...
+    """
+    if not isinstance(module, torch.nn.Module) or not isinstance(error, RuntimeError) or isinstance(error, EBFlowError):
+        return
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.is_inference():
+            raise InputError(
+                f"{path}.{name} was made under torch.inference_mode(), and has no derivatives. Make or load the flow "
+                "outside of it, or wrap a copy that is made outside: copy.deepcopy(flow)."
+            ) from error
+
+
 def _may_come_from_a_missing_context(error: Exception) -> bool:
     kinds = (TypeError, ValueError, AttributeError, RuntimeError)
     return isinstance(error, kinds) and not isinstance(error, (EBFlowError, torch.OutOfMemoryError))
 
 
-def refuse_precision(error: NotImplementedError, where: str) -> None:
-    """Raises if a NotImplementedError means that torch lacks an operation in a dtype, and not a missing inverse.
-
-    They differ in where they are raised. A library reports a missing inverse by a ``raise`` statement; torch's
-    operations are compiled, so the innermost Python frame is at a call.
-    """
-    innermost = error.__traceback__
-    while innermost is not None and innermost.tb_next is not None:
-        innermost = innermost.tb_next
-    if innermost is None or _is_at_raise(innermost):
-        return
-    raise InputError(
-        f"torch cannot do this in the flow's precision: {error}\n  {where}\nMove the model to float32 or float64 with "
-        ".to(dtype)."
-    ) from error
+def no_inverse(what: str, where: str, error: NotImplementedError, dtype: torch.dtype) -> NoReturn:
+    """Raises a NoInverseError: a library has no inverse, or torch lacks an operation of it in this precision."""
+    message = f"the model cannot be sampled: {what}\n  {where}"
+    if torch.finfo(dtype).bits < 32:
+        message += f"\nIf torch lacks an operation in {dtype} ({error}), move the model to float32 with .to(dtype)."
+    raise NoInverseError(message) from error
 
 
-def _is_at_raise(traceback: TracebackType) -> bool:
-    return dis.opname[traceback.tb_frame.f_code.co_code[traceback.tb_lasti]] == "RAISE_VARARGS"
-
-
-def renamed(module: str, names: Mapping[str, str]) -> Callable[[str], NoReturn]:
-    """A ``__getattr__`` for a module whose names have changed: an old name raises an error with the new one.
-
-    The error is no AttributeError, since ``from module import name`` drops the text of those.
+def warn(message: str, category: type[EBFlowWarning]) -> None:
+    """Warns at the line of the user that led here: the first one outside of this library, its adapters and torch.
 
     Example:
-        >>> renamed("ebflow_plugin", {"objective": "make_objective"})("objective")
-        Traceback (most recent call last):
-        ebflow_plugin.errors.UnknownNameError: ebflow_plugin.objective is called ebflow_plugin.make_objective now
+        >>> import warnings
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always")
+        ...     warn("a layer is nearly singular", ConditioningWarning)
+        >>> str(caught[0].message)
+        'a layer is nearly singular'
     """
-
-    def look_up(name: str) -> NoReturn:
-        if name in names:
-            raise UnknownNameError(f"{module}.{name} is called {module}.{names[name]} now")
-        raise AttributeError(f"module {module!r} has no attribute {name!r}")
-
-    return look_up
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INSIDE:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)
 
 
 def suggest(name: str, known: Iterable[str]) -> str:

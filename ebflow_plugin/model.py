@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from math import log
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor
 
-from ebflow_plugin.adapting.adapter import Adapter
-from ebflow_plugin.adapting.discovery import Found, find_flow
-from ebflow_plugin.adapting.walk import Options, Walked, walk
 from ebflow_plugin.closed_form import calibration, gaussianization, initialization
-from ebflow_plugin.closed_form.calibration import Calibration, CalibrationReport, CalibrationStep
+from ebflow_plugin.closed_form.calibration import CalibrationReport
 from ebflow_plugin.closed_form.gaussianization import StartReport
-from ebflow_plugin.closed_form.moments import batches, in_memory, meet, refuse_one_shot
+from ebflow_plugin.closed_form.moments import in_memory, meet, refuse_one_shot, writable
+from ebflow_plugin.closed_form.passes import Passes
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.log_z.estimate import Estimate
-from ebflow_plugin.log_z.exact import Normalizer
-from ebflow_plugin.log_z.methods import estimate_log_z
-from ebflow_plugin.plan.energy_model import EnergyModel
-from ebflow_plugin.plan.inputs import check_shape, is_number, one_of
-from ebflow_plugin.plan.plan import Plan
+from ebflow_plugin.log_z.importance import importance
+from ebflow_plugin.log_z.lanczos import lanczos
+from ebflow_plugin.plan.inputs import check_shape, one_of, to_device
+from ebflow_plugin.plan.inverse import draw
+from ebflow_plugin.plan.plan import score_of
 from ebflow_plugin.plan.step import Shape
-from ebflow_plugin.report import FlowReport
-from ebflow_plugin.sampling.inverse import draw
+from ebflow_plugin.planned import PlannedFlow
 
 __all__ = ["EBFlow"]
 
 
-class EBFlow(EnergyModel):
+class EBFlow(PlannedFlow):
     """An energy-based view of a flow, created by :func:`wrap`.
 
     It follows the flow: after a layer is replaced, a method patched or a hook added, the next call walks the flow again
@@ -39,108 +38,13 @@ class EBFlow(EnergyModel):
         flow: The user's own flow, the same object.
         preprocessing: The modules of the ``preprocess`` argument of :func:`wrap`.
         calibration: The affine map after the flow, which :meth:`calibrate` fits.
-        options: The arguments of :func:`wrap`.
     """
-
-    def __init__(
-        self, found: Found, options: Options, calibration: Calibration | None = None, whole: EBFlow | None = None
-    ) -> None:
-        super().__init__()
-        self.flow = found.flow
-        self.preprocessing = nn.ModuleList(options.preprocess)
-        self.calibration = Calibration() if calibration is None else calibration
-        self.training = found.flow.training
-        self._inside = found.inside
-        self.options = options
-        self._seen: tuple[Shape, torch.device, torch.dtype] | None = None
-        # In lists, so that they are no submodules: a core and its model share parameters, which are not listed twice.
-        self._whole = [] if whole is None else [whole]
-        self._cores: list[EBFlow] = []
-        self._last: Walked | None = None
-        self._kept: tuple[Normalizer, ...] = ()
-        if whole is None:
-            self._last = walk(found, options, self.calibration, self._calibrating)
-        self.register_load_state_dict_post_hook(_move_calibration)
-
-    def rebuild(self) -> None:
-        """Walks the flow again.
-
-        This happens automatically after a module of the flow is replaced, added, removed, hooked or patched. Call it
-        after changes that cannot be detected: after registering a class, or editing a plain list inside a module of
-        your own.
-        """
-        if self._whole:
-            self._whole[0].rebuild()
-        else:
-            self._last = walk(find_flow(self.flow), self.options, self.calibration, self._calibrating)
-
-    def _walked(self) -> Walked:
-        """The result of walking the current flow. Every method calls this once."""
-        if self._whole:
-            return self._whole[0]._walked().core
-        if self._last is None or not self._last.is_current():
-            self.rebuild()
-        assert self._last is not None
-        return self._last
-
-    @property
-    def plan(self) -> Plan:
-        """The steps from data to noise, and the base."""
-        return self._walked().plan
-
-    @property
-    def core(self) -> EBFlow:
-        """The energy-based flow of the matched variable, which objectives train, with the same parameters.
-
-        Without preprocessing, this is the model itself.
-        """
-        return self._core_of(self._walked())
-
-    def _core_of(self, walked: Walked) -> EBFlow:
-        if walked.start == 0:
-            return self
-        if not self._cores:
-            after = Options(None, self.options.preprocess[walked.start :], check_finite=self.options.check_finite)
-            found = Found(self.flow, walked.adapter, self._inside)
-            self._cores.append(EBFlow(found, after, self.calibration, whole=self))
-        return self._cores[0]
-
-    @property
-    def core_plan(self) -> Plan:
-        """The steps from the matched variable to noise, and the base: the plan of :attr:`core`."""
-        return self._walked().core.plan
-
-    @property
-    def adapter(self) -> Adapter:
-        """The adapter of the flow's library."""
-        return self._walked().adapter
-
-    @property
-    def prefix(self) -> Plan:
-        """The fixed steps before the matched variable, which :meth:`preprocess` applies."""
-        return self._walked().prefix
-
-    def normalizer(self, plan: Plan) -> Normalizer:
-        """The cache of log Z for a plan of this model."""
-        for kept in self._kept:
-            if kept.plan is plan:
-                return kept
-        made = Normalizer(plan)
-        self._kept = (made, *self._kept[:1])  # two: the plan of the data, and that of the matched variable
-        return made
-
-    def _calibrating(self, bare: Plan) -> tuple[CalibrationStep, ...]:
-        """The step of the calibration, after those of the flow, if the model is calibrated."""
-        if self.calibration.mean is None:
-            return ()
-        shapes = bare.base.shapes or ((len(self.calibration.mean),),)  # one flat vector if the shapes are unknown
-        return (CalibrationStep(self.calibration, shapes),)
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         """:meth:`energy`, so that losses and samplers of other libraries for energy-based models accept the model."""
         return self.energy(x, context)
 
-    def energy(self, x: Tensor, context: Tensor | None = None, *, generator: torch.Generator | None = None) -> Tensor:
+    def energy(self, x: Tensor, context: Tensor | None = None, *, generator: Generator | None = None) -> Tensor:
         """Computes E(x) = -log p_u(g(x)) - the log-dets of the nonlinear steps (Eq. 9).
 
         It computes no determinant of a linear step, and does not synchronise with the device.
@@ -153,84 +57,83 @@ class EBFlow(EnergyModel):
         Returns:
             Energies, with shape ``(B,)``.
         """
-        walked = self._walked()
-        x = walked.check(x, context)
-        self._seen = tuple(x.shape[1:]), x.device, x.dtype
-        return walked.energy(x, context, generator)
+        x, log_volume = self._input(x, context, generator)
+        if len(x) == 0:
+            return x.flatten(1).sum(1)
+        energy = self._plan.energy(x, context)
+        return energy if log_volume is None else energy - log_volume
 
-    def score(self, x: Tensor, context: Tensor | None = None, *, generator: torch.Generator | None = None) -> Tensor:
+    def score(self, x: Tensor, context: Tensor | None = None, *, generator: Generator | None = None) -> Tensor:
         """Computes the score, d log p(x) / dx = -dE(x)/dx, with the shape of x.
 
         It carries a graph if grad mode is on, so that losses of the score can be trained. One forward and one
         backward pass. A generator draws the noise of a :class:`~ebflow_plugin.Dequantize`.
         """
-        x = self.check(x, context)
-        if torch._C._functorch.peek_interpreter_stack() is not None:  # inside a transform of torch.func
-            score: Tensor = -torch.func.grad(lambda point: self.energy(point, context, generator=generator).sum())(x)
-            return score
-        differentiable = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-        with torch.inference_mode(False), torch.enable_grad():
-            if not (differentiable and x.requires_grad):
-                x = (x.clone() if x.is_inference() else x).detach().requires_grad_()
-            energy = self.energy(x, context, generator=generator).sum()
-            if not energy.requires_grad:  # a uniform base density, and only linear steps
-                return torch.zeros_like(x)
-            (gradient,) = torch.autograd.grad(
-                energy, x, create_graph=differentiable, allow_unused=True, materialize_grads=True
-            )
-        return -gradient
+        return score_of(lambda point: self.energy(point, context, generator=generator), self.check(x, context))
 
-    def log_prob(self, x: Tensor, context: Tensor | None = None, *, generator: torch.Generator | None = None) -> Tensor:
+    def log_prob(self, x: Tensor, context: Tensor | None = None, *, generator: Generator | None = None) -> Tensor:
         """Computes log p(x) = -E(x) - log Z exactly, with shape ``(B,)``; equal to the flow's own ``log_prob``.
 
         Without gradients, log Z is computed once and cached: evaluate under ``torch.no_grad()``. A generator draws the
         noise of a :class:`~ebflow_plugin.Dequantize`, so that the value is reproducible.
         """
-        walked = self._walked()
-        x = walked.check(x, context)
-        self._seen = tuple(x.shape[1:]), x.device, x.dtype
-        energy = walked.energy(x, context, generator)
-        if x.shape[0] == 0:
+        energy = self.energy(x, context, generator=generator)
+        if len(x) == 0:
             return -energy
-        return -energy - self.normalizer(walked.plan).log_z(tuple(x.shape[1:]), energy)
+        return -energy - self._log_z(tuple(x.shape[1:]), energy)
 
-    def log_z(self, event_shape: Shape | None = None, method: str = "exact", **options: Any) -> Estimate:
-        r"""Computes log Z = -sum of the linear steps' log|det| (Eq. 9), a scalar with a standard error.
+    def _log_z(self, event_shape: Shape, like: Tensor) -> Tensor:
+        """Log Z, of which the expensive part, of the flow behind the preprocessing, is cached."""
+        total = self._exact.log_z(self._prefix.latent_shapes(event_shape)[0], like)
+        if self._prefix.steps:
+            total = total + self._prefix.log_z(event_shape, like)
+        for step in self._calibrated:
+            total = total - step.log_abs_det(event_shape)
+        return total
 
-        - ``"exact"``: O(D^3) for a dense layer, once. It is cached until a parameter of a linear step changes; with
-          grad mode on and trainable linear layers it is computed on each call, with its graph.
-        - ``"lanczos"``: from ``2 · probes · iterations`` products with each large layer, in O(D) memory
-          (``probes=16, iterations=40``).
-        - ``"importance"``: from ``samples=1000`` energies (Eqs. A5 and A6).
-        - ``"ais"``: by annealing, from ``steps · chains · leapfrogs`` gradients (100, 100 and 3; ``step_size=``).
-        - ``"auto"``: exact if no layer needs more than 1e12 multiplications or 2 GB, else by Lanczos, with its options.
+    @overload
+    def log_z(self, event_shape: Shape | None = None, method: Literal["exact"] = "exact") -> Tensor: ...
 
-        Estimates take ``generator`` and ``progress``; they have no graph, and are not cached. The sampled ones also
-        take ``batch_size``; ``context``, one row, since log Z is the same for all; and ``proposal``: data, to which a
-        Gaussian is fitted, or, for ``importance``, anything with ``sample`` and ``log_prob`` over the matched variable.
-        By default the proposal is N(0, I).
+    @overload
+    def log_z(
+        self, event_shape: Shape | None = None, *, method: Literal["lanczos", "importance"], **options: Any
+    ) -> Estimate: ...
+
+    def log_z(self, event_shape: Shape | None = None, method: str = "exact", **options: Any) -> Tensor | Estimate:
+        r"""Computes log Z = -sum of the linear steps' log|det| (Eq. 9).
+
+        - ``"exact"``: a scalar tensor, in O(D^3) for a dense layer, once. It is cached until a parameter of a linear
+          step changes; with grad mode on and trainable linear layers it is computed on each call, with its graph.
+        - ``"lanczos"``: an :class:`~ebflow_plugin.Estimate` from products with each large layer, in O(D) memory, for
+          layers that are too large to factorise (:func:`~ebflow_plugin.log_z.lanczos.lanczos`).
+        - ``"importance"``: an :class:`~ebflow_plugin.Estimate` from energies of samples of a proposal, independent of
+          any determinant (:func:`~ebflow_plugin.log_z.importance.importance`).
 
         Arguments:
-            event_shape: The shape of one data point. By default that of the base density, or of the last data that the
-                model was called on.
+            event_shape: The shape of one data point; by default the one that follows from the base density.
             method: The method.
-            options: Options of the method.
-
-        Returns:
-            A scalar tensor with ``.std_error``, ``.method`` and, for the sampled ones, ``.effective_sample_size``.
+            options: Arguments of the function of an estimate: ``generator``, ``samples``, ``probes``, …; a ``proposal``
+                that is a tensor is data.
 
         Example:
             >>> import ebflow_plugin as ebf
             >>> from nflows import distributions, flows, transforms
             >>> model = ebf.wrap(flows.Flow(transforms.LULinear(8), distributions.StandardNormal([8])))
-            >>> bool(abs(model.log_z(method="lanczos", probes=4) - model.log_z()) < 1e-2)
-            True
+            >>> bool(model.log_z().abs() < 1e-5), model.log_z(method="importance", samples=100).reliable
+            (True, True)
         """
-        plan = self.plan
-        shape = event_shape or plan.event_shape or (self._seen and self._seen[0])
+        shape = event_shape or self.plan.event_shape
         if shape is None:
-            raise InputError("log_z needs event_shape: the base density does not define it, and there were no data yet")
-        return estimate_log_z(self, self.normalizer(plan), check_shape("event_shape", shape), method, options)
+            raise InputError("log_z needs event_shape, the shape of a data point: the base density does not define it")
+        shape, like = check_shape("event_shape", shape), self.like()
+        if isinstance(options.get("proposal"), Tensor):
+            options["proposal"] = self.preprocess(options["proposal"], options.get("generator"))[0]
+        methods: dict[str, Callable[..., Tensor | Estimate]] = {
+            "exact": lambda: self._log_z(shape, like),
+            "lanczos": partial(lanczos, self._plan, shape, like),
+            "importance": partial(importance, self._prefix, self._core, shape, like),
+        }
+        return methods[one_of("method", method, methods)](**options)
 
     @torch.no_grad()
     def sample(
@@ -239,7 +142,7 @@ class EBFlow(EnergyModel):
         context: Tensor | None = None,
         *,
         temperature: float = 1.0,
-        generator: torch.Generator | None = None,
+        generator: Generator | None = None,
         batch_size: int | None = None,
     ) -> Tensor:
         """Draws samples by the inverse of each step, without gradients.
@@ -263,7 +166,8 @@ class EBFlow(EnergyModel):
         """
         plan = self.plan
         plan.refuse()
-        return draw(plan, n, context, generator, self.like(), temperature=temperature, batch_size=batch_size)
+        drawn = draw(plan, n, context, generator, self.like(), temperature=temperature, batch_size=batch_size)
+        return drawn if self.dequantize is None else self.dequantize.quantize(drawn)
 
     def initialize(
         self,
@@ -272,7 +176,7 @@ class EBFlow(EnergyModel):
         *,
         whiten: bool = False,
         gaussianize: bool = False,
-        generator: torch.Generator | None = None,
+        generator: Generator | None = None,
         progress: bool = False,
     ) -> StartReport | None:
         """Runs the data-dependent start of the flow, on data without added noise.
@@ -284,41 +188,46 @@ class EBFlow(EnergyModel):
 
         Arguments:
             x: A batch. To whiten or Gaussianise, all training data: a tensor, a pair ``(x, context)`` or a loader,
-                which must not shuffle, so that the same rows are held out in each pass.
+                which must not shuffle, so that the same rows are held out in each pass. They may be on any device.
             context: The context of a batch.
             whiten: Whether the first FullLinear or FullConv2d becomes the whitening map of its input. Only ActNorms,
-                permutations and fixed steps may precede it.
+                permutations and fixed steps may precede it. If only linear steps and a Gaussian base follow, it is
+                fitted to that base; otherwise it scales the data for training, which may first make them less likely.
             gaussianize: Whether each FullLinear of a chain becomes a whitening map, and the elementwise nonlinearities
                 between them make the features Gaussian: a fit in closed form
-                (:mod:`~ebflow_plugin.closed_form.gaussianization`). No layer makes held-out rows less likely. It takes
-                one pass over the data per layer, O(N·D² + D³). For a tensor, the activations are cached, in O(N·D)
-                memory; a loader is iterated again, in O(D²) memory. Frozen layers are initialised too, and an existing
-                calibration is removed.
+                (:mod:`~ebflow_plugin.closed_form.gaussianization`) to a diagonal Gaussian base. If it would make
+                held-out rows less likely, the model stays as it was. It takes a pass over the data per layer, and two
+                to judge it, O(N·D² + D³). For a tensor, the activations are cached, in O(N·D) memory; a loader is
+                iterated again, in O(D²) memory. Frozen layers are initialised too, and a calibration is removed.
             generator: Draws the noise of a :class:`~ebflow_plugin.Dequantize`.
             progress: Shows a progress bar for ``gaussianize=True``.
 
         Returns:
-            For ``gaussianize=True``, the held-out NLL after each layer; else None.
+            For ``gaussianize=True``, the held-out NLL before, and after each layer; else None.
 
         Raises:
-            InputError, SingularError: If no layer can whiten, or the data cannot be whitened or iterated again.
+            InputError, SingularError: If no layer can whiten, the data cannot be whitened or iterated again, or
+                ``gaussianize=True``, which then changes nothing, finds another base.
         """
-        walked = self._walked()
-        walked.plan.refuse()
-        plan = walked.drawing(generator)
+        plan = self._uncalibrated()
+        plan.refuse()
         data = x if context is None else (x, context)
-        if gaussianize:
-            refuse_one_shot(data)
-            meet("model.initialize(gaussianize=True)")
-            report = gaussianization.gaussianize(plan, lambda: batches(data, self.check), in_memory(data), progress)
-            self.calibration.set()  # it belongs to the old weights
-            return report
-        if whiten:
-            meet("model.initialize(whiten=True)")
-            initialization.whiten(plan, batches(data, self.check))
-            self.calibration.set()
-        else:
-            plan.initialize(self.check(x, context), context)
+        with writable(self._parameter()):
+            if gaussianize:
+                refuse_one_shot(data)
+                meet("model.initialize(gaussianize=True)")
+                passes = Passes(plan, lambda: self._rows(data, generator), in_memory(data))
+                report = gaussianization.gaussianize(passes, self._calibrated, progress)
+                if report.kept:
+                    self.calibration.set()  # it belongs to the old weights
+                return report
+            if whiten:
+                meet("model.initialize(whiten=True)")
+                initialization.whiten(plan, self._rows(data, generator))
+                self.calibration.set()
+            else:
+                x, context = to_device(x, context, self.like().device)
+                plan.initialize(self._input(x, context, generator)[0], context)
         return None
 
     def calibrate(
@@ -326,74 +235,38 @@ class EBFlow(EnergyModel):
         data: Any,
         kind: str = "full",
         *,
-        shrinkage: float | None = None,
-        fold: bool = False,
-        generator: torch.Generator | None = None,
+        generator: Generator | None = None,
     ) -> CalibrationReport:
         """Fits the base to data in closed form: an affine map after the flow, matched to the moments of the latents.
 
         It is the maximum-likelihood choice among all affine maps, and is held as one more linear step of this model:
         the flow is not changed. O(N·D² + D³) for a full covariance, O(N·D) for a diagonal one, in one pass. Under
         ``torchrun`` all processes must call it together, each with its own part of the data: the fit is to all data.
-        A process that calls it alone raises an error after two minutes.
+        Each holds out every tenth of its own rows, so other parts mean other held-out rows, and a report that differs
+        by their sampling error. A process that calls it alone raises an error after two minutes.
 
         Arguments:
-            data: Training data: a tensor, a pair ``(x, context)``, or a loader of either.
+            data: Training data: a tensor, a pair ``(x, context)``, or a loader of either, on any device.
             kind: ``"full"`` or ``"diagonal"``.
-            shrinkage: How far to shrink the covariance towards its diagonal, 0 to 1. By default the value with the
-                lowest NLL of every tenth row, which is held out.
-            fold: Folds the map into the flow's last layer, a FullLinear that shares its parameters with no other part.
             generator: Draws the noise of a :class:`~ebflow_plugin.Dequantize`.
 
         Returns:
             The held-out NLL before and after. If the fit would make it worse, the model is not calibrated.
 
         Raises:
-            InputError: If the base is not a Gaussian with a diagonal covariance, or the map cannot be folded.
-            SingularError: If the covariance is singular, and ``shrinkage`` does not make it regular.
+            InputError: If the base is not a Gaussian with a diagonal covariance.
+            SingularError: If the covariance is singular.
         """
         one_of("kind", kind, ("full", "diagonal"))
-        if shrinkage is not None and not (is_number(shrinkage) and 0.0 <= shrinkage <= 1.0):
-            raise InputError(f"shrinkage must lie in [0, 1], got {shrinkage!r}")
-        bare = self._walked().drawing(generator)
-        bare.refuse()
-        layer = calibration.last_layer(bare).module if fold else None
+        plan = self._uncalibrated()
+        plan.refuse()
         meet("model.calibrate()")
-        tensors, report = calibration.calibrate_plan(bare, batches(data, self.check), self.like(), kind, shrinkage)
-        if layer is not None and tensors:
-            calibration.fold(tensors, layer)
-            tensors = {}
-        self.calibration.set(**tensors)
+        with writable(self._parameter()):
+            tensors, report = calibration.calibrate_plan(plan, self._rows(data, generator), self.like(), kind)
+            self.calibration.set(**tensors)
         return report
 
-    @torch.no_grad()
-    def preprocess(self, x: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        """Applies the fixed steps before the matched variable u, without gradients.
-
-        Returns:
-            u, and the log-det of these steps, with shape ``(B,)``: ``log_prob(x) == core.log_prob(u) + log_det``.
-        """
-        walked = self._walked()
-        return walked.to_matched(walked.check(x, None), generator)
-
-    @torch.no_grad()
-    def match(
-        self, x: Tensor, context: Tensor | None = None, generator: torch.Generator | None = None
-    ) -> tuple[Plan, Tensor, Tensor]:
-        """Checks and preprocesses a batch, with one walk of the flow: the first operation of a loss.
-
-        Returns:
-            The plan of the matched variable, this variable, and the log-det of the preprocessing with shape ``(B,)``.
-        """
-        walked = self._walked()
-        u, log_det = walked.to_matched(walked.check(x, context), generator)
-        core = self if walked.start == 0 else self._core_of(walked)
-        core._seen = tuple(u.shape[1:]), u.device, u.dtype
-        return walked.core.plan, u, log_det
-
-    def bits_per_dim(
-        self, x: Tensor, context: Tensor | None = None, *, generator: torch.Generator | None = None
-    ) -> Tensor:
+    def bits_per_dim(self, x: Tensor, context: Tensor | None = None, *, generator: Generator | None = None) -> Tensor:
         """Computes -log2 p(x) / D, with shape ``(B,)``: bits per dimension, in the units of x.
 
         With a :class:`~ebflow_plugin.Dequantize` in front, x are integers, and the mean over the noise is an upper
@@ -401,38 +274,3 @@ class EBFlow(EnergyModel):
         """
         log_prob = self.log_prob(x, context, generator=generator)
         return -log_prob / (max(1, x[:1].numel()) * log(2.0))
-
-    @property
-    def report(self) -> FlowReport:
-        """The report of the flow's steps, as from :func:`describe`."""
-        walked = self._walked()
-        return FlowReport.of(walked.plan, self._inside, walked.start)
-
-    def like(self) -> Tensor:
-        """An empty tensor with the device and dtype of the flow, or of the data if the flow has no parameters."""
-        anchor = self._walked().like()
-        if anchor is not None:
-            return anchor.detach().new_empty(0)
-        if self._seen is not None:
-            return torch.empty(0, device=self._seen[1], dtype=self._seen[2])
-        buffer = next((buffer for buffer in self.flow.buffers() if buffer.is_floating_point()), torch.empty(0))
-        return buffer.new_empty(0)
-
-    def check(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        """Raises on input that the flow cannot take. Returns x; integers for a Dequantize get the dtype of the flow.
-
-        It checks dtypes, devices and shapes, and does not synchronise with the device.
-        """
-        return self._walked().check(x, context)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leaves out caches that refer to the flow's modules: a copy builds its own."""
-        self.adapter.release(self.flow)
-        return {**self.__dict__, "_last": None, "_kept": (), "_cores": []}
-
-
-def _move_calibration(model: nn.Module, keys: Any) -> None:
-    """Moves a loaded calibration to the device and dtype of the model."""
-    assert isinstance(model, EBFlow)
-    like = model.like()
-    model.calibration.to(device=like.device, dtype=like.dtype)

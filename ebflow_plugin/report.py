@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 from ebflow_plugin.adapting.rules import RegisteredLinearStep
-from ebflow_plugin.plan.costs import ways as log_det_ways
-from ebflow_plugin.plan.derivatives import closed_steps
+from ebflow_plugin.linalg.operators import Blocks
+from ebflow_plugin.plan.log_dets import log_det_methods
+from ebflow_plugin.plan.matrices import FullConvStep
 from ebflow_plugin.plan.plan import Plan
-from ebflow_plugin.plan.step import Blocks, Linearity, LinearStep, Step
+from ebflow_plugin.plan.preprocessing import Dequantize
+from ebflow_plugin.plan.step import Linearity, LinearStep, Shapes, Step
 
 __all__ = ["FlowReport", "Row"]
 
@@ -67,18 +69,23 @@ class FlowReport:
     costs_of_its_own: int = 0
 
     @classmethod
-    def of(cls, plan: Plan, inside: str = "", preprocessing: int = 0) -> FlowReport:
-        """The report of a plan."""
+    def of(
+        cls, plan: Plan, inside: str = "", preprocessing: int = 0, dequantize: Dequantize | None = None
+    ) -> FlowReport:
+        """The report of a plan, and of a Dequantize before it."""
         reached = dict(plan.shapes(plan.event_shape)) if plan.event_shape is not None else {}
-        sizes = [step.blocks(reached.get(step)) if isinstance(step, LinearStep) else None for step in plan.steps]
-        matched = replace(plan, steps=plan.steps[preprocessing:])
-        closed = preprocessing + closed_steps(matched)
+        sizes = [_blocks(step, reached.get(step)) for step in plan.steps]
+        closed = preprocessing + plan[preprocessing:].closed_steps
         ways = [_way(step, place, preprocessing, closed) for place, step in enumerate(plan.steps)]
-        chosen = {} if plan.event_shape is None else log_det_ways(plan, plan.event_shape, "auto")
+        chosen = {} if plan.event_shape is None else log_det_methods(plan, plan.event_shape, "auto")
         rows = tuple(
             _row(step, size, way, chosen.get(step, "-"))  # type: ignore[call-overload]
             for step, size, way in zip(plan.steps, sizes, ways, strict=True)
         )
+        if dequantize is not None:
+            why = "adds noise, divides" if dequantize.noise == "uniform" else "adds smooth noise (a bound), divides"
+            first = Row("preprocess.0", "Dequantize", str(Linearity.LINEAR), why, "O(D)", "smooth", True, "-")
+            rows, preprocessing = (first, *rows), preprocessing + 1
         counts = Counter(size for size in sizes if size)
         shapes = plan.base.shapes
         base = plan.base.class_name + (f" {' + '.join(map(str, shapes))}" if shapes else "")
@@ -139,6 +146,16 @@ class FlowReport:
         return "\n".join((*table, f"base: {self.base}; adapter: {self.adapter}{found}", self.summary, *likelihood))
 
     __repr__ = __str__  # so that a notebook shows the table
+
+
+def _blocks(step: Step, shapes: Shapes | None) -> Blocks | None:
+    """The blocks of the determinant that ``energy()`` skips; None if its log-det is cheap, or of unknown cost."""
+    if not isinstance(step, LinearStep):
+        return None
+    operator = step.encoding_operator(shapes)
+    if operator is None:
+        return Blocks(None) if isinstance(step, FullConvStep) else None
+    return operator.blocks
 
 
 def _way(step: Step, place: int, preprocessing: int, closed: int) -> str:

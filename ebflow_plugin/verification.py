@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ebflow_plugin.errors import InputError, VerificationError
+from ebflow_plugin.errors import InputError, UnseenParameterWarning, VerificationError, warn
 from ebflow_plugin.model import EBFlow
-from ebflow_plugin.plan.energy_model import perturbed
+from ebflow_plugin.objectives.unseen import perturbed, unseen_parameters
 from ebflow_plugin.plan.inputs import refuse_non_finite
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.step import LinearStep, Step
@@ -76,12 +76,14 @@ class VerificationReport:
         return "\n".join((*lines, f"{hold} of {len(self.checks)} checks hold{rest}"))
 
 
+@torch.inference_mode(False)  # derivatives are checked
 def verify(flow: Any, x: Tensor, context: Tensor | None = None) -> VerificationReport:
     """Checks a wrapped flow numerically on your own batch.
 
     It measures that log_prob equals the flow's own and -energy - log Z; that samples of a batch do not influence each
     other; that each linear step is affine; that each log-det matches autograd's Jacobian (events of up to 2048
     elements); that each step's inverse undoes it; that the score and a second backward agree with finite differences.
+    It also warns of trainable parameters that score matching cannot see, such as a class prior.
     Claims that cannot be measured are listed, with the reason. The flow is copied first: neither its parameters nor the
     state of a fresh ActNorm change.
 
@@ -125,11 +127,11 @@ def verify(flow: Any, x: Tensor, context: Tensor | None = None) -> VerificationR
 
 def _bare(model: EBFlow, x: Tensor) -> tuple[EBFlow, Tensor]:
     """The flow without added preprocessing and calibration, and its input."""
-    added = [step for step in model.plan.steps if step.path.startswith("preprocess.")]
+    added = sum(step.path.startswith("preprocess.") for step in model.plan.steps)
     with torch.no_grad():
-        for step in added:
-            x, _ = step.encode(x, None)
-    return wrap(model.flow, match_after=None, overrides=model.options.overrides), x
+        x = x if model.dequantize is None else model.dequantize.dequantize(x)[0]
+        (x,), _ = model.plan[:added].encode(x)
+    return wrap(model.flow, match_after=None, overrides=model.overrides), x
 
 
 def _checks(model: EBFlow, x: Tensor, context: Tensor | None) -> Iterator[Check]:
@@ -147,6 +149,7 @@ def _checks(model: EBFlow, x: Tensor, context: Tensor | None) -> Iterator[Check]
             return
         yield from _step_checks(double.plan, x, context, "")
         yield from _attempt("derivatives agree with finite differences", _derivatives, double, x, context)
+        yield _unseen(double, x, context)
         yield from _step_checks(perturbed(double).plan, x, context, ", parameters moved")
 
 
@@ -337,6 +340,24 @@ def _derivatives(model: EBFlow, x: Tensor, context: Tensor | None) -> Iterator[C
         difference = (model.score(ahead, context) - model.score(after, context)).detach() / (2 * step_size)
         check = _compare("second backward agrees with finite differences", product, difference, 1e-3)
         yield _with_suspects(model, check)
+
+
+def _unseen(model: EBFlow, x: Tensor, context: Tensor | None) -> Check:
+    """The parameters that score matching leaves as they are. They are no error: likelihood trains them."""
+    name = "the score depends on every trainable parameter"
+    try:
+        unseen = unseen_parameters(model, model.preprocess(x)[0], context)
+    except Exception as error:  # a perturbed copy may leave the domain of the flow
+        return Check(name, None, f"{type(error).__name__}: {error}")
+    if not unseen:
+        return Check(name, True, "none is unseen")
+    warn(
+        f"score matching cannot see {len(unseen)} trainable parameters: the score does not depend on them, so they "
+        "keep their values\n  " + "\n  ".join(unseen) + "\nFreeze them with requires_grad_(False), or add a term that "
+        "sees the energy (0.1 * ML(model), or energy_weight).",
+        UnseenParameterWarning,
+    )
+    return Check(name, None, f"score matching cannot see {', '.join(unseen)}")
 
 
 def _with_suspects(model: EBFlow, check: Check) -> Check:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from ebflow_plugin.adapting.discovery import find_flow
-from ebflow_plugin.adapting.walk import Options
-from ebflow_plugin.errors import InputError, UnknownStepWarning, UnseenParameterWarning, UnsupportedStepError
+from ebflow_plugin.errors import InputError, UnknownStepWarning, UnseenParameterWarning, UnsupportedStepError, warn
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.plan.preprocessing import boundary, refuse_trainable
 from ebflow_plugin.report import FlowReport
@@ -68,14 +66,13 @@ def wrap(
         ours = {id(parameter) for parameter in found.flow.parameters()}
         outside = [name for name, p in flow.named_parameters() if p.requires_grad and id(p) not in ours]
         if outside:
-            warnings.warn(
+            warn(
                 f"the flow at .{found.inside} is wrapped alone: {len(outside)} trainable parameters of the "
                 f"{type(flow).__name__} around it are not part of the model (the first is {outside[0]!r})",
                 UnseenParameterWarning,
-                stacklevel=2,
             )
     steps = (preprocess,) if isinstance(preprocess, nn.Module) else tuple(preprocess)
-    model = EBFlow(found, Options(match_after, steps, dict(overrides or {}), check_finite))
+    model = EBFlow(found.flow, match_after, steps, overrides, check_finite, found.inside)
     plan, prefix = model.plan, model.prefix
     plan.refuse()
     unknown = [f"{step.where}: {step.reason}" for step in plan.steps if not step.known]
@@ -89,7 +86,7 @@ def wrap(
         )
         if strict:
             raise UnsupportedStepError(message)
-        warnings.warn(message, UnknownStepWarning, stacklevel=2)
+        warn(message, UnknownStepWarning)
     refuse_trainable(prefix)
     return model
 

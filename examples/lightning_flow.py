@@ -3,7 +3,7 @@
     pip install lightning && python examples/lightning_flow.py   # about 30 seconds on one core
 
 The Trainer stays as it is, with its checkpoints, precision, loggers, DDP and sharding. `ExactNLL` logs what score
-matching itself never computes, with the weights that Lightning averages.
+matching itself never computes, with averaged weights.
 """
 
 import logging
@@ -11,13 +11,12 @@ import os
 
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import EMAWeightAveraging
 from nflows import distributions, flows, transforms
 from torch.utils.data import DataLoader
 
 import ebflow_plugin as ebf
 from ebflow_nflows import FullLinear, SmoothLeakyReLU
-from ebflow_plugin.lightning import ExactNLL, LitObjective  # changed, 1: the import
+from ebflow_plugin.lightning import AveragedWeights, ExactNLL, LitObjective  # changed, 1: the import
 
 DIM, EPOCHS = 64, 1 if os.environ.get("EBFLOW_SMOKE") else 8
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -55,6 +54,6 @@ Trainer(max_epochs=EPOCHS, **QUIET).fit(ByLikelihood(flow), train)
 print(f"by likelihood      exact test NLL {-flow.log_prob(data[:2_000]).mean():.3f}", flush=True)
 flow = make_flow()
 module = LitObjective(ebf.objectives.SSM(ebf.wrap(flow)), lambda p: torch.optim.Adam(p, 1e-3))  # changed, 2: the loss
-trainer = Trainer(max_epochs=EPOCHS, callbacks=[ExactNLL(), EMAWeightAveraging(decay=0.99)], **QUIET)  # changed, 3
+trainer = Trainer(max_epochs=EPOCHS, callbacks=[ExactNLL(), AveragedWeights(0.99)], **QUIET)  # changed, 3
 trainer.fit(module, train, test)
 print(f"by score matching  exact test NLL {trainer.callback_metrics['val_nll']:.3f}")

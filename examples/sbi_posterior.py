@@ -45,10 +45,10 @@ model = ebf.wrap(estimator)
 print(model.report, end="\n\n", flush=True)
 truth = true_posterior(test[1]).log_prob(test[0])
 
-print(f"KL to the true posterior, before: {ebf.kl_divergence(model, test[0], truth, context=test[1]):.3f}", flush=True)
+print(f"KL to the true posterior, before: {(truth - model.log_prob(*test)).mean():.3f}", flush=True)
 objective = ebf.objectives.SSM(model)
 ebf.fit(objective, train, steps=STEPS, batch_size=256, validation=simulate(2_000), ema=True).load_best(model)
-print(f"KL to the true posterior, after:  {ebf.kl_divergence(model, test[0], truth, context=test[1]):.3f}")
+print(f"KL to the true posterior, after:  {(truth - model.log_prob(*test)).mean():.3f}")
 
 observed = torch.tensor([[1.0, -0.5, 0.5, 1.5]])
 prior = torch.distributions.MultivariateNormal(torch.zeros(3), torch.eye(3))

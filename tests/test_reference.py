@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 @pytest.mark.slow
 def test_the_reference_builds_without_warnings(tmp_path):
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    command = re.search(r"^python (-W [^\n]* -m pdoc .*?[^\\])$", text, re.DOTALL | re.MULTILINE).group(1)
+    command = re.search(r"^python (-m pdoc .*?[^\\])$", text, re.DOTALL | re.MULTILINE).group(1)
     arguments = shlex.split(command.replace("\\\n", " ").replace("build/api", str(tmp_path)))
     done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, check=False)
     assert (done.returncode, done.stderr) == (0, "")

@@ -15,7 +15,8 @@ from ebflow_plugin.adapting import (
     Adapter,
     Child,
     Container,
-    FullStep,
+    FullConvStep,
+    FullLinearStep,
     IdentityStep,
     IndexedPermutationStep,
     PackedLUStep,
@@ -23,9 +24,6 @@ from ebflow_plugin.adapting import (
     RefusedStep,
     Rule,
     drop_caches,
-    follow_class,
-    follow_residual_block,
-    follow_residual_net,
     is_a,
     resolve,
     see_into,
@@ -41,8 +39,6 @@ see_into(
     *("MixtureOfGaussiansMADE", "MADEMoG", "MaskedLinear", "MaskedFeedforwardBlock", "MaskedResidualBlock"),
     *("AffineCouplingTransform", "AdditiveCouplingTransform", "MaskedAffineAutoregressiveTransform"),
 )
-follow_class("nflows", "ResidualNet", follow_residual_net)
-follow_class("nflows", "ResidualBlock", follow_residual_block)
 
 
 def composite(module: Any) -> Iterator[Child]:
@@ -94,8 +90,8 @@ RULES: dict[str, Rule] = {
     "OneByOneConvolution": linear.OneByOneConvolutionStep,
     "BatchNorm": linear.BatchNormStep,
     "ActNorm": linear.ActNormStep,
-    "FullLinear": FullStep,
-    "FullConv2d": FullStep,
+    "FullLinear": FullLinearStep,
+    "FullConv2d": FullConvStep,
     "Inverted": Container(inverse),
     # nonlinear
     "SinhArcsinh": ActivationStep,
@@ -107,7 +103,7 @@ RULES: dict[str, Rule] = {
     "Exp": steps.ExpStep,
     "GatedLinearUnit": steps.GatedLinearUnitStep,
     "CauchyCDF": steps.CauchyCDFStep,
-    "AffineCouplingTransform": steps.AffineCouplingStep,
+    "AffineCouplingTransform": steps.NetworkStep,
     "AdditiveCouplingTransform": steps.AdditiveCouplingStep,
     "MaskedAffineAutoregressiveTransform": steps.NetworkStep,
     "UMNNCouplingTransform": steps.IntegratedStep,

@@ -9,14 +9,12 @@ from torch import Tensor
 
 from ebflow_plugin.adapting import (
     Base,
-    BaseExpansion,
+    Gaussian,
     Shapes,
     Smoothness,
     changes_the_map,
     density_smoothness,
-    gaussian_expansion,
     gaussian_mean,
-    per_sample,
     takes_context,
 )
 
@@ -36,8 +34,10 @@ class NflowsBase(Base):
     def log_prob(self, latents: tuple[Tensor, ...], context: Tensor | None) -> Tensor:
         (z,) = latents
         if self._density_takes_context:
-            return per_sample(self.module.log_prob(z, context=context), z)
-        return per_sample(self.module.log_prob(z), z)
+            log_prob: Tensor = self.module.log_prob(z, context=context)
+            return log_prob
+        log_prob = self.module.log_prob(z)
+        return log_prob
 
     def sample(self, n: int, context: Tensor | None, like: Tensor) -> tuple[Tensor, ...]:
         if not hasattr(self.module, "sample"):
@@ -70,16 +70,11 @@ class ChangedBase(ForeignBase):
 class NormalBase(NflowsBase):
     """A Gaussian of nflows. It samples itself: nflows samples in float32, and its DiagonalNormal cannot sample."""
 
-    @property
-    def smoothness(self) -> Smoothness:
-        return Smoothness.SMOOTH  # the network of the context is no function of x
+    smoothness = Smoothness.SMOOTH  # the network of the context is no function of x
 
-    @property
-    def closed(self) -> bool:
-        return changes_the_map(self.module, type(self.module)) is None  # the object may be patched
-
-    def expand(self, latents: tuple[Tensor, ...], context: Tensor | None) -> BaseExpansion:
-        return gaussian_expansion(latents[0], *self.mean_std(context), lambda: -self.log_prob(latents, context))
+    def gaussian(self, context: Tensor | None) -> Gaussian | None:
+        patched = changes_the_map(self.module, type(self.module)) is not None  # looked up: the object may be patched
+        return None if patched else (self.mean_std(context),)
 
     def sample(self, n: int, context: Tensor | None, like: Tensor) -> tuple[Tensor, ...]:
         mean, std = self.mean_std(context)

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from ebflow_plugin.adapting import (
     ElementwiseAffineStep,
-    Expansion,
     InitialisedAffineStep,
+    Linearization,
     MatrixStep,
     MixingStep,
     OrthogonalStep,
@@ -149,9 +149,9 @@ class QRLinearStep(FactorsStep):
         rows = reflect(self.checked(y) - t.bias, t.orthogonal.q_vectors.flip(0))
         return torch.linalg.solve_triangular(t._create_upper().mT, rows, upper=False, left=False)
 
-    def expand(self, x: Tensor, context: Tensor | None) -> Expansion:
+    def linearize(self, x: Tensor, context: Tensor | None) -> Linearization:
         upper, vectors = self.module._create_upper(), self.module.orthogonal.q_vectors
-        return Expansion(
+        return Linearization(
             value=reflect(F.linear(self.checked(x), upper), vectors) + self.module.bias,
             push=lambda tangent: reflect(F.linear(tangent, upper), vectors),
             pull=lambda adjoint: reflect(adjoint, vectors.flip(0)) @ upper,
@@ -179,13 +179,13 @@ class SVDLinearStep(FactorsStep):
         x = reflect(self.checked(y) - t.bias, t.orthogonal_1.q_vectors.flip(0)) / t.diagonal
         return reflect(x, t.orthogonal_2.q_vectors.flip(0))
 
-    def expand(self, x: Tensor, context: Tensor | None) -> Expansion:
+    def linearize(self, x: Tensor, context: Tensor | None) -> Linearization:
         diagonal, left, right = (
             self.module.diagonal,
             self.module.orthogonal_1.q_vectors,
             self.module.orthogonal_2.q_vectors,
         )
-        return Expansion(
+        return Linearization(
             value=self.apply(x),
             push=lambda tangent: reflect(reflect(tangent, right) * diagonal, left),
             pull=lambda adjoint: reflect(reflect(adjoint, left.flip(0)) * diagonal, right.flip(0)),

@@ -6,9 +6,7 @@ Classes are matched by name and package, not by identity: they exist in ``nflows
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import log, pi
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,27 +14,18 @@ from torch.nn import functional as F
 
 from ebflow_plugin.adapting import (
     DEPENDS_ON_CONTEXT,
-    FIRST_SECOND,
     VOLUME_PRESERVING,
     BoundedStep,
     ConditionedStep,
     Curve,
     ElementwiseStep,
-    FollowedStep,
-    Halves,
     NonlinearStep,
     OpaqueStep,
-    Operation,
     SigmoidStep,
     Smoothness,
     SplineStep,
-    affine,
     clamped_logit_curve,
-    coupling,
-    indexed,
-    shifted,
     sigmoid_curve,
-    sigmoid_scale,
 )
 
 
@@ -74,28 +63,10 @@ class NetworkStep(ConditionedStep, NflowsStep):
         return super().smoothness
 
 
-class AffineCouplingStep(FollowedStep, NetworkStep):
-    """AffineCouplingTransform."""
-
-    def follow(self) -> Sequence[Any] | None:
-        module = self.module
-        own = type(module).__module__.startswith("nflows.")  # forks scale in other ways
-        if not own or module.unconditional_transform is not None:
-            return None
-        halves = indexed(module.identity_features, module.transform_features)
-        return coupling(halves, module.transform_net, self._merge(halves))
-
-    def _merge(self, halves: Halves) -> Operation:
-        return affine(halves, FIRST_SECOND, lambda u: sigmoid_scale(u, floor=1e-3), divide=self.inverted)
-
-
-class AdditiveCouplingStep(AffineCouplingStep):
+class AdditiveCouplingStep(NetworkStep):
     """A coupling that shifts: its log-det is 0, but it is not affine in x."""
 
     reason = VOLUME_PRESERVING
-
-    def _merge(self, halves: Halves) -> Operation:
-        return shifted(halves, -1.0 if self.inverted else 1.0)
 
 
 class RationalSplineStep(SplineStep, NflowsStep):
@@ -105,16 +76,14 @@ class RationalSplineStep(SplineStep, NflowsStep):
 class LinearSplineStep(RationalSplineStep):
     """A piecewise linear transform: its log-det jumps at every knot."""
 
-    @property
-    def smoothness(self) -> Smoothness:
-        return Smoothness.JUMPS
+    smoothness = Smoothness.JUMPS
 
 
 class TailedSplineStep(RationalSplineStep):
     """A quadratic or cubic spline: with linear tails, its log-det jumps where they begin."""
 
     @property
-    def smoothness(self) -> Smoothness:
+    def smoothness(self) -> Smoothness:  # type: ignore[override]
         return Smoothness.KINKED if getattr(self.module, "tails", None) is None else Smoothness.JUMPS
 
 
@@ -123,9 +92,7 @@ class IntegratedStep(NflowsStep):
 
     reason = "UMNN: score is right, second derivatives are not; train it with ML, SML or FDSSM"
 
-    @property
-    def smoothness(self) -> Smoothness:
-        return Smoothness.FALSE
+    smoothness = Smoothness.FALSE
 
 
 class TanhStep(BoundedStep):
@@ -145,9 +112,7 @@ class LogTanhStep(ElementwiseStep):
 
     reason = "elementwise, in three pieces"
 
-    @property
-    def smoothness(self) -> Smoothness:
-        return Smoothness.JUMPS
+    smoothness = Smoothness.JUMPS
 
     def forward_curve(self, x: Tensor, context: Tensor | None) -> Curve:
         t = self.module
@@ -189,9 +154,7 @@ class LeakyReLUStep(ElementwiseStep):
 
     reason = "elementwise, in two pieces"
 
-    @property
-    def smoothness(self) -> Smoothness:
-        return Smoothness.JUMPS
+    smoothness = Smoothness.JUMPS
 
     def forward_curve(self, x: Tensor, context: Tensor | None) -> Curve:
         return self._curve(x, self.module.negative_slope)
@@ -258,9 +221,7 @@ class ExpStep(NflowsStep):
 
     reason = "elementwise"
 
-    @property
-    def sensitive(self) -> bool:
-        return True
+    sensitive = True
 
 
 class GatedLinearUnitStep(ElementwiseStep):

@@ -22,25 +22,18 @@ from ebflow_plugin.adapting import (
     Adapter,
     Child,
     Container,
-    FullStep,
+    FullConvStep,
+    FullLinearStep,
     IdentityStep,
     IndexedPermutationStep,
-    Opaque,
-    Operation,
     PackedLUStep,
     Plan,
     Rule,
     SqueezeStep,
     Step,
-    activated,
     drop_caches,
-    follow,
-    follow_class,
-    follow_residual_block,
-    follow_residual_net,
     is_a,
     resolve,
-    scaling,
     see_into,
 )
 from ebflow_plugin.errors import InputError, NotAFlowError, UnsupportedStepError
@@ -53,21 +46,6 @@ see_into(
     *("MaskedFeedforwardBlock", "MaskedResidualBlock", "PeriodicFeaturesElementwise", "PeriodicFeaturesCat"),
     *("AffineCoupling", "MaskedAffineFlow", "MaskedAffineAutoregressive", "Residual", "iResBlock"),
 )
-
-
-def scaled(layer: Any) -> Iterator[Operation]:
-    """The operation of a ConstScaleLayer."""
-    scale: Tensor = layer.scale
-    if scale.requires_grad or scale.numel() > 1:  # no gradient would reach it; it may have more dimensions than x
-        raise Opaque
-    yield activated(scaling(scale))
-
-
-for name in ("MLP", "ConvNet2d"):
-    follow_class("normflows", name, lambda network: follow(network.net))
-follow_class("normflows", "ConstScaleLayer", scaled)
-follow_class("normflows", "ResidualNet", follow_residual_net)
-follow_class("normflows", "ResidualBlock", follow_residual_block)
 
 
 def backwards(step: type[Step]) -> Container:
@@ -151,8 +129,8 @@ RULES: dict[str, Rule] = {
     "AffineConstFlow": linear.AffineConstStep,
     "ActNorm": linear.ActNormStep,
     "Shift": linear.ShiftStep,
-    "FullLinear": backwards(FullStep),
-    "FullConv2d": backwards(FullStep),
+    "FullLinear": backwards(FullLinearStep),
+    "FullConv2d": backwards(FullConvStep),
     # nonlinear
     "SinhArcsinh": backwards(ActivationStep),
     "SmoothLeakyReLU": backwards(ActivationStep),

@@ -12,12 +12,11 @@ from torch import Tensor
 
 from ebflow_plugin.adapting import (
     Base,
-    BaseExpansion,
+    Gaussian,
     Shapes,
     Smoothness,
     comes_from,
     density_smoothness,
-    gaussian_expansion,
     gaussian_mean,
     per_sample,
     resolve,
@@ -69,15 +68,12 @@ class NormflowsBase(Base):
             raise InputError(f"{self.where} is conditional: pass the context (class labels, say) of the samples")
         return per_sample(self.module.log_prob(z, **self._given(self._names[0], context, z)), z)
 
-    @property
-    def closed(self) -> bool:
+    def gaussian(self, context: Tensor | None) -> Gaussian | None:
         kind, _ = resolve(self.module, lambda cls: cls.__name__ if _ours(cls) and cls.__name__ in BASES else None)
-        return kind == "DiagGaussian"  # resolved on each call, since the object may be patched
-
-    def expand(self, latents: tuple[Tensor, ...], context: Tensor | None) -> BaseExpansion:
+        if kind != "DiagGaussian":  # resolved on each call, since the object may be patched
+            return None
         temperature = 1.0 if self.module.temperature is None else self.module.temperature
-        std = torch.exp(self.module.log_scale) * temperature
-        return gaussian_expansion(latents[0], self.module.loc, std, lambda: -self.log_prob(latents, context))
+        return ((self.module.loc, torch.exp(self.module.log_scale) * temperature),)
 
     def sample(self, n: int, context: Tensor | None, like: Tensor) -> tuple[Tensor, ...]:
         if context is None and self.needs_context and self.classes is None:
@@ -138,20 +134,10 @@ class LevelsBase(Base):
         parts = [part.log_prob((z,), context) for part, z in zip(self.parts, latents, strict=True)]
         return torch.stack(parts).sum(0)
 
-    @property
-    def closed(self) -> bool:
-        return all(part.closed for part in self.parts)
-
-    def expand(self, latents: tuple[Tensor, ...], context: Tensor | None) -> BaseExpansion:
-        ends = [part.expand((z,), context) for part, z in zip(self.parts, latents, strict=True)]
-
-        def curvatures(tangents: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-            return [
-                torch.stack([end.curvatures([[one]])[0] for end, one in zip(ends, tangent, strict=True)]).sum(0)
-                for tangent in tangents
-            ]
-
-        return BaseExpansion(lambda: -self.log_prob(latents, context), [end.slopes[0] for end in ends], curvatures)
+    def gaussian(self, context: Tensor | None) -> Gaussian | None:
+        levels = [part.gaussian(context) for part in self.parts]
+        known = [pair for level in levels if level is not None for pair in level]
+        return known if len(known) == len(levels) else None
 
     def sample(self, n: int, context: Tensor | None, like: Tensor) -> tuple[Tensor, ...]:
         context = self._one_class_each(n, context, like)

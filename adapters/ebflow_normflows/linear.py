@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 from ebflow_plugin.adapting import (
     ElementwiseAffineStep,
-    Expansion,
     InitialisedAffineStep,
     IsometryStep,
+    Linearization,
     MatrixStep,
     Memo,
     OrthogonalStep,
@@ -96,8 +96,8 @@ class ShiftStep(IsometryStep):
     def invert(self, y: Tensor) -> Tensor:
         return y + self._shift(y)
 
-    def expand(self, x: Tensor, context: Tensor | None) -> Expansion:
-        return Expansion(self.encode(x, context)[0], lambda tangent: tangent, lambda adjoint: adjoint)
+    def linearize(self, x: Tensor, context: Tensor | None) -> Linearization:
+        return Linearization(self.encode(x, context)[0], lambda tangent: tangent, lambda adjoint: adjoint)
 
 
 class ShuffleStep(PermutationStep):

@@ -5,7 +5,7 @@ Each step describes the module's own ``forward``; the walk knows that the densit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from math import log
 from typing import Any
@@ -16,14 +16,9 @@ from torch import Tensor, nn
 from ebflow_normflows.linear import halves, joined
 from ebflow_plugin.adapting import (
     DEPENDS_ON_CONTEXT,
-    INTERLEAVED,
-    PAIR,
     VOLUME_PRESERVING,
     ConditionedStep,
     Curve,
-    FollowedStep,
-    Halves,
-    LogScale,
     NonlinearStep,
     OpaqueStep,
     RefusedStep,
@@ -31,16 +26,9 @@ from ebflow_plugin.adapting import (
     Smoothness,
     SplineStep,
     Value,
-    affine,
     comes_from,
-    coupling,
-    exponential_scale,
     is_a,
     logit_curve,
-    masked_coupling,
-    negative_scale,
-    shifted,
-    sigmoid_scale,
     smoothness_of,
     takes_context,
 )
@@ -125,7 +113,7 @@ class NetworkStep(ConditionedStep, NormflowsStep):
         return super().smoothness
 
 
-class MaskedAffineStep(FollowedStep, NetworkStep):
+class MaskedAffineStep(NetworkStep):
     """MaskedAffineFlow; without ``s`` it only shifts."""
 
     def __init__(self, module: Any, path: str, inverted: bool = False) -> None:
@@ -133,39 +121,17 @@ class MaskedAffineStep(FollowedStep, NetworkStep):
         if not isinstance(module.s, nn.Module):
             self.reason = VOLUME_PRESERVING
 
-    def follow(self) -> Sequence[Any] | None:
-        scales, shifts = (None if net is torch.zeros_like else net for net in (self.module.s, self.module.t))
-        return masked_coupling(self.module.b, scales, shifts, divide=self.inverted)
 
-
-SCALES: dict[str, Callable[[Tensor], LogScale]] = {
-    "exp": exponential_scale,
-    "sigmoid": negative_scale(sigmoid_scale),  # normflows divides by the sigmoid
-    "sigmoid_inv": sigmoid_scale,
-}
-
-
-class CouplingStep(FollowedStep, NetworkStep):
+class CouplingStep(NetworkStep):
     """AffineCoupling, on a pair: the second half is transformed, conditioned on the first."""
 
     takes = 2
     gives = 2
-    parts = PAIR
 
     def __init__(self, module: Any, path: str, inverted: bool = False) -> None:
         super().__init__(module, path, inverted)
         if not module.scale:
             self.reason = VOLUME_PRESERVING
-
-    def follow(self) -> Sequence[Any] | None:
-        module = self.module
-        if not module.scale:
-            merge = shifted(self.parts, -1.0 if self.inverted else 1.0)
-        elif module.scale_map in SCALES:
-            merge = affine(self.parts, INTERLEAVED, SCALES[module.scale_map], divide=self.inverted)
-        else:
-            return None
-        return coupling(self.parts, module.param_map, merge, conditional=False)
 
 
 @cache
@@ -178,7 +144,6 @@ def whole_coupling(mode: str) -> type[CouplingStep]:
     class WholeCouplingStep(CouplingStep):
         takes = 1
         gives = 1
-        parts = Halves(lambda x: halves(x, mode), lambda a, b: joined(a, b, mode))
 
         def _call(self, flow: Callable[..., Any], name: str, x: Any, context: Tensor | None) -> tuple[Value, Any]:
             (first, second), log_det = super()._call(flow, name, halves(x, mode), context)
@@ -196,9 +161,7 @@ class PeriodicStep(NormflowsStep):
 
     reason = "wraps around: Jacobian 1 almost everywhere, but not affine in x"
 
-    @property
-    def smoothness(self) -> Smoothness:
-        return Smoothness.JUMPS
+    smoothness = Smoothness.JUMPS
 
 
 class PlanarStep(NormflowsStep):

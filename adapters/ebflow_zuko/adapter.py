@@ -6,7 +6,7 @@ UnconditionalTransform by the class of the transform that it builds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -20,19 +20,15 @@ from ebflow_plugin.adapting import (
     Base,
     Child,
     Container,
-    FullStep,
-    Opaque,
-    Operation,
+    FullConvStep,
+    FullLinearStep,
     Plan,
     Rule,
     Step,
     comes_from,
-    follow_class,
-    follow_members,
     is_a,
     see_into,
 )
-from ebflow_plugin.adapting import linear as matrix_layer
 from ebflow_plugin.errors import InputError
 from ebflow_zuko import linear, steps
 from ebflow_zuko.base import base_of
@@ -40,17 +36,6 @@ from ebflow_zuko.linear import built_name, factory_of
 from ebflow_zuko.transforms import PACKAGES, known_name
 
 see_into(("zuko", "sbi"))  # all of their networks hold their activations as modules
-
-
-def weighted(layer: Any) -> Iterator[Operation]:
-    """The operation of a Linear of zuko, unless it is a stack of layers."""
-    if layer.weight.dim() != 2:
-        raise Opaque
-    yield matrix_layer(layer.weight, layer.bias)
-
-
-follow_class("zuko", "MLP", follow_members)
-follow_class("zuko", "Linear", weighted)
 
 
 def members(name: str) -> Container:
@@ -163,8 +148,8 @@ RULES: dict[str, Rule] = {
     "MaskedAutoregressiveTransform": steps.AutoregressiveStep,
     "GeneralCouplingTransform": steps.CouplingStep,
     "FFJTransform": steps.IntegratedFlowStep,
-    "FullLinear": FullStep,
-    "FullConv2d": FullStep,
+    "FullLinear": FullLinearStep,
+    "FullConv2d": FullConvStep,
     "SinhArcsinh": ActivationStep,
     "SmoothLeakyReLU": ActivationStep,
 }

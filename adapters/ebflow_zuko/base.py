@@ -9,10 +9,9 @@ from torch import Tensor
 
 from ebflow_plugin.adapting import (
     Base,
-    BaseExpansion,
+    Gaussian,
     Shapes,
     Smoothness,
-    gaussian_expansion,
     registered_smoothness,
     summed,
 )
@@ -71,14 +70,9 @@ class ZukoBase(LazyPart, Base):
 class NormalBase(ZukoBase):
     """A Gaussian of independent entries."""
 
-    @property
-    def closed(self) -> bool:
-        return True
-
-    def expand(self, latents: tuple[Tensor, ...], context: Tensor | None) -> BaseExpansion:
+    def gaussian(self, context: Tensor | None) -> Gaussian:
         distribution = self.build(context)
-        mean, std = distribution.mean, distribution.stddev
-        return gaussian_expansion(latents[0], mean, std, lambda: -_log_prob(distribution, latents[0]))
+        return ((distribution.mean, distribution.stddev),)
 
     def mean(self, context: Tensor | None) -> Tensor:
         mean: Tensor = self.build(context).mean

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from ebflow_plugin.adapting import (
     ElementwiseAffineStep,
-    Expansion,
     IdentityStep,
     IsometryStep,
+    Linearization,
     OrthogonalStep,
     Part,
     PermutationStep,
@@ -91,7 +91,7 @@ class AffineStep(LazyPart, ElementwiseAffineStep):
     def log_scale(self, dim: int) -> Tensor:
         return torch.as_tensor(self.numbers()[2])
 
-    def log_abs_det(self, shape: Shape) -> Tensor | float:  # type: ignore[override]
+    def log_abs_det(self, shape: Shape) -> Tensor | float:
         log_scale = self.numbers()[2]
         if not isinstance(log_scale, Tensor):
             return log_scale * prod(shape)
@@ -123,8 +123,8 @@ class TranslationStep(LazyPart, IsometryStep):
         shift = self.shift(context)
         return z + shift if self.inverted else z - shift
 
-    def expand(self, x: Tensor, context: Tensor | None) -> Expansion:
-        return Expansion(self.encode(x, context)[0], lambda tangent: tangent, lambda adjoint: adjoint)
+    def linearize(self, x: Tensor, context: Tensor | None) -> Linearization:
+        return Linearization(self.encode(x, context)[0], lambda tangent: tangent, lambda adjoint: adjoint)
 
 
 class OrderStep(LazyPart, PermutationStep):
@@ -145,9 +145,9 @@ class RotationStep(LazyPart, OrthogonalStep):
     def invert(self, y: Tensor) -> Tensor:
         return y @ self.build().R
 
-    def expand(self, x: Tensor, context: Tensor | None) -> Expansion:
+    def linearize(self, x: Tensor, context: Tensor | None) -> Linearization:
         rotation = self.build().R.mT if self.inverted else self.build().R
-        return Expansion(x @ rotation.mT, lambda tangent: tangent @ rotation.mT, lambda adjoint: adjoint @ rotation)
+        return Linearization(x @ rotation.mT, lambda tangent: tangent @ rotation.mT, lambda adjoint: adjoint @ rotation)
 
 
 class TriangularMatrixStep(LazyPart, TriangularStep):

@@ -6,10 +6,6 @@ other features. A network of the context alone does not affect the smoothness.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
-from inspect import signature
-from math import log
 from typing import Any
 
 import torch
@@ -17,25 +13,18 @@ from torch import Tensor
 
 from ebflow_plugin.adapting import (
     DEPENDS_ON_CONTEXT,
-    INTERLEAVED_LAST,
     VOLUME_PRESERVING,
     BoundedStep,
     Curve,
     ElementwiseStep,
-    FollowedStep,
     NonlinearStep,
     OpaqueStep,
     RefusedStep,
     SigmoidStep,
     Smoothness,
-    affine,
     clamped_logit_curve,
-    coupling,
-    indexed,
     registered_smoothness,
-    shifted,
     smoothness_of,
-    soft_clipped_scale,
     worst_of,
 )
 from ebflow_zuko.linear import LazyPart, accepted_context, built_name
@@ -177,23 +166,8 @@ class AutoregressiveStep(LazyStep):
         return bool(self.module.hyper.in_features > self.module.order.numel())
 
 
-class CouplingStep(FollowedStep, AutoregressiveStep):
+class CouplingStep(AutoregressiveStep):
     """GeneralCouplingTransform. zuko finds the halves of its mask on each call, which synchronises with the device."""
-
-    def follow(self) -> Sequence[Any] | None:
-        module = self.module
-        shapes, slope = [tuple(shape) for shape in module.shapes], least_slope(module.univariate)
-        additive = isinstance(module.univariate, type) and known_name(module.univariate) == "AdditiveTransform"
-        if not (shapes == [(), ()] and slope is not None) and not (shapes == [()] and additive):
-            return None
-        order, count = self._order(), self._constant
-        halves = indexed(order[:count], order[count:], dim=-1)
-        if slope is None:
-            merge = shifted(halves, -1.0 if self.inverted else 1.0)
-        else:
-            bound = -log(slope)
-            merge = affine(halves, INTERLEAVED_LAST, lambda u: soft_clipped_scale(u, bound), divide=self.inverted)
-        return coupling(halves, module.hyper, merge, appended=True)
 
     def call_forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
         order, constant, changed = self._halves(x)
@@ -236,30 +210,10 @@ class CouplingStep(FollowedStep, AutoregressiveStep):
         return torch.cat([constant, changed], dim=-1).index_select(-1, torch.argsort(order))
 
 
-def least_slope(factory: Any) -> float | None:
-    """The slope that bounds the log-scales of a MonotonicAffineTransform; None for other transforms."""
-    cls = unwrapped(factory)
-    if known_name(factory) != "MonotonicAffineTransform" or not isinstance(cls, type):
-        return None
-    slope = _default_slope(cls)
-    if factory is not cls:
-        if factory.func is not cls or factory.args or set(factory.keywords) - {"slope"}:
-            return None
-        slope = factory.keywords.get("slope", slope)
-    return slope if isinstance(slope, float) and 0.0 < slope < 1.0 else None
-
-
-@cache
-def _default_slope(cls: type) -> Any:
-    return signature(cls).parameters["slope"].default
-
-
 class SoftclipStep(LazyPart, BoundedStep):
     """y = x / (1 + |x| / B): the derivative of its log-det jumps at 0."""
 
-    @property
-    def smoothness(self) -> Smoothness:
-        return Smoothness.KINKED
+    smoothness = Smoothness.KINKED
 
     def forward_curve(self, x: Tensor, context: Tensor | None) -> Curve:
         return self._curve(x, self.build().bound, 1.0)
@@ -289,9 +243,7 @@ class LogisticStep(SigmoidStep, LazyPart):
 class ExpStep(LazyPart, ElementwiseStep):
     """torch's ExpTransform, and the logarithm that is its inverse."""
 
-    @property
-    def sensitive(self) -> bool:
-        return True
+    sensitive = True
 
     def forward_curve(self, x: Tensor, context: Tensor | None) -> Curve:
         y = torch.exp(x)

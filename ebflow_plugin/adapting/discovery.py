@@ -6,7 +6,6 @@ Adapters are registered in the entry-point group ``ebflow_plugin.adapters`` and 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -16,8 +15,7 @@ from types import ModuleType
 from torch import nn
 
 from ebflow_plugin.adapting.adapter import Adapter
-from ebflow_plugin.errors import AdapterError, AdapterWarning, InputError, NotAFlowError
-from ebflow_plugin.plan.energy_model import EnergyModel
+from ebflow_plugin.errors import AdapterError, AdapterWarning, InputError, NotAFlowError, warn
 
 __all__ = ["Found", "adapters", "find_flow"]
 
@@ -31,7 +29,7 @@ def adapters() -> tuple[Adapter, ...]:
             loaded.append(point.load())
         except Exception as error:  # a broken plug-in must not disable the others
             message = f"adapter {point.name!r} ({point.value}) cannot be loaded: {error}"
-            warnings.warn(message, AdapterWarning, stacklevel=2)
+            warn(message, AdapterWarning)
     if not loaded:
         raise AdapterError(
             "no adapter is installed: install this package with pip, not by copying it (entry-point group "
@@ -77,7 +75,7 @@ def _wanted(adapter: Adapter) -> str:
 
 def _flows_in(model: object, depth: int = 2) -> Iterator[Found]:
     """The outermost flows: the object, or those in its submodules, and in the attributes of objects without modules."""
-    if isinstance(model, EnergyModel):
+    if getattr(type(model), "is_ebflow", False):
         raise InputError(
             "expected a flow, but this is an EBFlow, or holds one: its preprocessing and calibration would be lost. "
             "Use that EBFlow, or pass its .flow; if the flow is edited in place (in_place=True), the EBFlow follows."

@@ -5,8 +5,7 @@ An adapter derives from these, and adds its class that calls the library's modul
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection
 from importlib import import_module
 from typing import Any
 
@@ -14,11 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ebflow_plugin.adapting.adapter import comes_from
-from ebflow_plugin.plan.derivatives import transformed
 from ebflow_plugin.plan.elementwise import Curve, ElementwiseStep, sigmoid_curve
 from ebflow_plugin.plan.linear import PermutationStep
 from ebflow_plugin.plan.matrices import TriangularStep
-from ebflow_plugin.plan.networks import COPY, SUM, Opaque, Operation, acts_as_its_class, follow, gated
 from ebflow_plugin.plan.smoothness import Smoothness, smoothness_of
 from ebflow_plugin.plan.step import NonlinearStep
 
@@ -27,15 +24,11 @@ __all__ = [
     "VOLUME_PRESERVING",
     "BoundedStep",
     "ConditionedStep",
-    "FollowedStep",
     "IndexedPermutationStep",
     "PackedLUStep",
     "SigmoidStep",
     "SplineStep",
     "drop_caches",
-    "follow_members",
-    "follow_residual_block",
-    "follow_residual_net",
     "lazy_layers",
 ]
 
@@ -54,32 +47,12 @@ class ConditionedStep(NonlinearStep):
         return smoothness_of(self.module)
 
 
-class FollowedStep(NonlinearStep):
-    """A coupling with derivatives in closed form if those of its networks are, by :meth:`follow`."""
-
-    @property
-    def closed(self) -> bool:
-        return self.operations() is not None
-
-    def operations(self, curved: bool = True) -> Sequence[Any] | None:
-        if not curved or transformed():
-            return None
-        # The walk checked the module, but it may have been hooked or patched since.
-        return self.follow() if acts_as_its_class(self.module) else None
-
-    @abstractmethod
-    def follow(self) -> Sequence[Any] | None:
-        """The operations of the coupling; None if a part of it is opaque."""
-
-
 class SplineStep(NonlinearStep):
     """A piecewise rational-quadratic transform: its score jumps at every knot."""
 
     reason = "spline"
 
-    @property
-    def smoothness(self) -> Smoothness:
-        return Smoothness.KINKED
+    smoothness = Smoothness.KINKED
 
 
 class BoundedStep(ElementwiseStep):
@@ -179,35 +152,3 @@ def _packed_indices(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
     up_rows, up_columns = torch.triu_indices(size, size, 1, device=device)
     diagonal = torch.arange(size, device=device) * (size + 1)
     return torch.cat([rows * size + columns, diagonal]), torch.cat([up_rows * size + up_columns, diagonal])
-
-
-def follow_members(net: Any) -> Iterator[Operation]:
-    """The operations of a subclass of ``nn.Sequential`` that acts as one."""
-    for member in net._modules.values():  # not children(), which yields a repeated module only once
-        yield from follow(member)
-
-
-def follow_residual_net(net: Any) -> Iterator[Operation]:
-    """The operations of a ResidualNet of nflows, and of its copy in normflows; a context is appended to its input."""
-    if getattr(net, "preprocessing", None) is not None:  # only in normflows
-        raise Opaque
-    yield from follow(net.initial_layer, conditioned=True)
-    for block in net.blocks:
-        yield from follow(block)
-    yield from follow(net.final_layer)
-
-
-def follow_residual_block(block: Any) -> Iterator[Operation]:
-    """The operations of one of its blocks: two layers with a skip connection, gated by a context."""
-
-    def gate(context: Tensor | None) -> Tensor | None:
-        return None if context is None else torch.sigmoid(block.context_layer(context))
-
-    if block.use_batch_norm:
-        raise Opaque
-    yield COPY
-    for part in (block.activation, block.linear_layers[0], block.activation, block.dropout, block.linear_layers[1]):
-        yield from follow(part)
-    if hasattr(block, "context_layer"):
-        yield gated(gate)
-    yield SUM

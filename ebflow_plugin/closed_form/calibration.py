@@ -7,7 +7,8 @@ maximum-likelihood choice among all affine maps. The model holds it as one more 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import copy
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import log, pi
 from typing import Any
@@ -15,10 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ebflow_plugin.closed_form.moments import Moments
+from ebflow_plugin.closed_form.moments import Moments, Rows, held_out
 from ebflow_plugin.errors import InputError, SingularError
-from ebflow_plugin.layers import FullLinear
-from ebflow_plugin.plan.matrices import FullStep
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.step import Base, LinearStep, Shape, own_tensors
 
@@ -27,10 +26,12 @@ __all__ = [
     "CalibrationReport",
     "CalibrationStep",
     "calibrate_plan",
-    "fold",
-    "last_layer",
+    "flatten",
+    "gaussian_of",
     "share_memory",
 ]
+
+HELD_OUT = 10  # every tenth row is held out
 
 
 class Calibration(nn.Module):
@@ -118,7 +119,7 @@ class CalibrationReport:
 
     Attributes:
         before: The NLL in nats before.
-        after: The NLL in nats after.
+        after: The NLL in nats of a map that is fitted to the other rows. The map of the model is fitted to all rows.
         shrinkage: How far the covariance was shrunk towards its diagonal, 0 to 1.
         kind: ``"full"``, ``"diagonal"``, or ``"none"`` if calibration would have made held-out data less likely.
     """
@@ -132,36 +133,52 @@ class CalibrationReport:
         return f"held-out NLL {self.before:.2f} -> {self.after:.2f} nats ({self.kind}, shrinkage {self.shrinkage:.3g})"
 
 
-def gaussian_of(base: Base, shapes: tuple[Shape, ...], like: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean and standard deviation of a diagonal Gaussian base, from its score at three points.
+def gaussian_of(base: Base, shapes: tuple[Shape, ...], like: Tensor, call: str) -> tuple[Tensor, Tensor]:
+    """The mean and standard deviation of a diagonal Gaussian base, from its log-density and score at three points.
+
+    Arguments:
+        base: The base.
+        shapes: The event shapes of its latents.
+        like: A tensor with their device and dtype.
+        call: What needs a Gaussian, for messages.
+
+    Returns:
+        The mean and the standard deviation, in float64, with shape ``(D,)``.
 
     Raises:
         InputError: If the base is not a diagonal Gaussian.
     """
     generator = torch.Generator().manual_seed(0)
-    points = [
-        torch.cat([torch.zeros(1, *shape), torch.ones(1, *shape), torch.randn(1, *shape, generator=generator)])
-        for shape in shapes
-    ]
-    latents = tuple(point.to(like).requires_grad_() for point in points)
-    why = "calibrate fits a Gaussian base without a context"
-    try:
-        with torch.enable_grad():
+    why = f"{call} fits a Gaussian base with a diagonal covariance and without a context"
+    with torch.inference_mode(False), torch.enable_grad():
+        points = [
+            torch.cat([torch.zeros(1, *shape), torch.ones(1, *shape), torch.randn(1, *shape, generator=generator)])
+            for shape in shapes
+        ]
+        latents = tuple(point.to(like).requires_grad_() for point in points)
+        if any(tensor.is_inference() for tensor in own_tensors(base.module)):
+            base = copy.deepcopy(base)  # gradients cannot pass through tensors that were made in inference mode
+        try:
             log_prob = base.log_prob(latents, None)
             scores = torch.autograd.grad(log_prob.sum(), latents)
-    except Exception as error:
-        raise InputError(f"{why}; {base.class_name} has no score of its own: {error}") from error
-    zero, one, other = (flatten(tuple(score[row : row + 1] for score in scores))[0].double() for row in range(3))
+        except Exception as error:
+            raise InputError(f"{why}; {base.class_name} is none: {error}") from error
+    rows = flatten(tuple(latent.detach().double() for latent in latents))
+    zero, one, other = flatten(scores).double()
     precision = zero - one
-    mean = zero / precision
-    at = flatten(tuple(latent.detach()[2:] for latent in latents))[0].double()
-    if not (bool((precision > 0).all()) and torch.allclose(other, -precision * (at - mean), rtol=1e-2, atol=1e-3)):
+    mean, std = zero / precision, precision.rsqrt()
+    # A mixture may have the score of a Gaussian near one of its modes, but not the density.
+    density = -0.5 * (((rows - mean) / std).square() + (2 * pi / precision).log()).sum(1)
+    close = torch.allclose(other, -precision * (rows[2] - mean), rtol=1e-2, atol=1e-3) and torch.allclose(
+        log_prob.double(), density, rtol=max(1e-5, 4 * torch.finfo(like.dtype).eps), atol=1e-3
+    )
+    if not (bool((precision > 0).all()) and close):
         raise InputError(f"{why}; {base.class_name} is none")
-    return mean, precision.rsqrt()
+    return mean, std
 
 
 def fit_affine(
-    moments: Moments, held_out: Moments, base: tuple[Tensor, Tensor], kind: str, shrinkage: float | None
+    moments: Moments, others: Moments, base: tuple[Tensor, Tensor], kind: str, shrinkage: float | None = None
 ) -> tuple[dict[str, Tensor], float, float]:
     """Fits u = A (z - m) + μ to moments of latents, with the shrinkage that minimises the held-out NLL.
 
@@ -176,7 +193,7 @@ def fit_affine(
     flat = (spread <= torch.finfo(torch.float64).eps * spread.max()).nonzero().flatten().tolist()
     if flat:
         raise SingularError(f"latents {flat[:5]} do not vary over the data, so no scale fits them")
-    second = held_out.second_moments(moments.mean)
+    second = others.second_moments(moments.mean)
     if kind == "diagonal":
         total = 0.5 * (2 * spread.log() + second / spread**2).sum().item() + 0.5 * len(spread) * log(2 * pi)
         tensors = {"mean": moments.mean, "to_base": std / spread, "from_base": spread / std, "center": center}
@@ -189,7 +206,7 @@ def fit_affine(
     if bool(failed) or lower.diagonal().min() <= 1e-6 * lower.diagonal().max():
         raise SingularError(
             f"the covariance of the latents is singular ({moments.count} data points for {len(spread)} dimensions); "
-            "pass more data, or a shrinkage above 0, or kind='diagonal'"
+            "pass more data, or kind='diagonal'"
         )
     inverse = torch.linalg.solve_triangular(lower, torch.eye(len(spread)).to(lower), upper=False)
     total = lower.diagonal().log().sum() + 0.5 * ((inverse @ observed) * inverse).sum() + spread.log().sum()
@@ -223,7 +240,7 @@ def choose_shrinkage(correlation: Tensor, observed: Tensor) -> tuple[float, floa
 
 @torch.no_grad()
 def calibrate_plan(
-    plan: Plan, stream: Iterable[tuple[Tensor, Tensor | None]], like: Tensor, kind: str, shrinkage: float | None
+    plan: Plan, stream: Iterable[Rows], like: Tensor, kind: str
 ) -> tuple[dict[str, Tensor], CalibrationReport]:
     """Fits the base of a plan to the latents of data. Every tenth row is held out, to choose the shrinkage.
 
@@ -231,60 +248,41 @@ def calibrate_plan(
         The tensors of a :class:`Calibration` (none if it would make held-out data less likely), and the report.
     """
     diagonal = kind == "diagonal"
-    moments, held_out, losses = Moments(diagonal), Moments(diagonal), Moments(diagonal=True)
+    moments, others, losses = Moments(diagonal), Moments(diagonal), Moments(diagonal=True)
     index = 0
     event_shape: Shape = ()
     shapes: tuple[Shape, ...] = ()
-    for x, context in stream:
+    for x, context, log_volume in stream:
         embedded = plan.embed(context)
         latents, log_det = plan.encode(x, embedded)
+        volumes = [volume for volume in (log_det, log_volume) if volume is not None]
         shapes, event_shape = tuple(tuple(part.shape[1:]) for part in latents), tuple(x.shape[1:])
         rows = flatten(latents)
-        held = torch.arange(index, index + len(rows), device=rows.device) % 10 == 9
+        held = held_out(index, len(rows), HELD_OUT, rows.device)
         index += len(rows)
         if bool((~held).any()):
             moments.add(rows[~held])
         if bool(held.any()):
-            held_out.add(rows[held])
-            nll = -plan.base_log_prob(latents, embedded)
-            losses.add(torch.stack([nll, nll if log_det is None else nll - log_det], dim=1)[held])
-    if held_out.count < 2 or moments.count < 2:
-        raise InputError(f"calibrate needs at least 20 data points, got {index}")
-    base = gaussian_of(plan.base, shapes, like)
-    for collected in (moments, held_out, losses):  # so that every process decides the same
+            others.add(rows[held])
+            log_prob = plan.base_log_prob(latents, embedded)
+            # Apart: latents far from the base have log-densities beside which a log-det would be lost to rounding.
+            losses.add(torch.stack([log_prob, sum(volumes, torch.zeros_like(log_prob))], 1)[held])
+    for collected in (moments, others, losses):  # so that every process decides the same
         collected.reduce()
-    tensors, rho, after = fit_affine(moments, held_out, base, kind, shrinkage)
-    base_nll, energy = losses.mean.tolist()
-    before, gain = energy + plan.log_z(event_shape, like.double()).item(), base_nll - after
-    if gain < 0:
+    if others.count < 2:
+        raise InputError(f"calibrate needs at least {2 * HELD_OUT} data points, got {moments.count + others.count}")
+    base = gaussian_of(plan.base, shapes, like, "calibrate")
+    tensors, rho, fitted = fit_affine(moments, others, base, kind)
+    log_prob, log_det = losses.mean.tolist()
+    constant = plan.log_z(event_shape, like.double()).item() - log_det
+    before, after = constant - log_prob, constant + fitted
+    if fitted > -log_prob:
         return {}, CalibrationReport(before, before, 1.0, "none")
-    moments.merge(held_out.count, held_out.mean, held_out.scatter)  # the shrinkage is chosen: refit to all data
-    tensors, rho, _ = fit_affine(moments, held_out, base, kind, rho if kind == "full" else None)
-    return {name: t.to(like) for name, t in tensors.items()}, CalibrationReport(before, before - gain, rho, kind)
-
-
-def last_layer(plan: Plan) -> FullStep:
-    """The last layer of a flow, into which a calibration can be folded: a FullLinear with parameters of its own.
-
-    Raises:
-        InputError: If the last step is something else.
-    """
-    last = plan.steps[-1] if plan.steps else None
-    if not (isinstance(last, FullStep) and isinstance(last.module, FullLinear) and not last.inverted):
-        where = "nothing" if last is None else last.where
-        raise InputError(f"a calibration can be folded only into a last FullLinear; the flow ends with {where}")
-    if last.module.bias is None:
-        raise InputError(f"no calibration can be folded into {last.where}: it has no bias")
-    if not {"weight", "bias"} <= dict(last.module.named_parameters(recurse=False)).keys():
-        raise InputError(f"no calibration can be folded into {last.where}: it computes its weight (a parametrization)")
-    tied = [part.where for part in plan.parts() if part is not last and share_memory(part.module, last.module)]
-    if tied:
-        raise InputError(
-            f"{last.where} shares its parameters with other parts of the flow, which would change with it\n  "
-            + "\n  ".join(tied)
-            + "\nCalibrate without fold=True, or untie them."
-        )
-    return last
+    moments.merge(others.count, others.mean, others.scatter)  # the shrinkage is chosen: refit to all data
+    tensors, rho, _ = fit_affine(moments, others, base, kind, rho)
+    with torch.inference_mode(False):  # they outlive the call
+        tensors = {name: tensor.to(like, copy=True) for name, tensor in tensors.items()}
+    return tensors, CalibrationReport(before, after, rho, kind)
 
 
 def share_memory(one: Any, other: Any) -> bool:
@@ -303,18 +301,3 @@ def share_memory(one: Any, other: Any) -> bool:
 
 def _memory(tensor: Tensor) -> tuple[torch.device, int]:
     return tensor.device, tensor.untyped_storage().data_ptr() or id(tensor)  # a meta tensor has no address
-
-
-@torch.no_grad()
-def fold(tensors: Mapping[str, Tensor], layer: FullLinear) -> None:
-    """Folds the map of a calibration into the last layer of a flow."""
-    matrix = tensors["to_base"]
-    if len(matrix) != layer.features:
-        raise InputError(
-            f"the last FullLinear acts on {layer.features} features at a time, so a calibration of all {len(matrix)} "
-            "latents cannot be folded into it; calibrate with fold=False"
-        )
-    matrix = torch.diag(matrix) if matrix.dim() == 1 else matrix
-    assert layer.bias is not None
-    layer.weight.copy_(matrix @ layer.weight)
-    layer.bias.copy_(matrix @ (layer.bias - tensors["mean"]) + tensors["center"])

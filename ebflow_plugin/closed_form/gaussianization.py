@@ -9,6 +9,9 @@ Every fifth row is held out. A layer is fitted to the other rows, and kept if it
 marginal map that does not, of one feature or of all, is replaced by a nearly affine one. The last whitening uses all
 rows, and so do the others if there are ten rows per feature: the held-out rows then judge the marginal maps only.
 
+The last layer maps to the mean and the standard deviation of the base, through the steps after it: exactly if those are
+linear. The held-out NLL of the whole model, before and after, decides whether the start is kept.
+
 Example:
     >>> import ebflow_plugin as ebf
     >>> from nflows import distributions, flows, transforms
@@ -23,9 +26,11 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import copy
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import inf, isfinite
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +39,7 @@ from ebflow_plugin.closed_form.calibration import choose_shrinkage, share_memory
 from ebflow_plugin.closed_form.initialization import (
     broadcast,
     first_full_layer,
+    is_linear,
     refuse_dependent,
     rows_of,
     spreads,
@@ -41,8 +47,9 @@ from ebflow_plugin.closed_form.initialization import (
     whiten_layer,
 )
 from ebflow_plugin.closed_form.marginals import MarginalMap, fit_marginals
-from ebflow_plugin.closed_form.moments import Moments
-from ebflow_plugin.errors import InputError
+from ebflow_plugin.closed_form.moments import Moments, held_out
+from ebflow_plugin.closed_form.passes import HELD_OUT, Passes, Thinned
+from ebflow_plugin.errors import InputError, SingularError
 from ebflow_plugin.layers import FullLinear
 from ebflow_plugin.linalg.random import shown
 from ebflow_plugin.plan.elementwise import ElementwiseStep
@@ -54,10 +61,7 @@ from ebflow_plugin.plan.step import LinearStep
 __all__ = ["LayerStart", "StartReport", "gaussianize"]
 
 ROWS = 5000  # a marginal map is fitted to this many rows, up to twice as many
-HELD_OUT = 5  # every fifth row is held out
 ENOUGH = 10  # with this many rows per feature, a hidden layer needs no shrinkage
-
-Batches = Iterator[tuple[Tensor, Tensor | None]]
 
 
 @dataclass(frozen=True)
@@ -66,8 +70,9 @@ class LayerStart:
 
     Attributes:
         where: The layer.
-        nll: The mean held-out NLL in nats of a model that ends with this layer. No marginal map was fitted to the
-            held-out rows; nor was a whitening, if there are fewer than ten rows per feature.
+        nll: The mean held-out NLL in nats: for the last layer, of the whole model with the steps after this layer and
+            the base; for the others, of a model that ends with this layer. No marginal map was fitted to the held-out
+            rows; nor was the last whitening, nor any if there are fewer than ten rows per feature.
         shrinkage: How far the covariance was shrunk towards its diagonal, 0 to 1: the best value for the held-out
             rows, or 0 for a hidden layer if there are enough rows.
         bent: The number of features that the nonlinearity after the layer is fitted to; None if there is no
@@ -86,31 +91,43 @@ class LayerStart:
 
 @dataclass(frozen=True)
 class StartReport:
-    """The held-out likelihood after each layer of a Gaussianising start. No gradient step was taken.
+    """The held-out likelihood before a Gaussianising start, and after each layer. No gradient step was taken.
 
     Attributes:
         layers: The full layers, in order.
+        before: The mean NLL of held-out rows of the model as it was, in nats. Infinite if it was singular.
 
     Example:
         >>> first, last = LayerStart("0  FullLinear", 7.5, 0.0, 3), LayerStart("2  FullLinear", 6.25, 0.01, None)
-        >>> print(StartReport((first, last)))
+        >>> print(StartReport((first, last), before=9.0))
         held-out NLL, no gradient step taken
+          9.00 nats before
           7.50 nats after 0  FullLinear (shrinkage 0, bends 3 features)
           6.25 nats after 2  FullLinear (shrinkage 0.01)
+        >>> StartReport((first, last), before=5.0).nll
+        5.0
     """
 
     layers: tuple[LayerStart, ...]
+    before: float
+
+    @property
+    def kept(self) -> bool:
+        """Whether the start was kept; if it made held-out rows less likely, the model is as it was."""
+        return self.layers[-1].nll <= self.before or not isfinite(self.before)
 
     @property
     def nll(self) -> float:
-        """The mean NLL of held-out rows after the last layer, in nats."""
-        return self.layers[-1].nll
+        """The mean NLL of held-out rows of the whole model, in nats."""
+        return self.layers[-1].nll if self.kept else self.before
 
     def __str__(self) -> str:
-        lines = ["held-out NLL, no gradient step taken"]
+        lines = ["held-out NLL, no gradient step taken", f"  {self.before:.2f} nats before"]
         for layer in self.layers:
             bends = "" if layer.bent is None else f", bends {layer.bent} features"
             lines.append(f"  {layer.nll:.2f} nats after {layer.where} (shrinkage {layer.shrinkage:.3g}{bends})")
+        if not self.kept:
+            lines.append("  the start made held-out rows less likely: the model is as it was")
         return "\n".join(lines)
 
 
@@ -160,84 +177,6 @@ def _next_layer(plan: Plan, places: list[int]) -> int | None:
     return None
 
 
-class Passes:
-    """The activations of the data at one step of a plan after another.
-
-    With ``keep``, the activations of a pass are cached, and the next pass continues from there. Otherwise each pass
-    applies all steps to the data again.
-
-    Arguments:
-        plan: The plan.
-        data: Iterates over the data.
-        keep: Whether to cache the activations.
-    """
-
-    def __init__(self, plan: Plan, data: Callable[[], Batches], keep: bool) -> None:
-        self.plan, self.data, self.keep = plan, data, keep
-        self.first: tuple[Tensor, Tensor | None] | None = None
-        self._place, self._cached = 0, list[tuple[Tensor, Tensor | None, Tensor]]()
-
-    @property
-    def event_shape(self) -> tuple[int, ...]:
-        """The event shape of the data, after the first batch."""
-        assert self.first is not None
-        return tuple(self.first[0].shape[1:])
-
-    def to(self, place: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """The inputs of a step, and the log-dets of the nonlinear steps before it, with shape ``(B,)``, in batches."""
-        part = replace(self.plan, steps=self.plan.steps[self._place : place])
-        started = False
-        for index, (x, context, log_det) in enumerate(self._batches()):
-            if not started:
-                start_together(part, x, context)
-                started = True
-            (value,), added = part.encode(x, self.plan.embed(context))
-            total = log_det if added is None else log_det + added
-            if self.keep and index < len(self._cached):
-                self._cached[index] = value, context, total
-            elif self.keep:
-                self._cached.append((value, context, total))
-            yield value, total
-        if self.keep:
-            self._place = place
-
-    def _batches(self) -> Iterator[tuple[Tensor, Tensor | None, Tensor]]:
-        if self._cached:
-            yield from list(self._cached)
-            return
-        for x, context in self.data():
-            self.first = self.first or (x, context)
-            yield x, context, x.new_zeros(len(x), dtype=torch.float64)
-
-
-class Thinned:
-    """Evenly spaced rows of a stream of unknown length: between ``count`` and twice as many.
-
-    Example:
-        >>> thinned = Thinned(2)
-        >>> for row in range(10):
-        ...     thinned.add(torch.tensor([[row]]))
-        >>> thinned.rows().flatten()
-        tensor([0, 4, 8])
-    """
-
-    def __init__(self, count: int) -> None:
-        self.count, self.stride, self.seen = count, 1, 0
-        self._parts: list[Tensor] = []
-
-    def add(self, rows: Tensor) -> None:
-        """Adds rows with any event shape."""
-        self._parts.append(rows[-self.seen % self.stride :: self.stride].clone())
-        self.seen += len(rows)
-        while sum(map(len, self._parts)) > 2 * self.count:
-            self._parts = [self.rows()[::2].clone()]
-            self.stride *= 2
-
-    def rows(self) -> Tensor:
-        """The selected rows."""
-        return torch.cat(self._parts)
-
-
 class Arrived:
     """Statistics of the input of a layer, from one pass: of the rows to fit to, and of the held-out rows."""
 
@@ -246,7 +185,7 @@ class Arrived:
         sample, others = Thinned(ROWS), Thinned(ROWS // 2)
         self.times, index = 1, 0
         for value, log_det in stream:
-            held = torch.arange(index, index + len(value), device=value.device) % HELD_OUT == HELD_OUT - 1
+            held = held_out(index, len(value), HELD_OUT, value.device)
             index += len(value)
             self.shape: tuple[int, ...] = tuple(value.shape[1:])
             for chosen, moments, thinned in ((~held, self.fit, sample), (held, self.held, others)):
@@ -263,6 +202,10 @@ class Arrived:
             moments.reduce()
         self.sample, self.others = sample.rows(), others.rows()
 
+    def fit_to_all(self) -> None:
+        """Adds the held-out rows to those to fit to."""
+        self.fit.merge(self.held.count, self.held.mean, self.held.scatter)
+
     def judge(self, where: str) -> tuple[float, float]:
         """The shrinkage that minimises the held-out NLL of a Gaussian with the moments of ``fit``, and that NLL."""
         if not bool(torch.isfinite(self.fit.scatter).all()):
@@ -276,26 +219,68 @@ class Arrived:
         return rho, self.times * (nll + spread.log().sum().item()) - self.log_dets.mean.item()
 
 
+class Saved:
+    """The state of the steps that a start may write to, to put it back."""
+
+    def __init__(self, plan: Plan, places: list[int]) -> None:
+        chosen = {place + offset for place in places for offset in (0, 1) if place + offset < len(plan.steps)}
+        chosen |= {place for place, step in enumerate(plan.steps) if isinstance(step, InitialisedAffineStep)}
+        modules = [plan.steps[place].module for place in sorted(chosen)]
+        self._states = [
+            (module, copy.deepcopy(module.state_dict())) for module in modules if hasattr(module, "state_dict")
+        ]
+
+    def restore(self) -> None:
+        """Puts it back."""
+        for module, state in self._states:
+            module.load_state_dict(state)
+
+
 @torch.no_grad()
-def gaussianize(plan: Plan, data: Callable[[], Batches], keep: bool, progress: bool = False) -> StartReport:
+def gaussianize(passes: Passes, appended: tuple[LinearStep, ...] = (), progress: bool = False) -> StartReport:
     """Initialises every full layer of a chain to a whitening, and every nonlinearity between to a marginal map.
 
-    One pass over the data per layer, O(N·D² + D³). If a marginal map makes the held-out rows less likely, it and all
-    later ones become nearly affine: those would be fitted to the same data.
+    One pass over the data per layer, O(N·D² + D³), and two to judge the model before and after. If a marginal map makes
+    the held-out rows less likely, it and all later ones become nearly affine: those would be fitted to the same data.
+    If the whole start makes them less likely, or fails, the model is put back.
 
     Arguments:
-        plan: The plan.
-        data: Iterates over the data.
-        keep: Whether to cache the activations for the next pass, in as much memory as the data take.
+        passes: The plan, and the data.
+        appended: The steps after those of the plan, which the start replaces: a calibration.
         progress: Shows a progress bar.
+
+    Raises:
+        InputError: If there is no such chain, or the base is not a diagonal Gaussian.
+        SingularError: If the data cannot be whitened.
     """
-    places, passes = chain(plan), Passes(plan, data, keep)
-    started: list[LayerStart] = []
+    plan, places = passes.plan, chain(passes.plan)
+    whole, saved = replace(plan, steps=(*plan.steps, *appended)), Saved(plan, places)
+    try:
+        try:
+            before = passes.nll(whole)
+        except SingularError:  # of the old weights: nothing is less likely
+            before = inf
+        saved.restore()  # ActNorms start again, from the output of the new layers
+        layers = _fit(passes, places, progress)
+    except BaseException:
+        saved.restore()
+        raise
+    report = StartReport(tuple(layers), before)
+    if not report.kept:
+        saved.restore()
+        assert passes.first is not None
+        start_together(whole, *passes.first)
+    return report
+
+
+def _fit(passes: Passes, places: list[int], progress: bool) -> list[LayerStart]:
+    """Fits the layers of a chain. The NLL of the last is that of the whole model."""
+    plan, started = passes.plan, list[LayerStart]()
     linear, since = 0.0, 0  # the log-det of the linear steps so far; where the last pass ended
     shape: tuple[int, ...] | None = None
     white: tuple[Tensor, Tensor] | None = None  # weight and bias of the last layer, before its marginal map
     for number, place in enumerate(shown(places, progress, "Gaussianising start")):
-        step = plan.steps[place]
+        step, last = plan.steps[place], place == places[-1]
         assert isinstance(step, FullStep)
         arrived = Arrived(step, passes.to(place))
         between = _linear_log_det(plan, since, place, shape or passes.event_shape, arrived)
@@ -306,27 +291,51 @@ def gaussianize(plan: Plan, data: Callable[[], Batches], keep: bool, progress: b
             layer.weight.copy_(white[0])
             layer.bias.copy_(white[1])
             started += _straighten(plan, places[number - 1 :], passes, arrived.shape, started.pop())
-            break
+            passes.restart()
+            nll, _ = _settle(passes, places[-1])
+            return [*started[:-1], replace(started[-1], nll=nll)]
         enough = arrived.fit.count >= ENOUGH * len(arrived.fit.mean)
-        if enough or place == places[-1]:  # few held-out rows must stay unseen, since they judge later layers too
-            arrived.fit.merge(arrived.held.count, arrived.held.mean, arrived.held.scatter)
-        if place != places[-1] and enough:
+        if enough and not last:  # few held-out rows must stay unseen, since they judge later layers too
+            arrived.fit_to_all()
             rho = 0.0  # shrinkage keeps the basis near that of the layer before, whose features are Gaussian already
         linear += between + arrived.times * whiten_layer(step, arrived.fit, rho)
-        bent = None
-        if place != places[-1]:
-            white = step.module.weight.clone(), step.module.bias.clone()
-            nonlinearity = _nonlinearity(plan, place)
-            sample, others = step.module.transform(arrived.sample), step.module.transform(arrived.others)
-            own = fit_marginals(nonlinearity, sample, others)
-            fitted = MarginalMap(*broadcast(own.scale, own.shift, own.log_tail, own.skewness, own.helps))
-            linear += arrived.times * fitted.write(nonlinearity, step.module)
-            bent = int(fitted.helps.sum())
-        started.append(LayerStart(step.where, nll, rho, bent))
+        if last:
+            nll, aimed = _settle(passes, place)
+            arrived.fit_to_all()  # the model is judged: nothing is left to hold rows out for
+            whiten_layer(step, arrived.fit, rho)
+            if aimed:
+                passes.aim(place)
+            return [*started, LayerStart(step.where, nll, rho, None)]
+        white = step.module.weight.clone(), step.module.bias.clone()
+        nonlinearity = _nonlinearity(plan, place)
+        sample, others = step.module.transform(arrived.sample), step.module.transform(arrived.others)
+        own = fit_marginals(nonlinearity, sample, others)
+        fitted = MarginalMap(*broadcast(own.scale, own.shift, own.log_tail, own.skewness, own.helps))
+        linear += arrived.times * fitted.write(nonlinearity, step.module)
+        started.append(LayerStart(step.where, nll, rho, int(fitted.helps.sum())))
         since, shape = place + 1, arrived.shape
+    raise AssertionError("a chain has a last layer")
+
+
+def _settle(passes: Passes, place: int) -> tuple[float, bool]:
+    """Aims the last layer, whose output is white, at the base, and judges the whole model by held-out rows.
+
+    Returns:
+        The NLL, and whether the layer was aimed: before nonlinear steps it may be better left as it was.
+    """
+    plan, layer = passes.plan, passes.plan.steps[place].module
     assert passes.first is not None
     start_together(plan, *passes.first)
-    return StartReport(tuple(started))
+    linear = is_linear(plan, place + 1)
+    unaimed = inf if linear and passes.base is not None else passes.nll()
+    white = layer.weight.clone(), layer.bias.clone()
+    aimed = passes.aim(place)
+    nll = passes.nll() if aimed or linear else inf
+    if linear or nll <= unaimed:
+        return nll, aimed
+    layer.weight.copy_(white[0])
+    layer.bias.copy_(white[1])
+    return unaimed, False
 
 
 def _nonlinearity(plan: Plan, place: int) -> ElementwiseStep:
@@ -353,8 +362,8 @@ def _straighten(
         nonlinearity, layer = _nonlinearity(plan, before), plan.steps[place].module
         straight = MarginalMap.straight(nonlinearity, layer.bias)
         straight.write(nonlinearity, plan.steps[before].module)
-        start_together(replace(plan, steps=plan.steps[:place]), *passes.first)
-        part, size = replace(plan, steps=plan.steps[before + 1 : place]), layer.features
+        start_together(plan[:place], *passes.first)
+        part, size = plan[before + 1 : place], layer.features
         # The nearly affine map takes a whitened y to M y + c: zero shows c, and unit vectors the columns of M.
         units = torch.eye(size + 1, size).to(layer.bias).roll(1, 0)
         probes = straight.scale * units + straight.shift
@@ -370,4 +379,4 @@ def _straighten(
 
 def _linear_log_det(plan: Plan, since: int, place: int, shape: tuple[int, ...], arrived: Arrived) -> float:
     """The log-det of the linear steps between two places: ActNorms, permutations and fixed ones."""
-    return -float(replace(plan, steps=plan.steps[since:place]).log_z(shape, arrived.fit.mean))
+    return -float(plan[since:place].log_z(shape, arrived.fit.mean))

@@ -1,26 +1,31 @@
-"""The whitening start: the first full layer is initialised to the whitening map of its input."""
+"""The whitening start: the first full layer is initialised to the whitening map of its input.
+
+If only linear steps follow, the density of the model is that of this layer, and it is fitted to a Gaussian base.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from itertools import product
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 
-from ebflow_plugin.closed_form.moments import Moments
+from ebflow_plugin.closed_form.calibration import flatten, gaussian_of
+from ebflow_plugin.closed_form.moments import Moments, Rows
 from ebflow_plugin.errors import InputError, SingularError
 from ebflow_plugin.layers import FullLinear
 from ebflow_plugin.plan.linear import InitialisedAffineStep, IsometryStep
 from ebflow_plugin.plan.matrices import FullStep
 from ebflow_plugin.plan.plan import Plan
-from ebflow_plugin.plan.step import own_tensors
+from ebflow_plugin.plan.step import LinearStep, own_tensors
 
 __all__ = [
+    "aim",
     "broadcast",
     "first_full_layer",
+    "is_linear",
     "refuse_dependent",
     "rows_of",
     "spreads",
@@ -87,7 +92,7 @@ def rows_of(step: FullStep, value: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def whiten(plan: Plan, stream: Iterable[tuple[Tensor, Tensor | None]]) -> None:
+def whiten(plan: Plan, stream: Iterable[Rows]) -> None:
     """Runs the whitening start on a plan: its ActNorms from the first batch, its first full layer from all data.
 
     Arguments:
@@ -97,10 +102,10 @@ def whiten(plan: Plan, stream: Iterable[tuple[Tensor, Tensor | None]]) -> None:
     index = first_full_layer(plan)
     layer = plan.steps[index]
     assert isinstance(layer, FullStep)
-    before = replace(plan, steps=plan.steps[:index])
+    before = plan[:index]
     moments = Moments()
     first: tuple[Tensor, Tensor | None] | None = None
-    for x, context in stream:
+    for x, context, _ in stream:
         if first is None:
             first = x, context
             start_together(before, x, context)
@@ -110,6 +115,71 @@ def whiten(plan: Plan, stream: Iterable[tuple[Tensor, Tensor | None]]) -> None:
     moments.reduce()
     whiten_layer(layer, moments)
     start_together(plan, *first)
+    if is_linear(plan, index + 1):
+        latents, _ = plan.encode(first[0][:1], plan.embed(None if first[1] is None else first[1][:1]))
+        shapes = tuple(tuple(latent.shape[1:]) for latent in latents)
+        try:
+            base = gaussian_of(plan.base, shapes, latents[0].new_empty(0), "whiten=True")
+        except InputError:
+            return  # nothing to fit to in closed form: the layer whitens, and no more was promised
+        aim(plan, index, base, *first)
+
+
+def is_linear(plan: Plan, start: int) -> bool:
+    """Whether all steps from an index on are linear."""
+    return all(isinstance(step, LinearStep) for step in plan.steps[start:])
+
+
+@torch.no_grad()
+def aim(plan: Plan, place: int, base: tuple[Tensor, Tensor], x: Tensor, context: Tensor | None) -> bool:
+    r"""Lets a full layer whose output is white map to the base's own Gaussian, through the steps after the layer.
+
+    If u = M y + c are the steps after it, N(μ, σ²) the base, and y = T w + t with w white, then T and t minimise the
+    expected NLL, ½ E‖(M (T w + t) + c - μ) / σ‖² - log|det T|. With S = Mᵀ diag(σ⁻²) M, summed over the P positions
+    that share the layer, Tᵀ S T = P·I. M has one column per unit vector, so the cost is O(D²) per step, and D³ once.
+    Nonlinear steps are replaced by their secants from zero to the unit vectors.
+
+    Arguments:
+        plan: The plan. Its layer with the index ``place`` is composed with w -> T w + t.
+        place: The index of the layer.
+        base: Mean and standard deviation of the base, with shape ``(D,)``.
+        x: Data, of which one row shows the shapes.
+        context: Its context.
+
+    Returns:
+        Whether there is such a map; if the steps after the layer are singular, there is none.
+    """
+    layer, after = plan.steps[place].module, plan[place + 1 :]
+    embedded = plan.embed(None if context is None else context[:1])
+    (white,), _ = plan[: place + 1].encode(x[:1], embedded)
+    axis = -1 if isinstance(layer, FullLinear) else 1
+    shape = white.movedim(axis, -1).shape[1:]
+    size, (mean, std) = shape[-1], base
+
+    def images(probes: Tensor) -> Tensor:
+        rows = probes.reshape(len(probes), *shape).movedim(-1, axis)
+        given = None if embedded is None else embedded.expand(len(probes), *embedded.shape[1:])
+        return flatten(after.encode(rows, given)[0]).double()
+
+    origin = images(white.new_zeros(1, shape.numel()))
+    positions = shape.numel() // size
+    gram, total = (torch.zeros(size, columns, dtype=std.dtype, device=std.device) for columns in (size, len(std)))
+    for position in range(positions):
+        units = white.new_zeros(size, positions, size)
+        units[:, position].fill_diagonal_(1.0)
+        scaled = (images(units) - origin) / std
+        gram += scaled @ scaled.T
+        total += scaled
+    gram, total, origin = broadcast(gram, total, origin)  # contexts differ between processes
+    lower, failed = torch.linalg.cholesky_ex(gram)
+    if bool(failed) or not bool(torch.isfinite(lower).all()):
+        return False
+    scale = positions**0.5 * torch.linalg.solve_triangular(lower, torch.eye(size).to(lower), upper=False).T
+    shift = torch.linalg.pinv(total @ total.T, hermitian=True) @ total @ ((mean - origin[0]) / std)
+    layer.weight.copy_((scale @ layer.weight.double().flatten(1)).reshape(layer.weight.shape))
+    if layer.bias is not None:
+        layer.bias.copy_(scale @ layer.bias.double() + shift)
+    return True
 
 
 def start_together(plan: Plan, x: Tensor, context: Tensor | None) -> None:

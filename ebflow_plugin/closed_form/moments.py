@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -11,10 +12,11 @@ import torch
 from torch import Tensor, distributed
 
 from ebflow_plugin.errors import EBFlowError, InputError
-from ebflow_plugin.plan.inputs import pair
+from ebflow_plugin.plan.inputs import pair, to_device
 
-__all__ = ["Moments", "batches", "in_memory", "meet", "refuse_one_shot"]
+__all__ = ["Moments", "Rows", "batches", "held_out", "in_memory", "meet", "refuse_one_shot", "writable"]
 
+Rows = tuple[Tensor, Tensor | None, Tensor | None]  # the input of a plan, its context, and its log-volume
 CHUNK = 1000  # rows per forward pass, and per update of a scatter matrix
 PATIENCE = timedelta(minutes=2)  # how long to wait for other processes
 
@@ -101,7 +103,8 @@ class Moments:
         device = self.mean.device
         self._merged = 0
         for count, mean, scatter in every:
-            self.merge(count, mean.to(device), scatter.to(device))
+            if count:
+                self.merge(count, mean.to(device), scatter.to(device))
 
     def covariance(self, unbiased: bool = True) -> Tensor:
         """The covariance, with the shape of the scatter; ``unbiased=False`` is the maximum-likelihood estimate."""
@@ -155,12 +158,51 @@ def meet(call: str, patience: timedelta = PATIENCE) -> None:
     _met[call] += 1
 
 
-def batches(data: Any, check: Callable[[Tensor, Tensor | None], Tensor]) -> Iterator[tuple[Tensor, Tensor | None]]:
+@contextmanager
+def writable(anchor: Tensor | None) -> Iterator[None]:
+    """The mode in which to write into a flow, without gradients: that in which its parameters were made.
+
+    Tensors made under ``torch.inference_mode()`` cannot be part of a graph, nor be written to outside of that mode. So
+    a start or a calibration called in that mode must leave it, unless the flow itself was made in it.
+
+    Arguments:
+        anchor: A parameter of the flow, if it has one.
+
+    Example:
+        >>> weight = torch.zeros(1, requires_grad=True)
+        >>> with torch.inference_mode(), writable(weight):
+        ...     torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+        (False, False)
+    """
+    with torch.inference_mode(anchor is not None and anchor.is_inference()), torch.no_grad():
+        yield
+
+
+def held_out(start: int, rows: int, every: int, device: torch.device) -> Tensor:
+    """Which rows of a batch are held out: the last of each ``every`` rows of this process's stream, ``(rows,)``.
+
+    Arguments:
+        start: The number of rows before the batch.
+        rows: The number of rows of the batch.
+        every: One row of so many is held out.
+        device: The device of the mask.
+
+    Example:
+        >>> held_out(3, 4, 5, torch.device("cpu"))
+        tensor([False,  True, False, False])
+    """
+    return torch.arange(start, start + rows, device=device) % every == every - 1
+
+
+def batches(
+    data: Any, prepare: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]], device: torch.device
+) -> Iterator[Rows]:
     """Iterates over data in batches: a tensor, a pair of a tensor and its context, or a loader of either.
 
     Arguments:
         data: The data.
-        check: Raises on an invalid batch, and returns x to use.
+        prepare: Raises on an invalid batch, and returns x to use, and the log-volume of that, ``(B,)`` or None.
+        device: The device of the model, to which each batch is moved.
     """
     if isinstance(data, Tensor):
         parts: Iterable[Any] = data.split(CHUNK)
@@ -179,7 +221,9 @@ def batches(data: Any, check: Callable[[Tensor, Tensor | None], Tensor]) -> Iter
         if x.shape[0] == 0:
             continue
         empty = False
-        yield check(x, context), context
+        x, context = to_device(x, context, device)
+        used, log_volume = prepare(x, context)
+        yield used, context, log_volume
     if empty:
         raise InputError("data holds no batches")
 

@@ -13,8 +13,8 @@ from ebflow_plugin.layers.initial_values import empty_parameters, fill_orthogona
 from ebflow_plugin.linalg.circular import conv_operator
 from ebflow_plugin.linalg.convolution import conv_matrix
 from ebflow_plugin.linalg.dense import KeptLU
-from ebflow_plugin.linalg.geometry import Setting, convolve, convolve_transposed
-from ebflow_plugin.linalg.operators import Operator, single_at_least
+from ebflow_plugin.linalg.geometry import Geometry, Setting, convolve, convolve_transposed
+from ebflow_plugin.linalg.operators import LinearOperator, single_at_least
 
 __all__ = ["FullConv2d"]
 
@@ -149,10 +149,29 @@ class FullConv2d(nn.Module):
             SingularError: The convolution has no inverse.
             InputError: It has no structure, and is too large for a dense factorisation.
         """
+        geometry, right = self._system(y)
+        return self._lu.solve(self.weight, right, geometry)
+
+    def invert_once(self, y: Tensor) -> Tensor:
+        r"""Does the same as :meth:`invert`, with first derivatives alone, and for one cached factorisation.
+
+        The gradient is that of the implicit function, with :math:`W` and :math:`x_0` constant:
+
+        .. math:: x = x_0 + W^{-1} (y - w \star x_0), \qquad x_0 = W^{-1} y
+
+        so that no elimination is part of the graph. A second derivative raises.
+        """
+        geometry, right = self._system(y)
+        solve = self._lu.fixed_solver(self.weight, geometry)
+        with torch.no_grad():
+            x = solve(right)
+        return x + solve(right - self.multiply(x))
+
+    def _system(self, y: Tensor) -> tuple[Geometry, Tensor]:
+        """The geometry of the inverse of ``y``, and the right-hand side to solve for."""
         _check_batch(y)
         geometry = self.setting.geometry(self.setting.input_shape(y.shape[1:]))
-        right = y if self.bias is None else y - self.bias[:, None, None]
-        return self._lu.solve(self.weight, right, geometry)
+        return geometry, y if self.bias is None else y - self.bias[:, None, None]
 
     def log_det(self, event_shape: tuple[int, ...]) -> Tensor:
         r"""Returns :math:`\log |\det|` of ``transform`` for images with shape :math:`(C, H, W)`, a scalar.
@@ -164,7 +183,7 @@ class FullConv2d(nn.Module):
         """
         return self._lu.log_abs_det(self.weight, self.setting.geometry(event_shape))
 
-    def operator(self, event_shape: tuple[int, ...]) -> Operator:
+    def operator(self, event_shape: tuple[int, ...]) -> LinearOperator:
         """Returns the linear part as an operator, for images with shape (C, H, W)."""
         return conv_operator(single_at_least(self.weight), self.setting.geometry(event_shape))
 

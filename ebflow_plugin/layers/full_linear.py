@@ -12,7 +12,7 @@ from ebflow_plugin.errors import InputError
 from ebflow_plugin.layers.initial_values import empty_parameters, fill_orthogonal, known_init
 from ebflow_plugin.linalg.dense import KeptLU
 from ebflow_plugin.linalg.geometry import positive_integer
-from ebflow_plugin.linalg.operators import Operator, dense_operator, single_at_least
+from ebflow_plugin.linalg.operators import DenseOperator, LinearOperator, single_at_least
 
 __all__ = ["FullLinear"]
 
@@ -106,10 +106,10 @@ class FullLinear(nn.Module):
         self._check(event_shape)
         return self._lu.log_abs_det(self.weight) * math.prod(event_shape[:-1])
 
-    def operator(self, event_shape: tuple[int, ...]) -> Operator:
+    def operator(self, event_shape: tuple[int, ...]) -> LinearOperator:
         r"""Returns :math:`W` as an operator, for events with shape :math:`(*, D)`."""
         self._check(event_shape)
-        return dense_operator(single_at_least(self.weight), times=math.prod(event_shape[:-1]))
+        return DenseOperator(single_at_least(self.weight), times=math.prod(event_shape[:-1]))
 
     def output_shape(self, event_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of the output for an event shape: the same."""

@@ -11,38 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Bands", "LinearMap", "bidiagonalise"]
+from ebflow_plugin.linalg.operators import LinearOperator
 
-Shape = tuple[int, ...]
-
-
-class LinearMap:
-    """The linear part W of an affine function of a batch, and its transpose, on flattened rows.
-
-    Arguments:
-        function: The function of ``(B, *shape)``.
-        shape: The event shape of its input.
-        rows: A tensor with the shape ``(B, D)``, device and dtype of the rows that it will be applied to.
-    """
-
-    def __init__(self, function: Callable[[Tensor], Tensor], shape: Shape, rows: Tensor) -> None:
-        self._function, self._shape = function, shape
-        with torch.inference_mode(False), torch.enable_grad():
-            # The function is affine, so one graph, at zero, serves all products with the transpose.
-            self._zero = rows.new_zeros(len(rows), *shape).requires_grad_()
-            self._offset = function(self._zero)
-
-    def __call__(self, rows: Tensor) -> Tensor:
-        """W v for each row v."""
-        with torch.no_grad():
-            return (self._function(rows.reshape(-1, *self._shape)) - self._offset.detach()).flatten(1)
-
-    def transposed(self, rows: Tensor) -> Tensor:
-        """Wᵀ u for each row u."""
-        with torch.inference_mode(False):
-            out = rows.reshape(self._offset.shape)
-            (gradient,) = torch.autograd.grad(self._offset, self._zero, out, retain_graph=True)
-        return gradient.flatten(1)
+__all__ = ["Bands", "bidiagonalise"]
 
 
 class Bands(NamedTuple):
@@ -65,8 +36,9 @@ class Bands(NamedTuple):
         return matrix if size < 2 else matrix + torch.diag_embed(self.above[:, : size - 1].double(), offset=1)
 
 
+@torch.no_grad()
 def bidiagonalise(
-    linear: LinearMap, start: Tensor, iterations: int, enough: Callable[[Bands, int], bool] | None = None
+    operator: LinearOperator, start: Tensor, iterations: int, enough: Callable[[Bands, int], bool] | None = None
 ) -> Bands:
     """Golub-Kahan from each row of ``start``: W V = U B with B upper bidiagonal, the columns of V orthonormal.
 
@@ -74,21 +46,29 @@ def bidiagonalise(
     per step.
 
     Arguments:
-        linear: The map W.
+        operator: The map W.
         start: The starting vectors, with shape ``(P, D)``.
         iterations: The largest number of steps, at most D.
         enough: Called after 8, 16, 32, … steps with the bands so far and D; stops if it returns True.
 
     Example:
+        >>> from ebflow_plugin.linalg.operators import DenseOperator
         >>> weight = torch.tensor([3.0, 2.0, 1.0]).diag()
         >>> rows = torch.ones(1, 3)
-        >>> bands = bidiagonalise(LinearMap(lambda x: x @ weight.T, (3,), rows), rows, 3)
+        >>> bands = bidiagonalise(DenseOperator(weight), rows, 3)
         >>> torch.linalg.svdvals(bands.matrices()[0]).round(decimals=4).tolist()
         [3.0, 2.0, 1.0]
     """
+
+    def product(rows: Tensor) -> Tensor:
+        return operator.apply(rows.reshape(-1, *operator.shape)).flatten(1)
+
+    def transposed(rows: Tensor) -> Tensor:
+        return operator.apply_transposed(rows.reshape(-1, *operator.out_shape)).flatten(1)
+
     right = start / start.norm(dim=1, keepdim=True)
     basis = start.new_zeros(len(start), iterations, start.shape[1])
-    left = linear(right)
+    left = product(right)
     size = left.norm(dim=1)
     diagonal: list[Tensor] = [size]
     above: list[Tensor] = []
@@ -97,7 +77,7 @@ def bidiagonalise(
     for k in range(1, iterations):
         basis[:, k - 1] = right
         left = left / size.clamp_min(torch.finfo(start.dtype).tiny)[:, None]
-        right = linear.transposed(left) - size[:, None] * right
+        right = transposed(left) - size[:, None] * right
         previous = basis[:, :k]
         for _ in range(2):  # Gram-Schmidt twice is enough
             right = right - torch.einsum("pkd,pk->pd", previous, torch.einsum("pkd,pd->pk", previous, right))
@@ -108,7 +88,7 @@ def bidiagonalise(
         # A finished probe continues with zeros, and with diagonal entries of quadrature weight zero.
         link = link * alive
         right = torch.where(alive[:, None], right / link.clamp_min(torch.finfo(start.dtype).tiny)[:, None], 0.0)
-        left = linear(right) - link[:, None] * left
+        left = product(right) - link[:, None] * left
         size = torch.where(alive, left.norm(dim=1), size)
         scale = torch.maximum(scale, torch.maximum(link, size))
         diagonal.append(size)

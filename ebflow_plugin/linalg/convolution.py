@@ -28,8 +28,9 @@ from torch import Tensor
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.linalg.dense import Band, Dense, Matrix, Solver
 from ebflow_plugin.linalg.geometry import Geometry, convolve
+from ebflow_plugin.linalg.operators import Blocks, Cost
 
-__all__ = ["bandwidths", "conv_matrix", "structure"]
+__all__ = ["bandwidths", "conv_matrix", "determinant", "structure"]
 
 # Bytes of a dense matrix and its factors. Beyond it the machine would swap, or fail far from the cause.
 DENSE_LIMIT = 4 * 2**30
@@ -54,6 +55,26 @@ def structure(geometry: Geometry) -> Literal["patches", "fourier", "band", "dens
             return "fourier"
     width = min(sum(bandwidths(group)), sum(bandwidths(group.transposed)))
     return "band" if width + Band.panel <= group.size else "dense"  # the faster one (measured with and without a graph)
+
+
+def determinant(geometry: Geometry) -> tuple[Blocks, Cost]:
+    """The blocks that the determinant of a convolution is computed from, and what it costs.
+
+    Example:
+        >>> from ebflow_plugin.linalg.geometry import Setting
+        >>> str(determinant(Setting.of(3, kernel_size=3).geometry((3, 32, 32)))[0])
+        'banded 3072 × 3072 determinant'
+    """
+    kind, group, groups = structure(geometry), geometry.group, geometry.groups
+    channels, rows, columns = group.out_shape
+    if kind in ("patches", "fourier"):  # one block for all cells of stride × stride pixels, or one per frequency
+        cells = rows * columns if kind == "fourier" else 1
+        return Blocks(channels, cells * groups), Cost(groups * channels**3 * cells, 32.0 * channels**2 * cells)
+    if kind == "band":
+        lower, upper = min(bandwidths(group), bandwidths(group.transposed), key=sum)
+        cost = Cost(groups * group.size * lower * (lower + upper), 16.0 * lower * (lower + upper))
+        return Blocks(group.size, groups, banded=True), cost
+    return Blocks(group.size, groups), Cost(groups * group.size**3 / 3, 16.0 * group.size**2)
 
 
 def conv_matrix(weight: Tensor, geometry: Geometry) -> Matrix:

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
+from torch.autograd import Function, forward_ad
+from torch.autograd.function import once_differentiable
 
 from ebflow_plugin.errors import SingularError
 from ebflow_plugin.linalg.memo import Memo
@@ -230,6 +231,24 @@ class KeptLU:
             solver = self._get(self._solver, lambda matrix: matrix.inverse(), weight, setting)
             return solver(y.to(_precision(weight))).to(y.dtype)
 
+    def fixed_solver(self, weight: Tensor, *setting: Hashable) -> Solver:
+        r"""Returns :math:`y \mapsto A^{-1} y` by the cached factors, in any mode: no gradient reaches the weight.
+
+        Its derivative in y, the transposed solve, exists once: a second derivative through it raises.
+
+        Raises:
+            SingularError: The matrix has no inverse.
+        """
+        with torch.no_grad(), without_autocast(weight):
+            solver = self._get(self._solver, lambda matrix: matrix.inverse(), weight, setting)
+        precision = torch.promote_types(weight.dtype, torch.float64)
+
+        def solve(y: Tensor) -> Tensor:
+            solved: Tensor = _FixedSolve.apply(y.to(precision), solver)
+            return solved.to(y.dtype)
+
+        return solve
+
     def _get(self, memo: Memo[T], compute: Callable[[Matrix], T], weight: Tensor, setting: tuple[Hashable, ...]) -> T:
         precision = _precision(weight)
         if is_traced(weight):
@@ -241,6 +260,23 @@ class KeptLU:
                 return compute(self._matrix(weight.detach().to(precision), *setting))
 
         return memo.get([weight], outside, key=(setting, weight.dtype, weight.device))
+
+
+class _FixedSolve(Function):
+    """A solve with constant factors. Its backward pass, the transposed solve, is the transpose of the forward one."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, solver: Solver) -> Tensor:
+        ctx.solver, ctx.like = solver, y.new_empty(()).expand(y.shape)
+        return solver(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, delta: Tensor) -> tuple[Tensor, None]:
+        with torch.enable_grad():
+            zero = torch.zeros_like(ctx.like).requires_grad_()  # the map is linear: any point will do
+            (gradient,) = torch.autograd.grad(ctx.solver(zero), zero, delta)
+        return gradient, None
 
 
 def _precision(weight: Tensor) -> torch.dtype:

@@ -1,19 +1,23 @@
-r"""Linear maps as operators, for estimates of their log-determinants from products alone.
+r"""Linear maps as operators: products with W and its transpose, and what its determinant would cost.
 
-An :class:`Operator` is the linear part W of a layer. Its :class:`Approximation` is a matrix :math:`M \approx W^{-1}`
-that is as cheap to apply as W. It preconditions solves with W, and removes most of the variance of an estimated trace:
+A :class:`LinearOperator` is the linear part W of a layer. Its :class:`Approximation` is a matrix
+:math:`M \approx W^{-1}` that is as cheap to apply as W. It preconditions solves with W, and removes most of the
+variance of an estimated trace:
 :math:`\operatorname{tr}(M W)` is known, and only the remainder is estimated.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["Approximation", "Operator", "dense_inverse", "dense_operator", "single_at_least"]
+__all__ = ["Approximation", "Blocks", "Cost", "DenseOperator", "LinearOperator", "dense_inverse", "single_at_least"]
 
 Shape = tuple[int, ...]
 
@@ -36,37 +40,93 @@ class Approximation:
     trace: Callable[[], Tensor] | None = None
 
 
-@dataclass(frozen=True)
-class Operator:
-    r"""The linear part W of a layer, or of each of the equal blocks that a layer consists of.
+class Cost(NamedTuple):
+    """The approximate cost of a computation: multiplications, and bytes in double precision."""
+
+    operations: float
+    memory: float
+
+    def exceeds(self, other: Cost) -> bool:
+        """Whether it needs more multiplications or more memory."""
+        return self.operations > other.operations or self.memory > other.memory
+
+
+class Blocks(NamedTuple):
+    """The blocks of a matrix that its determinant is computed from.
 
     Attributes:
-        shape: The event shape of the input of W.
-        out_shape: The event shape of its output.
-        product: The map :math:`x \mapsto W x` of a batch, differentiable in the parameters of W.
-        operations: The approximate number of multiplications in a product.
-        approximate: Computes the approximate inverse at the current parameters.
-        like: A tensor with the device and dtype of W.
-        times: The number of equal blocks in the layer, whose log-determinant is this many times that of W.
-        matrix: W itself, with shape ``(*, D, D)``, if it is dense.
+        size: The rows of a block; None if the shape of the data is unknown.
+        number: The number of blocks.
+        banded: Whether they are banded, which costs less than dense.
 
     Example:
-        >>> operator = dense_operator(torch.tensor([[2.0, 0.0], [0.0, 2.0]]), times=3)
-        >>> operator.product(torch.ones(1, 2)), operator.approximate().solve(torch.ones(1, 2))
-        (tensor([[2., 2.]]), tensor([[0.5000, 0.5000]]))
+        >>> str(Blocks(4)), str(Blocks(4, 25)), str(Blocks(784, 1, True)), str(Blocks(None))
+        ('4 × 4 determinant', '25 determinants of 4 × 4', 'banded 784 × 784 determinant', 'D × D determinant')
     """
 
+    size: int | None
+    number: int = 1
+    banded: bool = False
+
+    def __str__(self) -> str:
+        side = self.size or "D"
+        return f"{'banded ' if self.banded else ''}{side} × {side} determinant" if self.number == 1 else self.counted()
+
+    def counted(self, steps: int = 1) -> str:
+        """A noun phrase for a number of steps with such blocks."""
+        number, band, side = self.number * steps, "banded " if self.banded else "", self.size or "D"
+        return f"{number} {band}determinant{'s' * (number > 1)} of {side} × {side}"
+
+
+class LinearOperator(ABC):
+    r"""The linear part W of a layer, or of each of the equal copies that a layer consists of.
+
+    All that is computed from products alone, without a factorisation, needs no more than this: estimates of
+    log-determinants and of their gradients, and of singular values.
+
+    Attributes:
+        weight: The parameters of W.
+        shape: The event shape of the input of W.
+        out_shape: The event shape of its output.
+        times: The number of copies in the layer, whose log-determinant is this many times that of W.
+        operations: The approximate number of multiplications in a product.
+        blocks: The blocks that the exact log-determinant of the layer is computed from.
+        cost: Its cost.
+        matrix: W itself, with shape ``(*, D, D)``, if it is dense.
+    """
+
+    weight: Tensor
     shape: Shape
     out_shape: Shape
-    product: Callable[[Tensor], Tensor]
-    operations: float
-    approximate: Callable[[], Approximation]
-    like: Tensor
     times: int = 1
+    operations: float
+    blocks: Blocks
+    cost: Cost
     matrix: Tensor | None = None
 
+    @property
+    def like(self) -> Tensor:
+        """A tensor with the device and dtype of W."""
+        return self.weight.detach()
 
-def dense_operator(matrix: Tensor, times: int = 1) -> Operator:
+    @abstractmethod
+    def apply(self, x: Tensor) -> Tensor:
+        """W x for each sample of a batch, differentiable in the parameters of W."""
+
+    @abstractmethod
+    def apply_transposed(self, y: Tensor) -> Tensor:
+        """Wᵀ y for each sample of a batch, differentiable in the parameters of W."""
+
+    @abstractmethod
+    def approximate(self) -> Approximation:
+        """The approximate inverse at the current parameters."""
+
+    def sum_of_squares(self) -> float | None:
+        """The sum of the squares of all entries of W; None if it is unknown."""
+        return None
+
+
+class DenseOperator(LinearOperator):
     r"""A dense matrix, or independent blocks, with :math:`c W^\top` as the approximate inverse.
 
     The factor :math:`c = D / \|W\|_F^2` makes it the multiple of :math:`W^\top` nearest to :math:`W^{-1}`. It is exact
@@ -75,17 +135,33 @@ def dense_operator(matrix: Tensor, times: int = 1) -> Operator:
     Arguments:
         matrix: The matrix, with shape ``(D, D)``, or the blocks of a block-diagonal one, with shape ``(G, D, D)``.
         times: The number of vectors that it acts on.
+
+    Example:
+        >>> operator = DenseOperator(torch.tensor([[2.0, 0.0], [0.0, 2.0]]), times=3)
+        >>> operator.apply(torch.ones(1, 2)), operator.approximate().solve(torch.ones(1, 2))
+        (tensor([[2., 2.]]), tensor([[0.5000, 0.5000]]))
     """
-    shape = tuple(matrix.shape[:-1])
 
-    def approximate() -> Approximation:
-        fixed = matrix.detach()
-        return dense_inverse(matrix, fixed.mT * (shape[-1] / fixed.square().sum((-2, -1), keepdim=True)))
+    def __init__(self, matrix: Tensor, times: int = 1) -> None:
+        self.weight = self.matrix = matrix
+        self.shape = self.out_shape = tuple(matrix.shape[:-1])
+        self.times, self.operations = times, float(matrix.numel())
+        size, groups = matrix.shape[-1], prod(matrix.shape[:-2])
+        self.blocks = Blocks(size, groups)
+        self.cost = Cost(groups * size**3 / 3, 16.0 * size**2)
 
-    operations = float(matrix.numel())
-    return Operator(
-        shape, shape, lambda x: _multiply(matrix, x), operations, approximate, matrix.detach(), times, matrix
-    )
+    def apply(self, x: Tensor) -> Tensor:
+        return _multiply(self.weight, x)
+
+    def apply_transposed(self, y: Tensor) -> Tensor:
+        return _multiply(self.weight.mT, y)
+
+    def approximate(self) -> Approximation:
+        fixed = self.like
+        return dense_inverse(self.weight, fixed.mT * (fixed.shape[-1] / fixed.square().sum((-2, -1), keepdim=True)))
+
+    def sum_of_squares(self) -> float:
+        return float(self.like.double().square().sum())
 
 
 def dense_inverse(matrix: Tensor, approximate: Tensor) -> Approximation:

@@ -24,7 +24,7 @@ __all__ = [
     "rows_in_chunks",
     "set_random_state",
     "shown",
-    "signs",
+    "signs_like",
     "uniform_like",
 ]
 
@@ -121,11 +121,12 @@ def uniform_like(x: Tensor, generator: Generator | None) -> Tensor:
     return drawn.to(x.device, non_blocking=True)
 
 
-def signs(shape: tuple[int, ...], like: Tensor, generator: Generator | None) -> Tensor:
-    """Draws Rademacher signs, -1 and 1 with equal probability, with the device and dtype of ``like``."""
-    device = _draw_device(like, generator)
-    bits = torch.randint(2, shape, generator=generator, device=device)
-    return bits.to(like.device).to(like.dtype) * 2 - 1
+def signs_like(x: Tensor, generator: Generator | None) -> Tensor:
+    """Draws Rademacher signs, -1 and 1, with the device and dtype of x; the generator may be on another device."""
+    # Not in place, so that vmap draws anew for each sample; of a new tensor, so that its memory format does not matter.
+    empty = torch.empty(x.shape, device=_draw_device(x, generator), dtype=x.dtype)
+    drawn = torch.bernoulli(empty, 0.5, generator=generator)
+    return drawn.mul(2.0).sub(1.0).to(x.device, non_blocking=True)
 
 
 def shown(items: Iterable[T], progress: bool, title: str, total: int | None = None) -> Iterator[T]:

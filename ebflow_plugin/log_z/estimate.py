@@ -1,150 +1,155 @@
-"""A scalar with its standard error."""
+"""An estimate with its standard error, and the judge of weighted ones."""
 
 from __future__ import annotations
 
-import copy
 import math
-import warnings
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ebflow_plugin.errors import EstimateWarning
-from ebflow_plugin.log_z.pareto import largest_believable_k, pareto_k
+from ebflow_plugin.errors import EstimateWarning, warn
 
-__all__ = ["TRUSTED", "Estimate", "log_mean_exp", "mean_of"]
+__all__ = ["Estimate", "log_mean_exp", "pareto_k"]
 
 # The smallest effective sample size for which a standard error can be trusted: this many, and this share of all draws.
-# Below, errors of 10 standard errors were measured.
 TRUSTED, TRUSTED_SHARE = 10.0, 0.01
 
 
-class Estimate(Tensor):
-    r"""A scalar tensor with its standard error. Results of operations on it are plain tensors.
+@dataclass(frozen=True)
+class Estimate:
+    """A number with its standard error.
 
     Attributes:
-        std_error: The standard error: 0 for an exact value, inf for an unreliable one.
+        value: The estimate.
+        std_error: Its standard error: inf if it cannot be trusted.
         method: The method of estimation.
         effective_sample_size: The effective sample size of a weighted estimate; else None.
-        pareto_k: The shape of the tail of its weights, which is too heavy for a mean from 0.7 on; None if there are
-            too few, or no weights. See :func:`~ebflow_plugin.log_z.pareto.pareto_k`.
 
     Example:
-        >>> value = Estimate.of(torch.tensor(2.0), std_error=0.25, method="importance")
-        >>> value, value.std_error
-        (Estimate(2 ± 0.25, importance), 0.25)
-        >>> value + 1
-        tensor(3.)
+        >>> Estimate(2.0, std_error=0.25, method="importance")
+        Estimate(2 ± 0.25, importance)
     """
 
+    value: float
     std_error: float
     method: str
-    effective_sample_size: float | None
-    pareto_k: float | None
-
-    # As for nn.Parameter: results are plain tensors.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @classmethod
-    def of(
-        cls,
-        value: Tensor,
-        std_error: float = 0.0,
-        method: str = "exact",
-        effective_sample_size: float | None = None,
-        pareto_k: float | None = None,
-    ) -> Estimate:
-        """Attaches an error to a scalar. The value stays attached to its graph."""
-        estimate = value.reshape(()).as_subclass(cls)
-        estimate.std_error = std_error
-        estimate.method = method
-        estimate.effective_sample_size = effective_sample_size
-        estimate.pareto_k = pareto_k
-        return estimate
-
-    def about(self, value: Tensor) -> Estimate:
-        """Another value with the error of this one: a copy, or a sum with a known constant."""
-        return Estimate.of(value, self.std_error, self.method, self.effective_sample_size, self.pareto_k)
+    effective_sample_size: float | None = None
 
     @property
     def reliable(self) -> bool:
         """Whether the standard error can be trusted; if not, it is inf, and a warning was issued."""
         return math.isfinite(self.std_error)
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        if self.is_meta:
-            return f"Estimate(meta, {self.method})"
-        value = float(self.detach())
+    def __float__(self) -> float:
+        return self.value
+
+    def __repr__(self) -> str:
         digits = 6
-        if self.std_error > 0 and math.isfinite(self.std_error) and value:
-            digits = min(9, max(2, 2 + math.floor(math.log10(abs(value))) - math.floor(math.log10(self.std_error))))
-        error = f"± {self.std_error:.2g}, {self.method}" if self.reliable else f"± inf, {self.method}, unreliable"
-        return f"Estimate({value:.{digits}g} {error})"
-
-    def __format__(self, spec: str) -> str:
-        return float(self.detach()).__format__(spec) if spec else repr(self)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Estimate:
-        return self.about(copy.deepcopy(self.as_subclass(Tensor), memo))
+        if self.std_error > 0 and self.reliable and self.value:
+            size, error = (math.floor(math.log10(abs(number))) for number in (self.value, self.std_error))
+            digits = min(9, max(2, 2 + size - error))
+        doubt = "" if self.reliable else ", unreliable"
+        return f"Estimate({self.value:.{digits}g} ± {self.std_error:.2g}, {self.method}{doubt})"
 
 
-# torch.load with weights_only=True then reads a saved estimate, which holds a tensor, numbers and a name.
-torch.serialization.add_safe_globals([Estimate])
+ADVICE = "Pass a proposal nearer to the model (proposal=data, or proposal=model.sample(1000)), or method='lanczos'."
 
 
-def log_mean_exp(log_weights: Tensor, method: str, doubt: str | None = None) -> Estimate:
-    r"""Estimates :math:`\log \mathbb{E}[w]` from the logarithms of independent weights.
+def log_mean_exp(
+    log_weights: Tensor,
+    model_weights: Tensor | None,
+    rounding: float = 0.0,
+    *,
+    tail: float | None = None,
+    advice: str = ADVICE,
+) -> Estimate:
+    r"""Estimates log Z, the logarithm of the mean of the weights :math:`w = \exp(-E) / q` over draws of q.
 
-    The standard error is that of the mean, relative to it (the delta method), plus what the weights' tail may hold
-    beyond the largest one drawn. The effective sample size is :math:`(\sum w)^2 / \sum w^2`. If that is below 10, or
-    1 % of the sample, or if the tail is too heavy for a mean (:mod:`ebflow_plugin.log_z.pareto`), a few weights
-    dominate and the sample does not show what it missed: the value is nearly always too low, and its standard error
-    is inf, with a warning.
+    Draws that missed a part of the model cannot show that they missed it, so draws of the model p itself judge them.
+    With :math:`u = w / Z`, each part of the variance is taken from the draws that fall there more often:
+
+    .. math:: \mathrm{Var}_q(u) = \mathbb{E}_q[(u - 1)^2;\ u \le 1] + \mathbb{E}_p[(u - 1)^2 / u;\ u > 1]
+
+    What N draws of the model do not show holds about 1 / N of Z. They also estimate Z, by
+    :math:`\mathbb{E}_p[1 / w] = 1 / Z`, and both estimates have to agree.
+
+    The effective sample size is :math:`M / (1 + \mathrm{Var}(u))`. If that is below 10, or 1 % of the sample, if both
+    estimates differ by more than four standard errors, or if there are no draws of the model, the value is most likely
+    too low, and its standard error is inf, with a warning. Where no draws can exist, the ``tail`` of the weights judges
+    in their place.
 
     Arguments:
-        log_weights: The logarithms of the weights, with shape ``(M,)``, at least two.
-        method: The name of the method.
-        doubt: Another reason not to trust the weights, as the predicate of a sentence.
+        log_weights: The logarithms of the weights of draws of q, with shape ``(M,)``, at least two.
+        model_weights: Those of draws of the model, with shape ``(N,)``; None if there are none.
+        rounding: The size of the rounding errors of the logarithms, which is included in the standard error.
+        tail: The :func:`pareto_k` of the weights, to judge them too; without draws of the model, by it alone.
+        advice: What to do about an unreliable estimate, for the warning.
 
     Example:
-        >>> log_mean_exp(torch.tensor([0.0, 0.0, 0.0]), "importance")
+        >>> log_mean_exp(torch.zeros(3), torch.zeros(3))
         Estimate(0 ± 0, importance)
     """
-    count = len(log_weights)
-    log_weights = log_weights.detach().double()
-    total = torch.logsumexp(log_weights, 0)
-    shares = torch.exp(log_weights - total)  # they sum to one
-    spread = ((count * shares - 1.0).square().sum() / (count - 1)).sqrt()
-    size = 1.0 / float(shares.square().sum())
-    error = float(spread) / math.sqrt(count)
-    shape = pareto_k(log_weights)
-    if size < min(max(TRUSTED, TRUSTED_SHARE * count), count / 4):
+    count, log_weights = len(log_weights), log_weights.detach().double()
+    value = torch.logsumexp(log_weights, 0) - math.log(count)
+    drawn = log_weights - value  # log u
+    variance, doubt = float(drawn.exp().var()), None
+    if tail is not None and tail > min(0.7, 1.0 - 1.0 / math.log10(max(count, 11))):
+        doubt = f"has weights with a heavy tail (Pareto k = {tail:.2f})"
+    if model_weights is None and tail is None:
+        doubt, advice = "has no draws of the model to judge its own by", "The model has no inverse: use method='exact'."
+    elif model_weights is not None:
+        model = model_weights.detach().double() - value
+        variance = max(variance, _variance(drawn, model))
+        gap = float(math.log(len(model)) - torch.logsumexp(-model, 0))  # of the estimate by draws of the model
+        error = math.sqrt(variance / count + _variance(-model, -drawn) / len(model) + rounding**2)
+        if not abs(gap) <= 4.0 * error:
+            doubt = f"differs by {gap:.2g} from the estimate by draws of the model"
+    size = count / (1.0 + variance)
+    if not size >= min(max(TRUSTED, TRUSTED_SHARE * count), count / 4):
         doubt = f"has an effective sample size of {size:.1f} of {count}"
-    elif shape is not None and shape > largest_believable_k(count) and size < count / 2:
-        # With an effective sample size above half of the draws, the weights are alike, whatever the fitted shape.
-        doubt = f"has weights with too heavy a tail for a mean of {count} (Pareto k = {shape:.2f})"
-    elif shape is not None and error > 1e-12:
-        # Beyond the largest of M weights a tail of shape k holds, in the mean, a further largest weight / (1 - k).
-        error = math.hypot(error, (float(shares.max()) - 1.0 / count) / (1.0 - min(max(shape, 0.0), 0.9)))
     if doubt is not None:
-        warnings.warn(
-            f"{method} {doubt}: the estimate is unreliable, most likely too low by an unknown amount. Pass a proposal "
-            "nearer to the model (proposal=data, or proposal=model.sample(1000)), more steps of annealing, or "
-            "method='lanczos'.",
+        warn(
+            f"log Z by importance {doubt}: the estimate is unreliable, most likely far too low. {advice}",
             EstimateWarning,
-            stacklevel=2,
         )
-        error = math.inf
-    return Estimate.of(total - math.log(count), error, method, size, shape)
+    error = math.inf if doubt is not None else math.sqrt(variance / count + rounding**2)
+    return Estimate(float(value), error, "importance", size)
 
 
-def mean_of(values: Tensor, method: str) -> Estimate:
-    """Estimates a mean from independent values with shape ``(N,)``, at least two.
+def _variance(log_ratio: Tensor, other: Tensor) -> float:
+    """The variance of a ratio of densities, a / b, from its logarithms at draws of b, and, where it is large, of a."""
+    small = torch.where(log_ratio <= 0, torch.expm1(log_ratio).square(), 0.0).mean()
+    large = torch.where(other > 0, (2.0 * torch.sinh(0.5 * other)).square(), 0.0).mean()  # (u - 1)² / u
+    return float(small + large)
+
+
+def pareto_k(log_weights: Tensor) -> float:
+    r"""The shape k̂ of a generalised Pareto distribution, fitted to the largest weights (Zhang and Stephens, 2009).
+
+    Weights have about 1 / k̂ finite moments. Fitted to the largest :math:`\min(n / 5, 3 \sqrt n)` of them, with the weak
+    prior of Vehtari et al. (2024). Fewer than five distinct ones, or equal ones, have no tail: -inf.
 
     Example:
-        >>> mean_of(torch.tensor([1.0, 3.0]), "monte carlo")
-        Estimate(2 ± 1, monte carlo)
+        >>> uniform = torch.rand(100_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        >>> round(pareto_k(-0.4 * uniform.log()), 1)  # 1 / u^0.4
+        0.4
     """
-    spread = float(values.detach().double().std()) / math.sqrt(len(values))
-    return Estimate.of(values.detach().double().mean().to(values.dtype), spread, method)
+    logs = log_weights.detach().double().cpu()
+    size = math.ceil(min(0.2 * len(logs), 3.0 * math.sqrt(len(logs))))
+    if size < 5:
+        return -math.inf
+    top = torch.topk(logs, size + 1).values.flip(0)
+    excess = (top[1:] - top[-1]).exp() - (top[0] - top[-1]).exp()  # over the largest weight left out
+    if not bool(excess[-1] > 1e-12) or not bool(excess[0] >= 0):
+        return -math.inf
+    excess = excess.clamp_min(torch.finfo(excess.dtype).tiny)
+    grid = 30 + int(math.sqrt(size))
+    steps = torch.arange(1, grid + 1, dtype=excess.dtype)
+    quartile = excess[max(0, int(size / 4 + 0.5) - 1)].clamp_min(1e-12 * float(excess[-1]))
+    theta = 1.0 / excess[-1] + (1.0 - (grid / (steps - 0.5)).sqrt()) / (3.0 * quartile)
+    shapes = torch.log1p(-theta[:, None] * excess).mean(1)
+    likelihood = size * ((-theta / shapes).log() - shapes - 1.0)
+    mean = float((theta * likelihood.softmax(0)).sum())
+    shape = float(torch.log1p(-mean * excess).mean())
+    return (shape * size + 5.0) / (size + 10.0)

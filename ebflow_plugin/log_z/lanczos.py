@@ -16,7 +16,6 @@ References:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -24,15 +23,83 @@ from typing import NamedTuple
 import torch
 from torch import Generator, Tensor
 
-from ebflow_plugin.errors import SingularError
-from ebflow_plugin.linalg.bidiagonal import Bands, LinearMap, bidiagonalise
-from ebflow_plugin.linalg.random import at_least, rows_in_chunks, shown, signs
+from ebflow_plugin.errors import SingularError, blame
+from ebflow_plugin.linalg.bidiagonal import Bands, bidiagonalise
+from ebflow_plugin.linalg.operators import Cost, LinearOperator
+from ebflow_plugin.linalg.random import at_least, check_generator, rows_in_chunks, shown, signs_like
+from ebflow_plugin.log_z.estimate import Estimate
+from ebflow_plugin.plan.plan import Plan
+from ebflow_plugin.plan.step import LinearStep, Shape
 
-__all__ = ["LogDet", "log_abs_det"]
+__all__ = ["LogDet", "lanczos", "log_abs_det"]
 
 MEMORY = 512 * 2**20  # bytes of basis vectors at a time; more probes run in groups
+# Small blocks are factorised if that takes no more than about a minute on one CPU core, and 2 GB.
+AFFORDABLE = Cost(operations=1e12, memory=2 * 2**30)
 
-Shape = tuple[int, ...]
+
+def lanczos(
+    plan: Plan,
+    event_shape: Shape,
+    like: Tensor,
+    *,
+    probes: int = 16,
+    iterations: int = 40,
+    generator: Generator | None = None,
+    progress: bool = False,
+) -> Estimate:
+    """Estimates log Z from products with each large linear layer; log-dets in O(D), or of small blocks, are exact.
+
+    Cost: ``2 · probes · iterations`` products with each, in O(D) memory.
+
+    Arguments:
+        plan: The plan of the model.
+        event_shape: The shape of one data point.
+        like: A tensor with the device and dtype of the model.
+        probes: As for :func:`log_abs_det`.
+        iterations: As for :func:`log_abs_det`.
+        generator: Draws the probes.
+        progress: Shows a progress bar.
+
+    Raises:
+        SingularError: If a layer is singular; the message names it.
+
+    Example:
+        >>> import ebflow_plugin as ebf
+        >>> from nflows import distributions, flows, transforms
+        >>> model = ebf.wrap(flows.Flow(transforms.LULinear(8), distributions.StandardNormal([8])))
+        >>> found = lanczos(model.plan, (8,), model.like(), probes=4)
+        >>> found.reliable, abs(found.value) < 1e-2
+        (True, True)
+    """
+    check_generator(generator)
+    total, variance, bias = 0.0, 0.0, 0.0
+    for step, shapes in plan.shapes(event_shape):
+        if not isinstance(step, LinearStep):
+            continue
+        operator = step.encoding_operator(shapes)
+        try:
+            with torch.no_grad():
+                if operator is None or _has_small_blocks(operator):
+                    total += float(step.log_det(shapes, like))
+                    continue
+                found = log_abs_det(
+                    operator, probes=probes, iterations=iterations, generator=generator, progress=progress
+                )
+        except SingularError as error:
+            raise SingularError(f"a linear step has no finite log-determinant\n  {step.where}\n{error}") from error
+        except RuntimeError as error:
+            blame(error, step, like, None)
+        times = operator.times
+        total += -times * found.value if step.inverted else times * found.value
+        variance, bias = variance + times**2 * found.variance, bias + times * found.bias
+    return Estimate(-total, math.sqrt(variance + bias**2), "lanczos")
+
+
+def _has_small_blocks(operator: LinearOperator) -> bool:
+    """Whether the determinant is that of small blocks (one matrix for each pixel, say), which are factorised."""
+    whole = math.prod(operator.shape) * operator.times
+    return operator.blocks.size is not None and operator.blocks.size < whole and not operator.cost.exceeds(AFFORDABLE)
 
 
 @dataclass(frozen=True)
@@ -58,17 +125,14 @@ class LogDet:
 
 
 def log_abs_det(
-    function: Callable[[Tensor], Tensor],
-    shape: Shape,
-    like: Tensor,
+    operator: LinearOperator,
     *,
     probes: int = 16,
     iterations: int = 40,
-    squares: float | None = None,
     generator: Generator | None = None,
     progress: bool = False,
 ) -> LogDet:
-    r"""Estimates log|det| of the linear part of an affine function of ``(B, *shape)``.
+    r"""Estimates log|det W| of an operator, of one of its copies.
 
     Cost: ``2 · probes · iterations`` products, :math:`O(P m^2 D)` for the reorthogonalisation, and
     :math:`O(P m D)` memory, at most :data:`MEMORY` at a time.
@@ -82,32 +146,30 @@ def log_abs_det(
     orthogonal maps that is almost all of it.
 
     Arguments:
-        function: An affine function of a batch, with as many outputs as inputs.
-        shape: The event shape of its input.
-        like: A tensor with the device and dtype to compute in.
+        operator: W.
         probes: The number of random vectors v, at least two.
         iterations: The largest number of Lanczos steps for each, at least three. It stops at 8, 16, 32, … if more
             steps would change far less than more probes, or if the Krylov space is complete.
-        squares: The sum of the squares of the entries of W, if known.
         generator: Draws the vectors.
         progress: Shows a progress bar.
 
     Example:
+        >>> from ebflow_plugin.linalg.operators import DenseOperator
         >>> weight = torch.tensor([[2.0, 0.0], [0.0, 0.5]], dtype=torch.float64)
-        >>> result = log_abs_det(lambda x: x @ weight.T + 1.0, (2,), weight)
+        >>> result = log_abs_det(DenseOperator(weight))
         >>> abs(result.value) < 1e-12 and result.std_error < 1e-6
         True
     """
     at_least(2, "probes", probes)
     at_least(3, "iterations", iterations)
-    dim = math.prod(shape)
+    like, dim, squares = operator.like, math.prod(operator.shape), operator.sum_of_squares()
     iterations = min(iterations, dim)
     group = max(1, MEMORY // (dim * iterations * like.element_size()))
     rules: list[list[_Rule]] = []
     products = 0
     for part in shown(list(rows_in_chunks(probes, group)), progress, "Lanczos"):
-        start = signs((part.stop - part.start, dim), like, generator)
-        bands = bidiagonalise(LinearMap(function, shape, start), start, iterations, partial(_settled, squares, probes))
+        start = signs_like(like.new_empty(part.stop - part.start, dim), generator)
+        bands = bidiagonalise(operator, start, iterations, partial(_settled, squares, probes))
         rules.append(_rules(bands))
         products += 2 * len(start) * bands.diagonal.shape[1]
     each = _values(rules, squares, dim)

@@ -1,4 +1,4 @@
-"""Proposal densities: importance sampling draws from them, and annealing starts from them."""
+"""Proposal densities, which importance sampling draws from."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Generator, Tensor
-from torch.distributions import Distribution, Independent, MultivariateNormal, Normal
+from torch.distributions import Distribution
 
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.linalg.random import gaussian_like
 from ebflow_plugin.linalg.streams import seeded_by
 
-__all__ = ["Gaussian", "Proposal", "draw_from"]
+__all__ = ["Gaussian", "Proposal", "draw_from", "log_density"]
 
 
 class Proposal(Protocol):
@@ -72,6 +72,13 @@ class Gaussian:
         flat = noise * self.scale if self.scale.dim() == 1 else noise @ self.scale.mT
         return flat.reshape(len(noise), *self.mean.shape) + self.mean
 
+    def noise_of(self, x: Tensor) -> Tensor:
+        """The rows z with :meth:`place` x, ``(N, D)``."""
+        flat = (x - self.mean).flatten(1)
+        if self.scale.dim() == 1:
+            return flat / self.scale
+        return torch.linalg.solve_triangular(self.scale, flat.mT, upper=False).mT
+
     @property
     def log_volume(self) -> Tensor:
         """log|det L|."""
@@ -85,14 +92,7 @@ class Gaussian:
 
     def log_prob(self, value: Tensor) -> Tensor:
         """The log-density of each row."""
-        mean = self.mean.flatten()
-        density: Distribution
-        if self.scale.dim() == 1:
-            density = Independent(Normal(mean, self.scale, validate_args=False), 1, validate_args=False)
-        else:
-            density = MultivariateNormal(mean, scale_tril=self.scale, validate_args=False)
-        log_prob: Tensor = density.log_prob(value.flatten(1))
-        return log_prob
+        return standard_log_prob(self.noise_of(value)) - self.log_volume
 
 
 def standard_log_prob(noise: Tensor) -> Tensor:
@@ -122,10 +122,34 @@ def draw_from(
         x = proposal.sample((count,)).to(like)
     if x.shape != (count, *shape):
         raise InputError(f"the proposal draws samples of shape {tuple(x.shape[1:])}, the model takes {shape}")
-    density = proposal.log_prob(x)
-    if density.shape != (count,):
+    return x, log_density(proposal, x)
+
+
+def log_density(proposal: Gaussian | Proposal, x: Tensor) -> Tensor:
+    """The log-density of each row of x, ``(B,)``: -inf outside the support of a ``torch.distributions`` proposal.
+
+    Example:
+        >>> unit = torch.distributions.Uniform(torch.zeros(2), torch.ones(2))
+        >>> log_density(torch.distributions.Independent(unit, 1), torch.tensor([[0.5, 0.5], [0.5, 1.5]]))
+        tensor([0., -inf])
+    """
+    rows, inside = x, _inside(proposal, x)
+    if inside is not None and inside.shape == x.shape[:1]:
+        rows = x[inside]
+    density = proposal.log_prob(rows)
+    if density.shape != (len(rows),):
         raise InputError(
-            f"the proposal's log_prob returns shape {tuple(density.shape)} for {count} samples, not ({count},): wrap "
-            "it in torch.distributions.Independent"
+            f"the proposal's log_prob returns shape {tuple(density.shape)} for {len(rows)} samples, not "
+            f"({len(rows)},): wrap it in torch.distributions.Independent"
         )
-    return x, density.to(like)
+    if rows is x or inside is None:
+        return density.to(x)
+    return x.new_full((len(x),), -math.inf).masked_scatter(inside, density.to(x))
+
+
+def _inside(proposal: Gaussian | Proposal, x: Tensor) -> Tensor | None:
+    """Where x lies in the support; None if the proposal does not define it."""
+    try:
+        return None if not isinstance(proposal, Distribution) else proposal.support.check(x)  # type: ignore[union-attr]
+    except NotImplementedError:  # a Distribution that does not define one
+        return None

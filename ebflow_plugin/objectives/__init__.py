@@ -2,18 +2,21 @@
 
     objective = SSM(model)              # or make_objective("ssm", model)
     loss = objective(x)                 # a scalar; loss.backward() fills the gradients of the flow's parameters
+    loss = objective(x, weights=w)      # of rows with weights
 
 =========== ============================================================== ==================================
 name        formula (sum over dimensions, mean over the batch)             a training step costs
 =========== ============================================================== ==================================
 ML          E[E(x)] + log Z                                                determinants: O(D³); with
-                                                                           log_det="stochastic" products
-RelativeML  the gradient of ML, times WᵀW                                  one energy, O(D²)
+                                                                           log_det="stochastic" products,
+                                                                           "relative" O(D²)
 SML         E_data[E(x)] - E_model[E(x)]                                   solves: O(D³), one energy of 2B
 SM          E[½‖∇E‖² - tr ∇²E]                                             D Hessian products
 SSM         ½ E‖∇E‖² - E[vᵀ∇²E v]                                          one Hessian product
 FDSSM       D/ε² · E[2E - E₊ - E₋ + ⅛(E₊ - E₋)²]                           one energy of 3B
 DSM         ½ E‖∇E(x̃) + (x - x̃)/σ²‖²                                       one gradient
+LatentMatch 2 E‖z - r‖ - E‖z - z'‖ - E‖r - r'‖, z = g(x), r ~ p_u          one pass to the latents, B² distances
+ReverseKL   E_model[log q(x) - log f(x)] of a target f, without data        solves: O(D³), one gradient
 =========== ============================================================== ==================================
 """
 
@@ -21,12 +24,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from ebflow_plugin.errors import InputError, renamed
+from ebflow_plugin.errors import InputError
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives.base import FunctionObjective, Objective, WeightedSum
-from ebflow_plugin.objectives.likelihood import ML, SML, RelativeML
+from ebflow_plugin.objectives.latent_match import LatentMatch
+from ebflow_plugin.objectives.likelihood import ML, SML
+from ebflow_plugin.objectives.reverse import ReverseKL
+from ebflow_plugin.objectives.schedule import NoiseSchedule
 from ebflow_plugin.objectives.score_matching import DSM, FDSSM, SM, SSM
 from ebflow_plugin.plan.registry import NameRegistry
 
@@ -37,8 +43,10 @@ __all__ = [
     "SM",
     "SML",
     "SSM",
+    "LatentMatch",
+    "NoiseSchedule",
     "Objective",
-    "RelativeML",
+    "ReverseKL",
     "WeightedSum",
     "make_objective",
     "register_objective",
@@ -49,12 +57,12 @@ T = TypeVar("T", bound=Callable[..., Any])
 _OBJECTIVES: NameRegistry[Callable[..., Objective]] = NameRegistry("objective")
 for _name, _cls in {
     "ml": ML,
-    "relative_ml": RelativeML,
     "sml": SML,
     "sm": SM,
     "ssm": SSM,
     "fdssm": FDSSM,
     "dsm": DSM,
+    "latent_match": LatentMatch,
 }.items():
     _OBJECTIVES.add(_name, _cls)
 
@@ -63,8 +71,8 @@ def make_objective(name: str, model: EBFlow, **options: Any) -> Objective:
     """Builds an objective by name.
 
     Arguments:
-        name: ``"ml"``, ``"relative_ml"``, ``"sml"``, ``"sm"``, ``"ssm"``, ``"fdssm"``, ``"dsm"``, or a name registered
-            with :func:`register_objective`. Case is ignored.
+        name: ``"ml"``, ``"sml"``, ``"sm"``, ``"ssm"``, ``"fdssm"``, ``"dsm"``, ``"latent_match"``, or a
+            name registered with :func:`register_objective`. Case is ignored.
         model: A wrapped flow (:func:`~ebflow_plugin.wrap`).
         options: The options of the objective.
 
@@ -123,7 +131,3 @@ def register_objective(name: str, *, force: bool = False) -> Callable[[T], T]:
         return target
 
     return register
-
-
-if not TYPE_CHECKING:  # with a module __getattr__, a type checker would accept any name
-    __getattr__ = renamed(__name__, {"objective": "make_objective"})

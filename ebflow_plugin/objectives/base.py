@@ -3,9 +3,8 @@ r"""The base of all objectives: common options, the map from data to the matched
 from __future__ import annotations
 
 import inspect
-import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from numbers import Real
 from typing import Any, ClassVar, TypedDict
@@ -13,22 +12,21 @@ from typing import Any, ClassVar, TypedDict
 import torch
 from torch import Generator, Tensor, nn
 
-from ebflow_plugin.errors import InputError, UnknownNameError, UnseenParameterWarning, suggest
+from ebflow_plugin.errors import InputError, UnknownNameError, suggest
 from ebflow_plugin.linalg.random import check_generator
 from ebflow_plugin.model import EBFlow
-from ebflow_plugin.plan.inputs import is_number, one_of
+from ebflow_plugin.objectives.schedule import AddedNoise
+from ebflow_plugin.objectives.weights import check_weights, counted_rows, resampled_rows, weighted_mean
+from ebflow_plugin.plan.inputs import is_number, usable
+from ebflow_plugin.plan.plan import Plan
 
 __all__ = ["Common", "FunctionObjective", "Objective", "WeightedSum"]
-
-REDUCTIONS = ("mean", "none")
 
 
 class Common(TypedDict, total=False):
     """The options that every objective takes; see :class:`Objective`."""
 
     generator: Generator | None
-    energy_weight: float
-    reduction: str
 
 
 class Objective(nn.Module, ABC):
@@ -39,6 +37,9 @@ class Objective(nn.Module, ABC):
     ``context``, so an encoder that produces the context is trained as with ``log_prob``. No gradient reaches ``x``.
     Objectives can be scaled and added: ``0.9 * SSM(model) + 0.1 * ML(model)``.
 
+    Rows may have weights, ``objective(x, weights=w)``: the mean is then :math:`\sum_i w_i l_i / \sum_i w_i`. Equal
+    weights change nothing, and a row of weight zero counts as absent, even if its loss would be NaN.
+
     The loss is computed on the matched variable, the data after the model's preprocessing (MaP), with ``model.core``.
     In training mode, a pending data-dependent initialisation (ActNorm) runs first, on the batch before any noise.
 
@@ -48,36 +49,24 @@ class Objective(nn.Module, ABC):
         model: A wrapped flow (:func:`~ebflow_plugin.wrap`).
         generator: The source of all randomness, including the noise of a ``Dequantize``: the same seed returns the
             same value. It may live on the CPU while the model does not. By default the global generator of the
-            model's device.
-        energy_weight: Adds :math:`\lambda\,\mathbb{E}[E(x)]`, the paper's regulariser. Losses here are sums over all
-            dimensions; in the authors' code the term is added once for each pixel, so that their 0.001 (CIFAR-10,
-            CelebA) and 0.1 (Glow on MNIST) are :math:`\lambda H W` here: 1.0 for 32 x 32 pixels, and 78.4 for 28 x 28.
-        reduction: ``"mean"`` for a scalar, ``"none"`` for one value per sample, with shape ``(B,)``.
+            model's device. A generator passed to a call replaces it for that call.
 
     Example:
         >>> import ebflow_plugin as ebf
         >>> from nflows import distributions, flows, transforms
         >>> flow = flows.Flow(transforms.LULinear(2), distributions.StandardNormal([2]))
         >>> class Spread(Objective):
-        ...     def per_sample(self, x, context):
-        ...         return self.model.core.energy(x, context).square(), None
+        ...     def per_sample(self, plan, u, context, generator):
+        ...         return plan.energy(u, context).square()
         >>> Spread(ebf.wrap(flow))(torch.randn(5, 2)).shape
         torch.Size([])
     """
 
     model: EBFlow
     in_data_space: ClassVar[bool] = False  # whether the value includes the log-det of the preprocessing
-    _beside_energy = False  # set while this is a term of a sum in which another term sees the energy
+    noise: AddedNoise | None = None  # that it adds to the matched variable
 
-    def __init__(
-        self,
-        model: EBFlow,
-        *,
-        generator: Generator | None = None,
-        energy_weight: float = 0.0,
-        reduction: str = "mean",
-        **unknown: object,
-    ) -> None:
+    def __init__(self, model: EBFlow, *, generator: Generator | None = None, **unknown: object) -> None:
         super().__init__()
         name = type(self).__name__
         if unknown:
@@ -86,94 +75,88 @@ class Objective(nn.Module, ABC):
         if not isinstance(model, EBFlow):
             kind = f"{type(model).__module__}.{type(model).__qualname__}"
             raise InputError(f"{name} needs an EBFlow, got {kind}; wrap it first: {name}(ebflow_plugin.wrap(flow))")
-        if not is_number(energy_weight) or energy_weight < 0:
-            raise InputError(f"energy_weight must be a finite number, at least 0, got {energy_weight!r}")
         self.model = model
         self.training = model.training
         check_generator(generator)
         self.generator = generator
-        self.energy_weight = float(energy_weight)
-        self.reduction = one_of("reduction", reduction, REDUCTIONS)
 
     @abstractmethod
-    def per_sample(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Computes the loss of each sample.
+    def per_sample(self, plan: Plan, u: Tensor, context: Tensor | None, generator: Generator | None) -> Tensor:
+        """Computes the loss of each sample, with shape ``(B,)``.
 
         Arguments:
-            x: The matched variable, with shape ``(B, *)``: without noise, detached, not empty.
+            plan: The plan of the matched variable, ``model.core``.
+            u: The matched variable, with shape ``(B, *)``: without noise, detached, not empty.
             context: The context, with ``B`` rows, still attached to its graph.
-
-        Returns:
-            The values, and the energies of x if the computation yields them (else None), each with shape ``(B,)``.
+            generator: The source of all randomness.
         """
 
-    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        """Computes the loss of a batch.
+    def losses(self, x: Tensor, context: Tensor | None = None, *, generator: Generator | None = None) -> Tensor:
+        """Computes the loss of each sample of a batch, of which :meth:`forward` returns the mean: shape ``(B,)``."""
+        return self._losses(x, context, None, generator)
+
+    def _losses(self, x: Tensor, context: Tensor | None, weights: Tensor | None, generator: Generator | None) -> Tensor:
+        """The losses of a batch, whose weights matter only to a pending initialisation."""
+        if torch.is_inference_mode_enabled():  # a score needs a graph, which inference tensors cannot be part of
+            with torch.inference_mode(False), torch.no_grad():
+                return self._losses(x, context, weights, generator)
+        if generator is None:
+            generator = self.generator
+        else:
+            check_generator(generator)
+        plan, u, log_det = self.model.match(x, context, generator)
+        u, context = u.detach(), None if context is None else usable(context)
+        if len(u) == 0:
+            return u.flatten(1).sum(1)
+        if plan.waits_for_data():
+            picked = slice(None) if weights is None else resampled_rows(weights)
+            plan.initialize(u[picked], None if context is None else context[picked])
+        if self.noise is not None:
+            self.noise.begin(u, self.model.training)
+        values = self.per_sample(plan, u, context, generator)
+        return values - log_det.detach() if self.in_data_space else values
+
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        weights: Tensor | None = None,
+        *,
+        generator: Generator | None = None,
+    ) -> Tensor:
+        """Computes the loss of a batch, a scalar.
 
         Arguments:
             x: Data, with shape ``(B, *)``.
             context: The context of the flow, with ``B`` rows.
-
-        Returns:
-            A scalar, or the values of all samples with shape ``(B,)`` for ``reduction="none"``.
+            weights: The weights of the rows, with shape ``(B,)``: at least 0, of any scale. No gradient reaches them.
+            generator: The source of all randomness in this call, in place of the objective's own.
         """
-        if torch.is_inference_mode_enabled():  # a score needs a graph, which inference tensors cannot be part of
-            with torch.inference_mode(False), torch.no_grad():
-                return self.forward(x, context)
-        plan, u, log_det = self.model.match(x, context, self.generator)
-        u, context = _usable(u).detach(), None if context is None else _usable(context)
-        if u.shape[0] == 0:
-            if self.reduction == "mean":
-                raise InputError('x holds no samples, so that there is no mean; use reduction="none" for empty batches')
-            return u.flatten(1).sum(1)
-        if plan.waits_for_data():
-            plan.initialize(u, context)
-        plan.refuse()
-        warning = None if self._beside_energy else self.inspect_batch(u, context)
-        values, energies = self.per_sample(u, context)
-        if warning is not None:  # after the loss: if that fails too, its own error is the one to see
-            warnings.warn(warning, UnseenParameterWarning, stacklevel=5)
-        if self.energy_weight:
-            energies = self.energies(u, context) if energies is None else energies
-            values = values + self.energy_weight * energies
-        if self.in_data_space:
-            values = values - log_det.detach()
-        return values.mean() if self.reduction == "mean" else values
-
-    def energies(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        """The energies of points near the batch, with shape ``(B,)``: ``model.core.energy`` without its checks."""
-        return self.model.core_plan.energy(x, context)
-
-    @property
-    def sees_energy(self) -> bool:
-        """Whether the loss depends on the energy itself, and not only on the score."""
-        return self.in_data_space or self.energy_weight > 0
-
-    def inspect_batch(self, x: Tensor, context: Tensor | None) -> str | None:
-        """A hook that sees each batch before :meth:`per_sample`; by default it does nothing.
-
-        Returns:
-            The text of a warning to raise after the loss is computed, or None.
-        """
-        return None
+        if weights is not None:
+            x = self.model.check(x, context)
+            weights = check_weights(weights, x)
+            if len(x):
+                rows = counted_rows(weights)
+                x, context = x[rows], None if context is None else context[rows]
+        values = self._losses(x, context, weights, generator)
+        if len(values) == 0:
+            raise InputError("x holds no samples, so that there is no mean")
+        return weighted_mean(values, weights)
 
     def metrics(self) -> dict[str, Any]:
         """Values that a training run reports beside the loss, as plain numbers, strings and dictionaries."""
-        return {}
+        return {} if self.noise is None else self.noise.metrics()
 
     def state(self) -> dict[str, Any]:
         """The statistics gathered from the batches so far, for a checkpoint; the weights are not included."""
-        return {}
+        return {} if self.noise is None else self.noise.state()
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restores what :meth:`state` returned."""
+        if self.noise is not None:
+            self.noise.load_state(state)
 
-    def extra_repr(self) -> str:
-        """Describes the options."""
-        weight = f", energy_weight={self.energy_weight:g}" if self.energy_weight else ""
-        return f"reduction={self.reduction!r}{weight}"
-
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """The name and options, as one string. A run resumes only from a checkpoint with the same string."""
         return f"{type(self).__name__}({self.extra_repr()})"
 
@@ -200,7 +183,6 @@ class WeightedSum(Objective):
 
     Arguments:
         terms: Pairs of a weight and an objective.
-        generator: Replaces the generators of all terms.
 
     Example:
         >>> import ebflow_plugin as ebf
@@ -215,7 +197,7 @@ class WeightedSum(Objective):
 
     weights: tuple[float, ...]
 
-    def __init__(self, terms: Iterable[tuple[float, Objective]], *, generator: Generator | None = None) -> None:
+    def __init__(self, terms: Iterable[tuple[float, Objective]]) -> None:
         nn.Module.__init__(self)
         flat = [pair for term in _listed(terms) for pair in _flatten(*term)]
         if not flat:
@@ -227,32 +209,12 @@ class WeightedSum(Objective):
                     f"{type(first).__name__} and {type(term).__name__} are objectives of different models; a sum needs "
                     "one and the same EBFlow: wrap the flow once"
                 )
-            if term.reduction != first.reduction:
-                raise InputError(
-                    f"{type(first).__name__} has reduction={first.reduction!r} and {type(term).__name__} has "
-                    f"reduction={term.reduction!r}; the terms of a sum need the same"
-                )
         self.weights = tuple(weight for weight, _ in flat)
         self.terms = nn.ModuleList(term for _, term in flat)
-        self.reduction = first.reduction
         self.training = first.training
-        if generator is not None:
-            self.generator = generator
 
-    @property
-    def generator(self) -> Generator | None:
-        """The generator that all terms share, or None. Setting it sets it for all terms."""
-        first, *others = (term.generator for term in self._parts())
-        return first if all(other is first for other in others) else None
-
-    @generator.setter
-    def generator(self, generator: Generator | None) -> None:
-        check_generator(generator)
-        for term in self._parts():
-            term.generator = generator
-
-    def _parts(self) -> list[Objective]:
-        return list(self.terms)  # type: ignore[arg-type]
+    def _pairs(self) -> Iterator[tuple[float, Objective]]:
+        return zip(self.weights, self.terms, strict=True)  # type: ignore[arg-type]
 
     @property
     def model(self) -> EBFlow:  # type: ignore[override]
@@ -260,14 +222,25 @@ class WeightedSum(Objective):
         first: Objective = self.terms[0]  # type: ignore[assignment]
         return first.model
 
-    def per_sample(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def per_sample(self, plan: Plan, u: Tensor, context: Tensor | None, generator: Generator | None) -> Tensor:
         raise NotImplementedError("the terms compute their own values")
 
-    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        """Computes the weighted sum of the terms' losses."""
-        pairs = list(zip(self.weights, self._parts(), strict=True))
-        seen = any(weight and term.sees_energy for weight, term in pairs)
-        return torch.stack([weight * _loss(term, x, context, seen) for weight, term in pairs]).sum(0)
+    def losses(self, x: Tensor, context: Tensor | None = None, *, generator: Generator | None = None) -> Tensor:
+        """Computes the weighted sum of the terms' losses of each sample."""
+        terms = [weight * term.losses(x, context, generator=generator) for weight, term in self._pairs()]
+        return torch.stack(terms).sum(0)
+
+    def forward(
+        self,
+        x: Tensor | None = None,
+        context: Tensor | None = None,
+        weights: Tensor | None = None,
+        *,
+        generator: Generator | None = None,
+    ) -> Tensor:
+        """Computes the weighted sum of the terms' losses, of weighted rows; without data terms, without x."""
+        terms = [weight * term(x, context, weights, generator=generator) for weight, term in self._pairs()]
+        return torch.stack(terms).sum(0)
 
     def metrics(self) -> dict[str, Any]:
         merged: dict[str, Any] = {}
@@ -283,10 +256,8 @@ class WeightedSum(Objective):
         for index, term in enumerate(self.terms):
             term.load_state(state.get(str(index), {}))  # type: ignore[operator]
 
-    def in_words(self) -> str:
-        return " + ".join(
-            f"{weight:g} * {term.in_words()}" for weight, term in zip(self.weights, self._parts(), strict=True)
-        )
+    def describe(self) -> str:
+        return " + ".join(f"{weight:g} * {term.describe()}" for weight, term in self._pairs())
 
     def extra_repr(self) -> str:
         """Describes the weights."""
@@ -297,7 +268,9 @@ class FunctionObjective(Objective):
     """A user's function as an objective: ``function(model, x, context, **options)`` returns a scalar.
 
     The function receives the model in data space, the batch before preprocessing, detached, and the context, still
-    attached to its graph.
+    attached to its graph. A function with a parameter ``weights`` also receives the weights of the rows, if there are
+    any: checked, and divided by their sum, so that ``(weights * values).sum()`` is the mean. Other functions refuse
+    weights, since only the function knows how its scalar depends on a row.
 
     Arguments:
         model: An EBFlow.
@@ -318,6 +291,7 @@ class FunctionObjective(Objective):
         super().__init__(model)
         self.name = getattr(function, "__name__", type(function).__name__)
         parameters = list(inspect.signature(function).parameters.values())[3:]
+        self._weighted = any(parameter.name == "weights" for parameter in parameters)
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             known = [parameter.name for parameter in parameters]
             for option in options:
@@ -325,13 +299,25 @@ class FunctionObjective(Objective):
                     raise UnknownNameError(f"{self.name} has no option {option!r}. {suggest(option, known)}")
         self.function = partial(function, **options)
 
-    def per_sample(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def per_sample(self, plan: Plan, u: Tensor, context: Tensor | None, generator: Generator | None) -> Tensor:
         raise NotImplementedError("the function computes a scalar")
 
-    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        """Calls the function."""
-        self.model.check(x, context)
-        value = self.function(self.model, x.detach(), context)
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        weights: Tensor | None = None,
+        *,
+        generator: Generator | None = None,
+    ) -> Tensor:
+        """Calls the function, which has its own randomness."""
+        checked, options = self.model.check(x, context), {}
+        if weights is not None:
+            if not self._weighted:
+                raise InputError(f"{self.name} takes no weights of rows: give it a parameter weights=None, and use it")
+            scaled = check_weights(weights, checked)
+            options["weights"] = scaled / scaled.sum()
+        value = self.function(self.model, x.detach(), context, **options)
         if not isinstance(value, Tensor) or value.dim() != 0:
             shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise InputError(f"{self.name} must return a scalar tensor, got {shape}; take the mean over the batch")
@@ -340,20 +326,6 @@ class FunctionObjective(Objective):
     def extra_repr(self) -> str:
         """Describes the function and its options."""
         return ", ".join([self.name, *(f"{key}={value!r}" for key, value in self.function.keywords.items())])
-
-
-def _loss(term: Objective, x: Tensor, context: Tensor | None, seen: bool) -> Tensor:
-    """The loss of one term, without its search for unseen parameters if another term sees the energy."""
-    term._beside_energy = seen
-    try:
-        return term(x, context)
-    finally:
-        term._beside_energy = False
-
-
-def _usable(tensor: Tensor) -> Tensor:
-    """The tensor itself, or a copy of an inference tensor, which cannot be part of a graph."""
-    return tensor.clone() if tensor.is_inference() else tensor
 
 
 def _listed(terms: object) -> list[tuple[float, Objective]]:

@@ -6,15 +6,14 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Generator, Tensor
 
 from ebflow_plugin.closed_form.calibration import Calibration, CalibrationStep
-from ebflow_plugin.log_z.exact import Normalizer
 from ebflow_plugin.model import EBFlow
+from ebflow_plugin.plan.inputs import to_device
 
 __all__ = ["Likelihood", "LikelihoodSum", "calibrated"]
 
@@ -54,18 +53,15 @@ class LikelihoodSum:
         self._model, self._generator, self._left = model, generator, rows
         device = model.like().device
         self._sums = torch.zeros(4, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
-        plan = model.core_plan
-        plan.refuse()
+        model.core.refuse()
+        self._exact = model.exact
         self._calibration: CalibrationStep | None = None
-        last = plan.steps[-1] if plan.steps else None
+        last = model.core.steps[-1] if model.core.steps else None
         if isinstance(last, CalibrationStep):
             # A copy: the model may be calibrated anew before the data are added.
             self._calibration, module = copy(last), Calibration()
             module.set(**{name: getattr(self._calibration.module, name) for name in Calibration.names})
             self._calibration.module = module
-            plan = replace(plan, steps=plan.steps[:-1])
-        self._plan = plan
-        self._normalizer = model.normalizer(plan) if self._calibration is None else Normalizer(plan)
 
     @torch.no_grad()
     def add(self, x: Tensor, context: Tensor | None) -> None:
@@ -75,12 +71,11 @@ class LikelihoodSum:
             self._left -= len(x)
         if len(x) == 0:
             return
-        device, plan = self._sums.device, self._plan
-        x, context = x.to(device), None if context is None else context.to(device)
+        plan, (x, context) = self._exact.plan, to_device(x, context, self._sums.device)
         _, u, before = self._model.match(x, context, self._generator)
         context = plan.embed(context)
         latents, log_det = plan.encode(u, context)
-        log_z = self._normalizer.log_z(tuple(u.shape[1:]), u)
+        log_z = self._exact.log_z(tuple(u.shape[1:]), u)
         densities = [(latents, log_z)]
         if self._calibration is not None:
             moved, _ = self._calibration.encode(latents[0] if len(latents) == 1 else latents, context)
@@ -112,8 +107,7 @@ def calibrated(model: EBFlow, data: Any, kind: str | None) -> Iterator[None]:
         return
     before = {name: getattr(model.calibration, name) for name in model.calibration.names}
     try:
-        with torch.inference_mode(False), torch.no_grad():
-            model.calibrate(data, kind)
+        model.calibrate(data, kind)
         yield
     finally:
         model.calibration.set(**before)

@@ -1,4 +1,4 @@
-r"""Maximum likelihood: with determinants or without them (ML, RelativeML), and by samples (SML)."""
+r"""Maximum likelihood: with determinants or without them (ML), and by samples (SML)."""
 
 from __future__ import annotations
 
@@ -6,82 +6,45 @@ from collections.abc import Mapping
 from typing import Any, Unpack
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives.base import Common, Objective
 from ebflow_plugin.objectives.relative import relative_plan
 from ebflow_plugin.objectives.stochastic import LogDetEstimator
-from ebflow_plugin.plan.costs import LOG_DETS, ways
 from ebflow_plugin.plan.inputs import integer, one_of, positive
+from ebflow_plugin.plan.inverse import draw
+from ebflow_plugin.plan.log_dets import LOG_DETS, log_det_methods
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.step import LinearStep, Shape, Shapes
 
-__all__ = ["ML", "SML", "RelativeML"]
+__all__ = ["ML", "SML", "LogDetObjective", "LogDetOptions"]
 
 TOLERANCE = 0.01
 ITERATIONS = 50
 
 
-class ML(Objective):
-    r"""Maximum likelihood: the negative log-likelihood of the data, in data space (Eq. 2).
+class LogDetOptions(Common, total=False):
+    """The options of an objective with log-determinants; see :class:`ML`."""
 
-    .. math:: L = \mathbb{E}[-\log p(x)] = \mathbb{E}[E(x)] + \log Z
+    log_det: str
+    probes: int | None
+    tolerance: float
+    iterations: int
 
-    ``log_det`` chooses how the gradient of :math:`\log Z`, of the determinants of the linear layers, is computed:
 
-    - ``"exact"``: exactly. The *value* includes the log-det of the preprocessing, so models can be compared by it.
-      Cost: one energy, and the determinant of every linear layer with its gradient, :math:`O(D^3)` for a dense one.
-      Use it where that is affordable, to fine-tune after score matching, or as the baseline.
-    - ``"stochastic"``: estimated for every layer whose determinant costs more than a product: full and wide 1 × 1
-      matrices and convolutions, in either direction. With random signs v,
-
-      .. math:: \partial \log|\det W| = \operatorname{tr}(W^{-1} \partial W) = \mathbb{E}_v[v^\top \partial W s],
-                \qquad W s = v
-
-      where s is solved for by GMRES, to a relative residual of ``tolerance``, preconditioned by the circular version
-      of a convolution, or by the transpose of a matrix. Unbiased, up to that tolerance. Cost: one energy, and some ten
-      products with each layer per probe. See :mod:`ebflow_plugin.objectives.stochastic`.
-    - ``"relative"``: as :class:`RelativeML`.
-    - ``"auto"``: relative for every ``FullLinear`` in its forward direction, stochastic for convolutions whose
-      determinant costs more than 150 products, exact for the rest. ``model.report`` shows the choice.
-
-    All but ``"exact"`` omit from the *value* the log-determinants of the layers that are estimated or relative. The
-    value is then no likelihood, and falls without bound as those layers grow. Monitor ``model.log_prob``, as ``fit``
-    does with its validation data.
-
-    Where a solve does not converge, the layer uses its exact log-determinant in that step, with one warning.
-    :meth:`metrics` counts these steps, and ``fit`` reports the count. A dense layer caches the inverse from such a
-    step, as the preconditioner of later solves.
+class LogDetObjective(Objective):
+    """An objective with the log-determinants of the linear layers, and a choice of how to differentiate them.
 
     Arguments:
         model: A wrapped flow (:func:`~ebflow_plugin.wrap`).
-        log_det: ``"exact"``, ``"stochastic"``, ``"relative"`` or ``"auto"``.
-        probes: The number of vectors v for each estimated layer. By default it is chosen for each layer and step, to
-            minimise the variance of the gradient times the cost of the step. Give a number under
-            ``torch.utils.checkpoint``, which calls the loss twice.
-        tolerance: The relative residual of the solves.
-        iterations: The largest number of products per solve.
-        common: ``generator``, ``energy_weight`` and ``reduction`` of :class:`Objective`.
-
-    Raises:
-        InputError: If ``log_det="relative"`` is not defined for the model.
-        SingularError: If a layer is singular; the message names it.
-
-    Example:
-        >>> import ebflow_plugin as ebf
-        >>> from nflows import distributions, flows, transforms
-        >>> model = ebf.wrap(flows.Flow(transforms.LULinear(2), distributions.StandardNormal([2])))
-        >>> x = torch.randn(5, 2)
-        >>> torch.allclose(ML(model)(x), -model.log_prob(x).mean())
-        True
-        >>> from ebflow_nflows import FullConv2d
-        >>> model = ebf.wrap(flows.Flow(FullConv2d(3, kernel_size=3), distributions.StandardNormal([3, 8, 8])))
-        >>> ML(model, log_det="stochastic", probes=4)(torch.randn(5, 3, 8, 8)).backward()
+        log_det: As for :class:`ML`.
+        probes: As for :class:`ML`.
+        tolerance: As for :class:`ML`.
+        iterations: As for :class:`ML`.
+        common: ``generator`` of :class:`Objective`.
     """
-
-    in_data_space = True
 
     def __init__(
         self,
@@ -107,31 +70,26 @@ class ML(Objective):
                 "or 'auto', or leave them out"
             )
         self._estimator = LogDetEstimator(self.probes, self.tolerance, self.iterations)
-        self._cached_plan: tuple[Plan, Shape, Plan, list[tuple[LinearStep, Shapes]]] | None = None
         if self.log_det == "relative":
-            relative_plan(model.core_plan)
+            relative_plan(model.core)
 
-    def per_sample(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        shape = tuple(x.shape[1:])
-        if self.log_det == "exact":
-            energy = self.energies(x, context)
-            return energy + self.model.core.log_z(shape), energy
-        plan, estimated = self._plan(shape)
-        energy = self.energies(x, context) if self.log_det == "stochastic" else plan.energy(x, context)
-        values = energy + plan.log_z(shape, energy, without=[step for step, _ in estimated])
+    def choose(self, plan: Plan, shape: Shape) -> tuple[Plan, list[tuple[LinearStep, Shapes]]]:
+        """The plan with relative gradients where they are chosen, and the steps whose log-dets are estimated."""
+        chosen = {} if self.log_det == "exact" else log_det_methods(plan, shape, self.log_det)
+        reached = dict(plan.shapes(shape)) if "stochastic" in chosen.values() else {}
+        estimated = [(step, reached[step]) for step, way in chosen.items() if way == "stochastic"]
+        if "relative" in (self.log_det, *chosen.values()):
+            plan = relative_plan(plan, strict=self.log_det == "relative")
+        return plan, estimated
 
-        def energies(rows: slice) -> Tensor:
-            return plan.energy(x[rows], None if context is None else context[rows])
-
-        return values - self._estimator(estimated, x, energies, self.generator), energy
-
-    def ways(self, event_shape: Shape) -> dict[str, str]:
+    def log_det_methods(self, event_shape: Shape) -> dict[str, str]:
         """How the gradient of each linear step's log-det is computed, by path: exact, stochastic or relative.
 
         Arguments:
             event_shape: The shape of one point of the matched variable.
         """
-        return {step.path: way for step, way in ways(self.model.core_plan, event_shape, self.log_det).items()}
+        chosen = log_det_methods(self.model.core, event_shape, self.log_det)
+        return {step.path: method for step, method in chosen.items()}
 
     def metrics(self) -> dict[str, Any]:
         return self._estimator.metrics() if self._estimator.accounts else {}
@@ -142,57 +100,69 @@ class ML(Objective):
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._estimator.load_state(state)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Leaves out the cached plan, whose steps belong to this model: a copy builds its own."""
-        return {**self.__dict__, "_cached_plan": None}
-
     def extra_repr(self) -> str:
         """Describes the options."""
         if self.log_det in ("exact", "relative"):
-            return super().extra_repr()
+            return f"log_det={self.log_det!r}"
         probes = "chosen" if self.probes is None else self.probes
         solve = f"probes={probes}, tolerance={self.tolerance:g}, iterations={self.iterations}"
-        return f"log_det={self.log_det!r}, {solve}, {super().extra_repr()}"
-
-    def _plan(self, shape: Shape) -> tuple[Plan, list[tuple[LinearStep, Shapes]]]:
-        """The plan with relative gradients where chosen, and the steps to estimate; cached for one plan and shape."""
-        plan = self.model.core_plan
-        if self._cached_plan is None or self._cached_plan[0] is not plan or self._cached_plan[1] != shape:
-            chosen = ways(plan, shape, self.log_det)
-            reached = dict(plan.shapes(shape))
-            estimated = [(step, reached[step]) for step, way in chosen.items() if way == "stochastic"]
-            if self.log_det == "relative" or "relative" in chosen.values():
-                self._cached_plan = plan, shape, relative_plan(plan, strict=self.log_det == "relative"), estimated
-            else:
-                self._cached_plan = plan, shape, plan, estimated
-        return self._cached_plan[2], self._cached_plan[3]
+        return f"log_det={self.log_det!r}, {solve}"
 
 
-class RelativeML(ML):
-    r"""Maximum likelihood with the relative gradient of every dense layer (Gresele et al. 2020; the paper's Table 4).
+class ML(LogDetObjective):
+    r"""Maximum likelihood: the negative log-likelihood of the data, in data space (Eq. 2).
 
-    The gradient with respect to the weight W of each ``FullLinear`` is multiplied by :math:`W^T W` on the right. The
-    result is still a descent direction, and the term of the determinant becomes trivial:
+    .. math:: L = \mathbb{E}[-\log p(x)] = \mathbb{E}[E(x)] + \log Z
 
-    .. math:: \frac{\partial}{\partial W}\left(\mathbb{E}[E(x)] - \log|\det W|\right) W^T W
-              = \mathbb{E}\left[\delta\, (W^T W x)^T\right] - W,
-              \qquad \delta = \frac{\partial E}{\partial (W x)}
+    ``log_det`` chooses how the gradient of :math:`\log Z`, of the determinants of the linear layers, is computed:
 
-    ``backward()`` stores it in ``weight.grad``, at :math:`O(B D^2)`. All other parameters receive the gradient of
-    maximum likelihood. The *value* is that of :class:`ML` without the log-determinants of the dense layers, which are
-    never computed: it falls without bound as they grow, and is no likelihood. Monitor ``model.log_prob`` instead.
+    - ``"exact"``: exactly. The *value* includes the log-det of the preprocessing, so models can be compared by it.
+      Cost: one energy, and the determinant of every linear layer with its gradient, :math:`O(D^3)` for a dense one.
+      Use it where that is affordable, to fine-tune after score matching, or as the baseline.
+    - ``"stochastic"``: estimated for every layer whose determinant costs more than a product: full and wide 1 × 1
+      matrices and convolutions, in either direction. With random signs v,
 
-    Cost: one energy, and two more products for each dense layer in the backward pass. Use it to compare with score
-    matching. It is shorthand for ``ML(model, log_det="relative")``. Adaptive optimisers rescale the gradient once
-    more; the original work used plain ones too.
+      .. math:: \partial \log|\det W| = \operatorname{tr}(W^{-1} \partial W) = \mathbb{E}_v[v^\top \partial W s],
+                \qquad W s = v
+
+      where s is solved for by GMRES, to a relative residual of ``tolerance``, preconditioned by the circular version
+      of a convolution, or by the transpose of a matrix. Unbiased, up to that tolerance. Cost: one energy, and some ten
+      products with each layer per probe. See :mod:`ebflow_plugin.objectives.stochastic`.
+    - ``"relative"``: the relative gradient of every dense layer (Gresele et al. 2020; the paper's Table 4): the
+      gradient with respect to the weight W of each ``FullLinear`` is multiplied by :math:`W^\top W` on the right. The
+      result is still a descent direction, and the term of the determinant becomes trivial:
+
+      .. math:: \frac{\partial}{\partial W}\left(\mathbb{E}[E(x)] - \log|\det W|\right) W^\top W
+                = \mathbb{E}\left[\delta\, (W^\top W x)^\top\right] - W,
+                \qquad \delta = \frac{\partial E}{\partial (W x)}
+
+      ``backward()`` stores it in ``weight.grad``. Cost: one energy, and two more products for each dense layer in the
+      backward pass. All other linear steps must have a cheap log-det, which is computed exactly.
+    - ``"auto"``: relative for every ``FullLinear`` in its forward direction, stochastic for convolutions whose
+      determinant costs more than 150 products, exact for the rest. ``model.report`` shows the choice.
+
+    All but ``"exact"`` omit from the *value* the log-determinants of the layers that are estimated or relative. The
+    value is then no likelihood, and falls without bound as those layers grow. Monitor ``model.log_prob``, as ``fit``
+    does with its validation data.
+
+    Where a solve does not converge, the layer uses its exact log-determinant in that step, with one warning.
+    :meth:`metrics` counts these steps, and ``fit`` reports the count. A dense layer caches the inverse from such a
+    step, as the preconditioner of later solves.
 
     Arguments:
-        model: A wrapped flow (:func:`~ebflow_plugin.wrap`). Its linear steps must be ``FullLinear`` layers in their
-            forward direction, or have a cheap log-det, which is computed exactly.
-        common: ``generator``, ``energy_weight`` and ``reduction`` of :class:`Objective`.
+        model: A wrapped flow (:func:`~ebflow_plugin.wrap`).
+        log_det: ``"exact"``, ``"stochastic"``, ``"relative"`` or ``"auto"``.
+        probes: The number of vectors v for each estimated layer. By default it is chosen for each layer and step, to
+            minimise the variance of the gradient times the cost of the step. Give a number under
+            ``torch.utils.checkpoint``, which calls the loss twice.
+        tolerance: The relative residual of the solves.
+        iterations: The largest number of products per solve.
+        common: ``generator`` of :class:`Objective`.
 
     Raises:
-        InputError: If a linear step has an expensive log-det and no relative gradient; the message lists all of them.
+        InputError: If ``log_det="relative"``, and a linear step has an expensive log-det and no relative gradient; the
+            message lists all of them.
+        SingularError: If a layer is singular; the message names it.
 
     References:
         Relative gradient optimization of the Jacobian term in unsupervised deep learning (Gresele et al., 2020),
@@ -200,19 +170,30 @@ class RelativeML(ML):
 
     Example:
         >>> import ebflow_plugin as ebf
-        >>> import torch
-        >>> from ebflow_nflows import FullLinear
-        >>> from nflows import distributions, flows
-        >>> model = ebf.wrap(flows.Flow(FullLinear(2), distributions.StandardNormal([2])))
-        >>> RelativeML(model)(torch.randn(5, 2)).backward()
-        >>> model.flow._transform.weight.grad.shape
-        torch.Size([2, 2])
+        >>> from nflows import distributions, flows, transforms
+        >>> model = ebf.wrap(flows.Flow(transforms.LULinear(2), distributions.StandardNormal([2])))
+        >>> x = torch.randn(5, 2)
+        >>> torch.allclose(ML(model)(x), -model.log_prob(x).mean())
+        True
+        >>> from ebflow_nflows import FullConv2d
+        >>> model = ebf.wrap(flows.Flow(FullConv2d(3, kernel_size=3), distributions.StandardNormal([3, 8, 8])))
+        >>> ML(model, log_det="stochastic", probes=4)(torch.randn(5, 3, 8, 8)).backward()
     """
 
-    def __init__(self, model: EBFlow, **common: Unpack[Common]) -> None:
-        if "log_det" in common:
-            raise InputError("RelativeML is ML with log_det='relative'; leave log_det out, or use ML")
-        super().__init__(model, log_det="relative", **common)
+    in_data_space = True
+
+    def per_sample(self, plan: Plan, u: Tensor, context: Tensor | None, generator: Generator | None) -> Tensor:
+        shape = tuple(u.shape[1:])
+        plan, estimated = self.choose(plan, shape)
+        energy = plan.energy(u, context)
+        values = energy + plan.log_z(shape, energy, without=[step for step, _ in estimated])
+        if not estimated:
+            return values
+
+        def energies(rows: slice) -> Tensor:
+            return plan.energy(u[rows], None if context is None else context[rows])
+
+        return values - self._estimator(estimated, u, energies, generator)
 
 
 class SML(Objective):
@@ -228,8 +209,7 @@ class SML(Objective):
 
     Arguments:
         model: A wrapped flow (:func:`~ebflow_plugin.wrap`) whose steps all have an inverse.
-        options: ``generator``, ``energy_weight`` and ``reduction`` of :class:`Objective`. With ``reduction="none"``
-            each row of the data is paired with one sample.
+        options: ``generator`` of :class:`Objective`.
 
     Example:
         >>> import ebflow_plugin as ebf
@@ -238,12 +218,11 @@ class SML(Objective):
         >>> SML(model, generator=torch.Generator().manual_seed(0))(torch.randn(5, 2)).backward()
     """
 
-    def per_sample(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        core = self.model.core
+    def per_sample(self, plan: Plan, u: Tensor, context: Tensor | None, generator: Generator | None) -> Tensor:
         if context is None:
-            drawn = core.sample(x.shape[0], generator=self.generator)
+            drawn = draw(plan, len(u), None, generator, u)
         else:
-            drawn = core.sample(1, context, generator=self.generator).squeeze(1)
+            drawn = draw(plan, 1, context, generator, u).squeeze(1)
             context = torch.cat([context, context])
-        energy, model_energy = self.energies(torch.cat([x, drawn.to(x)]), context).chunk(2)
-        return energy - model_energy, energy
+        energy, model_energy = plan.energy(torch.cat([u, drawn.to(u)]), context).chunk(2)
+        return energy - model_energy

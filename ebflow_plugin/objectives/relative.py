@@ -6,13 +6,15 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from ebflow_plugin.errors import InputError
-from ebflow_plugin.plan.costs import is_dense
-from ebflow_plugin.plan.matrices import FullStep
+from ebflow_plugin.linalg.dense import Solver
+from ebflow_plugin.plan.log_dets import has_relative_gradient
+from ebflow_plugin.plan.matrices import FullConvStep, FullLinearStep, MatrixStep
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.step import LinearStep, Shape
 
@@ -22,7 +24,7 @@ __all__ = ["RelativeStep", "relative_plan"]
 class RelativeStep(LinearStep):
     """A FullLinear in its forward direction, with the relative gradient of its weight and a log-det of value 0."""
 
-    def __init__(self, step: FullStep) -> None:
+    def __init__(self, step: FullLinearStep) -> None:
         super().__init__(step.module, step.path)
 
     def apply(self, x: Tensor) -> Tensor:
@@ -31,7 +33,9 @@ class RelativeStep(LinearStep):
         return y if module.bias is None else y + module.bias
 
     def invert(self, y: Tensor) -> Tensor:
-        inverse: Tensor = self.module.invert(y)
+        module: Any = self.module
+        right = y if module.bias is None else y - module.bias
+        inverse: Tensor = _RelativeSolve.apply(right, module.weight, module._lu.fixed_solver(module.weight))
         return inverse
 
     def log_abs_det(self, shape: Shape) -> Tensor:
@@ -55,6 +59,31 @@ class _RelativeProduct(Function):
         grad_x = delta @ weight if ctx.needs_input_grad[0] else None
         grad_weight = delta.flatten(0, -2).mT @ (y.flatten(0, -2) @ weight) if ctx.needs_input_grad[1] else None
         return grad_x, grad_weight
+
+
+class _RelativeSolve(Function):
+    """y W⁻ᵀ by cached factors, with the gradient in W multiplied by WᵀW: -(δ W⁻¹)ᵀ x WᵀW = -(δ W⁻¹)ᵀ (y W)."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, weight: Tensor, solve: Solver) -> Tensor:
+        ctx.save_for_backward(y, weight)
+        ctx.solve = solve
+        return _on_rows(solve, y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, delta: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        y, weight = ctx.saved_tensors
+        with torch.enable_grad():
+            right = y.detach().requires_grad_()
+            (grad_y,) = torch.autograd.grad(_on_rows(ctx.solve, right), right, delta)
+        needed = ctx.needs_input_grad[1]
+        grad_weight = -(grad_y.flatten(0, -2).mT @ (y.flatten(0, -2) @ weight)) if needed else None
+        return grad_y, grad_weight, None
+
+
+def _on_rows(solve: Solver, y: Tensor) -> Tensor:
+    return solve(y.flatten(0, -2)).reshape(y.shape)
 
 
 class _RelativeLogDet(Function):
@@ -82,22 +111,19 @@ def relative_plan(plan: Plan, strict: bool = True) -> Plan:
     Raises:
         InputError: If ``strict``, and another linear step has an expensive log-det, or there is no dense layer.
     """
-    steps = tuple(RelativeStep(step) if is_dense(step) else step for step in plan.steps)
+    steps = tuple(RelativeStep(step) if has_relative_gradient(step) else step for step in plan.steps)
     refused = [
         f"{step.where}: {'runs backwards' if step.inverted else 'no FullLinear'}"
         for step in steps
-        if isinstance(step, LinearStep) and not isinstance(step, RelativeStep) and _is_expensive(step)
+        if isinstance(step, (MatrixStep, FullConvStep))
     ]
     if strict and refused:
         raise InputError(
-            f"RelativeML has no relative gradient for {len(refused)} of {len(steps)} steps\n  "
+            f"log_det='relative' has no relative gradient for {len(refused)} of {len(steps)} steps\n  "
             + "\n  ".join(refused)
-            + "\nUse ML, or FullLinear layers in the density direction (ebflow_plugin.unconstrain(flow))."
+            + "\nUse log_det='exact' or 'auto', or FullLinear layers in the density direction "
+            "(ebflow_plugin.unconstrain(flow))."
         )
     if strict and not any(isinstance(step, RelativeStep) for step in steps):
-        raise InputError("RelativeML is for flows with FullLinear layers, and this one has none; use ML")
+        raise InputError("log_det='relative' is for flows with FullLinear layers, and this one has none")
     return replace(plan, steps=steps)
-
-
-def _is_expensive(step: LinearStep) -> bool:
-    return isinstance(step, FullStep) or step.determinant(None) is not None

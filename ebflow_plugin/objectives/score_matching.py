@@ -14,47 +14,99 @@ import torch
 from torch import Generator, Tensor
 
 from ebflow_plugin.errors import InputError
-from ebflow_plugin.linalg.random import gaussian_like, uniform_like
+from ebflow_plugin.linalg.random import gaussian_like, signs_like, uniform_like
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives import checks
 from ebflow_plugin.objectives.base import Common, Objective
-from ebflow_plugin.plan.derivatives import Derivatives, derivatives, dot, transformed
-from ebflow_plugin.plan.inputs import flag, integer, one_of, positive
+from ebflow_plugin.objectives.latent_match import base_distance
+from ebflow_plugin.objectives.schedule import AddedNoise, NoiseSchedule
+from ebflow_plugin.plan.derivatives import derivatives
+from ebflow_plugin.plan.inputs import integer, is_number, one_of, positive
+from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.smoothness import Smoothness
+from ebflow_plugin.plan.values import dot
 
 __all__ = ["DSM", "FDSSM", "SM", "SSM", "ScoreObjective"]
 
 SMALL_EPS = 0.1  # below it, only a handful of samples show FDSSM the jumps of a score
 
 
+class ScoreOptions(Common, total=False):
+    """The options of all score matching; see :class:`ScoreObjective`."""
+
+    energy_weight: float
+    latent_weight: float
+
+
 class ScoreObjective(Objective):
-    """An objective of the score alone. On its first batch it warns of parameters that it cannot train."""
+    r"""An objective of the score alone.
 
-    def __init__(self, model: EBFlow, *, _step: float = 0.0, **common: Unpack[Common]) -> None:
+    Arguments:
+        model: A wrapped flow (:func:`~ebflow_plugin.wrap`).
+        energy_weight: Adds :math:`\lambda\,\mathbb{E}[E(x)]`, the paper's regulariser, which most of these objectives
+            compute on their way. Losses here are sums over all dimensions; in the authors' code the term is added once
+            for each pixel, so that their 0.001 (CIFAR-10, CelebA) and 0.1 (Glow on MNIST) are :math:`\lambda H W` here:
+            1.0 for 32 x 32 pixels, and 78.4 for 28 x 28.
+        latent_weight: Adds this much of a :class:`LatentMatch` of the points at which the score is matched, whose
+            latents are computed on the way: the same as a term beside it with the same noise, without its pass.
+        common: ``generator`` of :class:`Objective`.
+    """
+
+    def __init__(
+        self, model: EBFlow, *, energy_weight: float = 0.0, latent_weight: float = 0.0, **common: Unpack[Common]
+    ) -> None:
         super().__init__(model, **common)
-        self._blind_spots = checks.BlindSpots(model, energy_is_seen=self.energy_weight > 0, step=_step)
+        for name, weight in (("energy_weight", energy_weight), ("latent_weight", latent_weight)):
+            if not is_number(weight) or weight < 0:
+                raise InputError(f"{name} must be a finite number, at least 0, got {weight!r}")
+        self.energy_weight, self.latent_weight = float(energy_weight), float(latent_weight)
 
-    def inspect_batch(self, x: Tensor, context: Tensor | None) -> str | None:
-        """Searches for blind spots on the first batch with gradients, outside ``torch.func`` transforms."""
-        if self._blind_spots.pending and torch.is_grad_enabled() and not transformed():
-            return self._blind_spots.search(x, context)
-        return None
+    def extra_repr(self) -> str:
+        """Describes the options."""
+        noise = "" if self.noise is None else f"{self.noise}, "
+        latents = f", latent_weight={self.latent_weight:g}" if self.latent_weight else ""
+        return f"{noise}energy_weight={self.energy_weight:g}{latents}"
 
-    def derivatives(
-        self, x: Tensor, context: Tensor | None, directions: Sequence[Tensor] = (), gradient: bool = True
-    ) -> Derivatives:
-        """The gradient of the energy at x, and its curvatures along directions; the energy too if it has a weight."""
-        energy = self.energy_weight > 0
-        return derivatives(self.model.core_plan, x, context, directions, gradient=gradient, energy=energy)
+    def _matching(
+        self,
+        values: Tensor,
+        plan: Plan,
+        latents: tuple[Tensor, ...],
+        context: Tensor | None,
+        generator: Generator | None,
+    ) -> Tensor:
+        """Adds the distance of latents from the base to values, if it was asked for."""
+        if not self.latent_weight:
+            return values
+        return values + self.latent_weight * base_distance(plan, latents, plan.embed(context), generator)
+
+    def _integrated(
+        self,
+        plan: Plan,
+        u: Tensor,
+        context: Tensor | None,
+        directions: Sequence[Tensor],
+        mean: bool,
+        generator: Generator | None,
+    ) -> Tensor:
+        """½‖∇E‖² minus the sum or the mean of the curvatures along the directions; and the regularisers."""
+        result = derivatives(plan, u, context, directions, energy=self.energy_weight > 0)
+        curvatures = torch.stack(result.curvatures)
+        values = 0.5 * dot(result.gradient, result.gradient) - (curvatures.mean(0) if mean else curvatures.sum(0))
+        values = self._matching(values, plan, result.latents, context, generator)
+        return values if result.energy is None else values + self.energy_weight * result.energy
 
     @contextmanager
-    def leaving_the_data(self, how: str) -> Iterator[None]:
+    def adding_noise(self, how: str = "") -> Iterator[None]:
         """Adds a note to errors of the flow: the noise may have moved the data out of its domain."""
+        how = ", ".join(part for part in (how, "" if self.noise is None else str(self.noise)) if part)
         try:
             yield
         except InputError:  # its message already explains the input
             raise
         except Exception as error:
+            if not how:
+                raise
             error.add_note(
                 f"{type(self).__name__} adds noise to the data ({how}). If that left the domain of the flow, map the "
                 "domain to all of R^D first (wrap(flow, preprocess=[Logit()])), use less noise, or use SSM or ML."
@@ -74,7 +126,8 @@ class SM(ScoreObjective):
 
     Arguments:
         model: A wrapped flow (:func:`~ebflow_plugin.wrap`).
-        common: ``generator``, ``energy_weight`` and ``reduction`` of :class:`Objective`.
+        common: ``generator`` of :class:`Objective`, ``energy_weight`` and ``latent_weight`` of
+            :class:`ScoreObjective`.
 
     Raises:
         UnsupportedStepError: If a step has wrong second derivatives.
@@ -87,17 +140,16 @@ class SM(ScoreObjective):
         -1.5
     """
 
-    def __init__(self, model: EBFlow, **common: Unpack[Common]) -> None:
+    def __init__(self, model: EBFlow, **common: Unpack[ScoreOptions]) -> None:
         super().__init__(model, **common)
         checks.refuse_false_derivatives(self)
         checks.warn_about_jumps(self, checks.EVERY_JUMP)
         checks.warn_about_uniform_noise(self)
 
-    def per_sample(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        size = prod(x.shape[1:])
-        axes = torch.eye(size, dtype=x.dtype, device=x.device).reshape(size, 1, *x.shape[1:])
-        result = self.derivatives(x, context, [axis.expand_as(x) for axis in axes])
-        return 0.5 * dot(result.gradient, result.gradient) - torch.stack(result.curvatures).sum(0), result.energy
+    def per_sample(self, plan: Plan, u: Tensor, context: Tensor | None, generator: Generator | None) -> Tensor:
+        size = prod(u.shape[1:])
+        axes = torch.eye(size, dtype=u.dtype, device=u.device).reshape(size, 1, *u.shape[1:])
+        return self._integrated(plan, u, context, [axis.expand_as(u) for axis in axes], False, generator)
 
 
 class SSM(ScoreObjective):
@@ -119,10 +171,11 @@ class SSM(ScoreObjective):
         projections: The number of directions v per sample, over which the loss is averaged.
         projection: ``"rademacher"`` (entries ±1; the least variance), ``"gaussian"``, or ``"sphere"`` (uniform, with
             radius :math:`\sqrt D`).
-        projected: Uses :math:`\tfrac12 (v^T \nabla E)^2` in place of :math:`\tfrac12 \|\nabla E\|^2`, as sliced
-            score matching was first proposed: the same in expectation, with more variance. A flow of linear and
-            elementwise steps then needs no gradient in x, and costs as much as FDSSM, without an ε.
-        common: ``generator``, ``energy_weight`` and ``reduction`` of :class:`Objective`.
+        sigma: The standard deviation of Gaussian noise that is added to the matched variable, or a
+            :class:`NoiseSchedule` of it: the loss is then that of :math:`x + \sigma_t \epsilon`, and SSM learns the
+            density of the data with this noise, as DSM does. Such data have no jumps. No noise by default.
+        common: ``generator`` of :class:`Objective`, ``energy_weight`` and ``latent_weight`` of
+            :class:`ScoreObjective`.
 
     Raises:
         UnsupportedStepError: If a step has wrong second derivatives.
@@ -140,29 +193,28 @@ class SSM(ScoreObjective):
         *,
         projections: int = 1,
         projection: str = "rademacher",
-        projected: bool = False,
-        **common: Unpack[Common],
+        sigma: float | NoiseSchedule | None = None,
+        **common: Unpack[ScoreOptions],
     ) -> None:
         super().__init__(model, **common)
+        self.noise = None if sigma is None else AddedNoise(sigma)
         self.projections = integer("projections", projections)
         self.projection = one_of("projection", projection, PROJECTIONS)
-        self.projected = flag("projected", projected)
         checks.refuse_false_derivatives(self)
         checks.warn_about_jumps(self, checks.EVERY_JUMP)
-        checks.warn_about_uniform_noise(self)
+        if self.noise is None:
+            checks.warn_about_uniform_noise(self)
 
-    def per_sample(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        directions = [PROJECTIONS[self.projection](x, self.generator) for _ in range(self.projections)]
-        result = self.derivatives(x, context, directions, gradient=not self.projected)
-        curvature = torch.stack(result.curvatures).mean(0)
-        if self.projected:
-            return 0.5 * torch.stack(result.slopes).square().mean(0) - curvature, result.energy
-        return 0.5 * dot(result.gradient, result.gradient) - curvature, result.energy
+    def per_sample(self, plan: Plan, u: Tensor, context: Tensor | None, generator: Generator | None) -> Tensor:
+        if self.noise is not None:
+            u = self.noise.add(u, generator)
+        directions = [PROJECTIONS[self.projection](u, generator) for _ in range(self.projections)]
+        with self.adding_noise():
+            return self._integrated(plan, u, context, directions, True, generator)
 
     def extra_repr(self) -> str:
         """Describes the options."""
-        more = ", projected" if self.projected else ""
-        return f"projections={self.projections}, projection={self.projection!r}{more}, {super().extra_repr()}"
+        return f"projections={self.projections}, projection={self.projection!r}, {super().extra_repr()}"
 
 
 class FDSSM(ScoreObjective):
@@ -186,7 +238,11 @@ class FDSSM(ScoreObjective):
         model: A wrapped flow (:func:`~ebflow_plugin.wrap`).
         eps: The length of the step, in the units of the matched variable. The paper uses 1.0 for MNIST in logit space,
             and 0.1 for CIFAR-10.
-        common: ``generator``, ``energy_weight`` and ``reduction`` of :class:`Objective`.
+        sigma: The standard deviation of Gaussian noise that is added to the matched variable, or a
+            :class:`NoiseSchedule` of it, as for :class:`SSM`. Wide noise leaves nothing finer than itself to see, so ε
+            grows with it: :math:`\epsilon_t = \epsilon\, \sigma_t / \sigma_\text{end}`.
+        common: ``generator`` of :class:`Objective`, ``energy_weight`` and ``latent_weight`` of
+            :class:`ScoreObjective`.
 
     Example:
         >>> import ebflow_plugin as ebf
@@ -195,21 +251,32 @@ class FDSSM(ScoreObjective):
         >>> FDSSM(model, eps=0.5)(torch.randn(5, 2)).backward()
     """
 
-    def __init__(self, model: EBFlow, *, eps: float = 0.1, **common: Unpack[Common]) -> None:
-        length = positive("eps", eps)
-        super().__init__(model, _step=length, **common)
-        self.eps = length
+    def __init__(
+        self,
+        model: EBFlow,
+        *,
+        eps: float = 0.1,
+        sigma: float | NoiseSchedule | None = None,
+        **common: Unpack[ScoreOptions],
+    ) -> None:
+        super().__init__(model, **common)
+        self.noise = None if sigma is None else AddedNoise(sigma)
+        self.eps = positive("eps", eps)
         harmed_by = checks.EVERY_JUMP if self.eps < SMALL_EPS else (Smoothness.JUMPS,)
         checks.warn_about_jumps(self, harmed_by, rarely=True)
 
-    def per_sample(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        size = prod(x.shape[1:])
-        step = sphere(x, self.generator) * (self.eps / sqrt(size))
+    def per_sample(self, plan: Plan, u: Tensor, context: Tensor | None, generator: Generator | None) -> Tensor:
+        size, eps = prod(u.shape[1:]), self.eps if self.noise is None else self.eps * self.noise.growth
+        if self.noise is not None:
+            u = self.noise.add(u, generator)
+        step = sphere(u, generator) * (eps / sqrt(size))
         rows = None if context is None else torch.cat([context] * 3)
-        with self.leaving_the_data(f"eps={self.eps:g}"):
-            energy, ahead, after = self.energies(torch.cat([x, x + step, x - step]), rows).chunk(3)
-        values = (energy - ahead) + (energy - after) + 0.125 * (ahead - after).square()
-        return values * (size / self.eps**2), energy
+        with self.adding_noise(f"eps={self.eps:g}"):
+            energies, latents = plan.energy_from(0, (torch.cat([u, u + step, u - step]),), plan.embed(rows))
+        energy, ahead, after = energies.chunk(3)
+        values = ((energy - ahead) + (energy - after) + 0.125 * (ahead - after).square()) * (size / eps**2)
+        values = self._matching(values, plan, tuple(z[: len(u)] for z in latents), context, generator)
+        return values + self.energy_weight * energy if self.energy_weight else values
 
     def extra_repr(self) -> str:
         """Describes the options."""
@@ -231,11 +298,13 @@ class DSM(ScoreObjective):
 
     Arguments:
         model: A wrapped flow (:func:`~ebflow_plugin.wrap`).
-        sigma: The standard deviation of the noise, in the units of the matched variable: a number, or levels
-            ``[0.1, 0.5, 1.0]``, one of which is drawn for each sample, uniformly. By default 1.
+        sigma: The standard deviation of the noise, in the units of the matched variable; 1 by default. Or a
+            :class:`NoiseSchedule`: noise that shrinks while the model trains. Without it, on data far from a Gaussian,
+            the model's mass can leave for places where there are no data (:func:`~ebflow_plugin.coverage` tells).
         sigma_range: In place of ``sigma``, a range ``(low, high)`` from which σ is drawn for each sample,
-            log-uniformly. With more than one σ, it learns the density of the data with the mixture of these noises.
-        common: ``generator``, ``energy_weight`` and ``reduction`` of :class:`Objective`.
+            log-uniformly: it then learns the density of the data with the mixture of these noises.
+        common: ``generator`` of :class:`Objective`, ``energy_weight`` and ``latent_weight`` of
+            :class:`ScoreObjective`.
 
     Raises:
         UnsupportedStepError: If a step has wrong second derivatives: training differentiates the score with respect
@@ -246,7 +315,6 @@ class DSM(ScoreObjective):
         >>> from nflows import distributions, flows, transforms
         >>> model = ebf.wrap(flows.Flow(transforms.LULinear(2), distributions.StandardNormal([2])))
         >>> DSM(model, sigma=0.5)(torch.randn(5, 2)).backward()
-        >>> DSM(model, sigma=[0.1, 1.0])(torch.randn(5, 2)).backward()
         >>> DSM(model, sigma_range=(0.1, 1.0))(torch.randn(5, 2)).backward()
     """
 
@@ -254,53 +322,45 @@ class DSM(ScoreObjective):
         self,
         model: EBFlow,
         *,
-        sigma: float | Sequence[float] | None = None,
+        sigma: float | NoiseSchedule | None = None,
         sigma_range: tuple[float, float] | None = None,
-        **common: Unpack[Common],
+        **common: Unpack[ScoreOptions],
     ) -> None:
         super().__init__(model, **common)
         if sigma is not None and sigma_range is not None:
             raise InputError(f"pass sigma or sigma_range, not both; got {sigma!r} and {sigma_range!r}")
         self.sigma_range = None if sigma_range is None else _range(sigma_range)
-        self.sigma = None if sigma_range is not None else _levels(1.0 if sigma is None else sigma)
+        if sigma_range is None:
+            self.noise = AddedNoise(1.0 if sigma is None else sigma)
         checks.refuse_false_derivatives(self)
         checks.warn_about_jumps(self, (Smoothness.JUMPS,))
 
-    def per_sample(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        noise = gaussian_like(x, self.generator)
-        sigma = self._draw_sigma(x)
-        with self.leaving_the_data(self._noise()):
-            gradient = self.derivatives(x + sigma * noise, context).gradient
-        error = gradient - noise / sigma  # (x - x̃) / σ² is -noise / σ
-        return 0.5 * dot(error, error), None
-
-    def _draw_sigma(self, x: Tensor) -> Tensor | float:
-        if isinstance(self.sigma, float):
-            return self.sigma
-        shape = (x.shape[0], *[1] * (x.dim() - 1))
-        if isinstance(self.sigma, list):
-            where = x.device if self.generator is None else self.generator.device
-            index = torch.randint(len(self.sigma), shape, generator=self.generator, device=where)
-            table = torch.stack([x.new_full((), sigma) for sigma in self.sigma])  # no copy from the host, which waits
-            return table[index.to(x.device, non_blocking=True)]
-        assert self.sigma_range is not None
-        low, high = self.sigma_range
-        return low * (high / low) ** uniform_like(x.new_empty(shape), self.generator)
+    def per_sample(self, plan: Plan, u: Tensor, context: Tensor | None, generator: Generator | None) -> Tensor:
+        noise = gaussian_like(u, generator)
+        sigma: Tensor | float
+        if self.noise is not None:
+            sigma = self.noise.sigma
+        else:
+            assert self.sigma_range is not None
+            low, high = self.sigma_range
+            sigma = low * (high / low) ** uniform_like(u.new_empty(len(u), *[1] * (u.dim() - 1)), generator)
+        with self.adding_noise(self._drawn_from()):
+            found = derivatives(plan, u + sigma * noise, context)
+        error = found.gradient - noise / sigma  # (x - x̃) / σ² is -noise / σ
+        values = self._matching(0.5 * dot(error, error), plan, found.latents, context, generator)
+        return values + self.energy_weight * plan.energy(u, context) if self.energy_weight else values
 
     def extra_repr(self) -> str:
         """Describes the options."""
-        return f"{self._noise()}, {super().extra_repr()}"
+        return super().extra_repr() if self.sigma_range is None else f"{self._drawn_from()}, {super().extra_repr()}"
 
-    def _noise(self) -> str:
-        return f"sigma={self.sigma}" if self.sigma_range is None else f"sigma_range={self.sigma_range}"
+    @property
+    def sigma(self) -> float | NoiseSchedule | None:
+        """The standard deviation of the noise, or its schedule; None for a range."""
+        return None if self.noise is None else self.noise.option
 
-
-def rademacher(like: Tensor, generator: Generator | None) -> Tensor:
-    """Entries of +1 and -1."""
-    where = like.device if generator is None else generator.device
-    empty = torch.empty(like.shape, device=where, dtype=like.dtype)  # the same draws for any memory format
-    drawn = torch.bernoulli(empty, 0.5, generator=generator)  # not in place: vmap then draws anew for each sample
-    return drawn.mul(2.0).sub(1.0).to(like.device, non_blocking=True)
+    def _drawn_from(self) -> str:
+        return "" if self.sigma_range is None else f"sigma_range={self.sigma_range}"
 
 
 def sphere(like: Tensor, generator: Generator | None) -> Tensor:
@@ -313,25 +373,9 @@ def sphere(like: Tensor, generator: Generator | None) -> Tensor:
 
 PROJECTIONS: dict[str, Callable[[Tensor, Generator | None], Tensor]] = {
     "gaussian": gaussian_like,
-    "rademacher": rademacher,
+    "rademacher": signs_like,
     "sphere": sphere,
 }
-
-
-def _levels(sigma: object) -> float | list[float]:
-    if isinstance(sigma, tuple) and len(sigma) == 2:  # a range in earlier versions, and still reads like one
-        raise InputError(
-            f"sigma={sigma!r} may be a range or two levels: write sigma_range={sigma!r}, or sigma={list(sigma)!r}"
-        )
-    many = isinstance(sigma, Sequence) and not isinstance(sigma, str)
-    values = list(sigma) if isinstance(sigma, Sequence) and many else [sigma]
-    try:
-        levels = [positive("sigma", value) for value in values]
-    except InputError:
-        levels = []
-    if not levels:
-        raise InputError(f"sigma must be a positive number, or a list of them to choose from; got {sigma!r}")
-    return levels if many else levels[0]
 
 
 def _range(sigma_range: object) -> tuple[float, float]:

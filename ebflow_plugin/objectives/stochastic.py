@@ -22,7 +22,6 @@ measured from time to time, and the median of the last three measurements counts
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from statistics import median
@@ -31,11 +30,11 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from ebflow_plugin.errors import ConditioningWarning, SingularError
+from ebflow_plugin.errors import ConditioningWarning, SingularError, warn
 from ebflow_plugin.linalg.dense import without_autocast
 from ebflow_plugin.linalg.krylov import gmres
-from ebflow_plugin.linalg.operators import Operator, dense_inverse
-from ebflow_plugin.objectives import score_matching
+from ebflow_plugin.linalg.operators import LinearOperator, dense_inverse
+from ebflow_plugin.linalg.random import signs_like
 from ebflow_plugin.plan.step import LinearStep, Shapes
 
 __all__ = ["LogDetEstimator"]
@@ -107,7 +106,7 @@ class _Solved:
 
     step: LinearStep
     shapes: Shapes
-    operator: Operator
+    operator: LinearOperator
     probes: Tensor
     remainder: Tensor
     trace: Tensor | None
@@ -175,7 +174,7 @@ class LogDetEstimator:
                 account.residual = residual
                 account.remainder = math.inf if math.isnan(length) else length**2
                 if residual <= self.tolerance:
-                    product = each.operator.product(each.remainder)
+                    product = each.operator.apply(each.remainder)
                     terms = (each.probes * product).flatten(1).sum(1)
                     if measures:
                         measured.append((each, terms))
@@ -211,7 +210,7 @@ class LogDetEstimator:
         self.accounts = {path: _account(known) for path, known in state.items()}
 
     def _solve(
-        self, step: LinearStep, shapes: Shapes, operator: Operator, rows: int, generator: Generator | None
+        self, step: LinearStep, shapes: Shapes, operator: LinearOperator, rows: int, generator: Generator | None
     ) -> _Solved:
         account = self.accounts.setdefault(step.path, Account())
         account.probes = self.probes or account.best_probes(rows, operator.times)
@@ -220,9 +219,9 @@ class LogDetEstimator:
                 approximation = dense_inverse(operator.matrix, account.inverse.to(operator.like))
             else:
                 approximation = operator.approximate()
-            probes = score_matching.rademacher(operator.like.new_empty(account.probes, *operator.out_shape), generator)
+            probes = signs_like(operator.like.new_empty(account.probes, *operator.out_shape), generator)
             solution = gmres(
-                lambda flat: operator.product(flat.unflatten(1, operator.shape)).flatten(1),
+                lambda flat: operator.apply(flat.unflatten(1, operator.shape)).flatten(1),
                 probes.flatten(1),
                 precondition=lambda flat: approximation.solve(flat.unflatten(1, operator.out_shape)).flatten(1),
                 tolerance=self.tolerance,
@@ -240,14 +239,13 @@ class LogDetEstimator:
         step, account, matrix = each.step, self.accounts[each.step.path], each.operator.matrix
         account.exact += 1
         if account.exact == 1:
-            warnings.warn(
+            warn(
                 f"{step.where}: a solve for the gradient of its log-det did not converge in {account.iterations} "
                 f"iterations (residual {account.residual:.1e}, tolerance {self.tolerance:g}), so the exact log-det is "
                 "used in this step, and in every later one where that happens; fit() counts them as exact_log_dets. "
                 "The layer is nearly singular, or far from its preconditioner: allow more iterations or a larger "
-                "tolerance, or keep the layer well-conditioned (conditioning= of fit).",
+                "tolerance, or keep it well-conditioned (conditioning= of ebflow_plugin.lightning.LitObjective).",
                 ConditioningWarning,
-                stacklevel=6,
             )
         try:
             exact = torch.as_tensor(step.log_det(each.shapes))
@@ -296,15 +294,15 @@ def _numbers(solved: Sequence[_Solved], batch: Tensor) -> list[tuple[float, floa
     return found
 
 
-def _operator(step: LinearStep, shapes: Shapes) -> Operator:
-    operator = step.operator(step.own_shape(shapes))
+def _operator(step: LinearStep, shapes: Shapes) -> LinearOperator:
+    operator = step.encoding_operator(shapes)
     assert operator is not None
     return operator
 
 
-def _is_trained(operator: Operator) -> bool:
+def _is_trained(operator: LinearOperator) -> bool:
     """Whether products have a gradient: the weight may be frozen beside a bias, or be computed by another module."""
-    return operator.product(operator.like.new_zeros(1, *operator.shape)).requires_grad
+    return operator.apply(operator.like.new_zeros(1, *operator.shape)).requires_grad
 
 
 def _dependencies(terms: Tensor, step: LinearStep) -> list[Tensor]:

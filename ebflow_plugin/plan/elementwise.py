@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ebflow_plugin.plan.derivatives import dot
 from ebflow_plugin.plan.smoothness import Smoothness
-from ebflow_plugin.plan.step import Expansion, NonlinearStep
+from ebflow_plugin.plan.step import Linearization, NonlinearStep
+from ebflow_plugin.plan.values import dot, summed
 
 __all__ = ["ActivationStep", "Curve", "ElementwiseStep", "clamped_logit_curve", "logit_curve", "sigmoid_curve"]
 
@@ -36,7 +36,7 @@ class Curve:
         return self.value, self._log_det()
 
     def _log_det(self) -> Tensor:
-        return self.log_slope().flatten(1).sum(1)
+        return summed(self.log_slope())
 
     def of_scaled(self, scale: Tensor | float, log_scale: Tensor | float) -> Curve:
         """f(scale · x + shift) as a curve of x, if this is the curve of f at that point."""
@@ -56,15 +56,15 @@ class Curve:
 
         return Curve(value, lambda: self.log_slope() + log_scale, slopes)
 
-    def expansion(self) -> Expansion:
-        """The expansion of the map, where f'' is f' l'."""
+    def linearization(self) -> Linearization:
+        """The linearization of the map, where f'' is f' l'."""
         slope, first, second = self.slopes()
         straight = isinstance(first, float) and first == 0.0 and isinstance(second, float) and second == 0.0
 
         def curvature(adjoint: Tensor, tangent: Tensor) -> Tensor:
             return dot(adjoint * slope * first - second, tangent.square())
 
-        return Expansion(
+        return Linearization(
             value=self.value,
             push=lambda tangent: tangent * slope,
             pull=lambda adjoint: adjoint * slope - first,
@@ -100,8 +100,8 @@ class ElementwiseStep(NonlinearStep):
     def call_inverse(self, y: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
         return self.inverse_curve(y, context).value_log_det()
 
-    def expand(self, x: Tensor, context: Tensor | None) -> Expansion:
-        return (self.inverse_curve if self.inverted else self.forward_curve)(x, context).expansion()
+    def linearize(self, x: Tensor, context: Tensor | None) -> Linearization:
+        return (self.inverse_curve if self.inverted else self.forward_curve)(x, context).linearization()
 
 
 class ActivationStep(ElementwiseStep):
@@ -109,9 +109,7 @@ class ActivationStep(ElementwiseStep):
 
     reason = "elementwise, log-det depends on x"
 
-    @property
-    def smoothness(self) -> Smoothness:
-        return Smoothness.SMOOTH
+    smoothness = Smoothness.SMOOTH
 
     def forward_curve(self, x: Tensor, context: Tensor | None) -> Curve:
         return Curve(self.module.transform(x), lambda: self.module.slope(x).log(), lambda: self.module.slopes(x))

@@ -30,6 +30,9 @@ __all__ = [
     "path_of",
     "positive",
     "refuse_non_finite",
+    "refuse_other_models",
+    "to_device",
+    "usable",
 ]
 
 
@@ -72,7 +75,19 @@ def check_input(
         _same_dtype("x", x, anchor)
     if context is not None:
         check_context(context, anchor, x.shape[0], x.device)
-    return x
+    return usable(x)
+
+
+def usable(tensor: Tensor) -> Tensor:
+    """The tensor itself; outside of inference mode, a copy of an inference tensor, which cannot be part of a graph.
+
+    Example:
+        >>> with torch.inference_mode():
+        ...     x = torch.zeros(2)
+        >>> x.is_inference(), usable(x).is_inference()
+        (True, False)
+    """
+    return tensor.clone() if tensor.is_inference() and not torch.is_inference_mode_enabled() else tensor
 
 
 def check_context(context: Tensor, anchor: Tensor | None, rows: int | None, device: torch.device) -> None:
@@ -142,6 +157,36 @@ def pair(item: Any, name: str = "a batch") -> Batch:
         f"{name} must be a tensor x, or a pair (x, context), got a {kind}; choose with a collate_fn: "
         "DataLoader(…, collate_fn=lambda rows: torch.stack([row[0] for row in rows]))"
     )
+
+
+def refuse_other_models(name: str, model: object) -> None:
+    """Raises if a model is not a wrapped flow.
+
+    Example:
+        >>> refuse_other_models("langevin", torch.nn.Tanh())
+        Traceback (most recent call last):
+        ebflow_plugin.errors.InputError: langevin needs an EBFlow, got Tanh; wrap it first: ebflow_plugin.wrap(flow)
+    """
+    if not getattr(type(model), "is_ebflow", False):
+        raise InputError(f"{name} needs an EBFlow, got {type(model).__name__}; wrap it first: ebflow_plugin.wrap(flow)")
+
+
+def to_device(x: Tensor, context: Tensor | None, device: torch.device) -> Batch:
+    """Moves a batch to the device of a model, as everything that iterates data does: loaders hold it on the CPU.
+
+    What is no tensor, or one without storage, is left for the checks to refuse.
+
+    Example:
+        >>> x, context = to_device(torch.zeros(2, 3), None, torch.device("meta"))
+        >>> x.device, context
+        (device(type='meta'), None)
+    """
+    ahead = device.type != "cpu"  # the host would read a copy that has not arrived
+
+    def moved(part: Any) -> Any:
+        return part.to(device, non_blocking=ahead) if isinstance(part, Tensor) and not part.is_meta else part
+
+    return moved(x), moved(context)
 
 
 def positive(name: str, value: object) -> float:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from ebflow_plugin.errors import InputError, UnsupportedStepError
 from ebflow_plugin.linalg.memo import Memo
 from ebflow_plugin.plan.smoothness import Smoothness
-from ebflow_plugin.plan.step import Expansion, Linearity, LinearStep, Shape, Shapes, Step
+from ebflow_plugin.plan.step import Linearity, Linearization, LinearStep, Shape, Shapes, Step
 
 __all__ = [
     "ElementwiseAffineStep",
@@ -36,9 +36,7 @@ class RefusedStep(Step):
 
     linearity = Linearity.REFUSED
 
-    @property
-    def smoothness(self) -> Smoothness:
-        return Smoothness.UNKNOWN
+    smoothness = Smoothness.UNKNOWN
 
     def refusal(self) -> str | None:
         return self.reason
@@ -64,8 +62,8 @@ class OrthogonalStep(IsometryStep):
 
     closed_form = "both"
 
-    def expand(self, x: Any, context: Tensor | None) -> Expansion:
-        return Expansion(
+    def linearize(self, x: Any, context: Tensor | None) -> Linearization:
+        return Linearization(
             value=self.encode(x, context)[0],
             push=lambda tangent: self.encode(tangent, context)[0],
             pull=lambda adjoint: self.decode(adjoint, context),
@@ -95,7 +93,7 @@ class ElementwiseAffineStep(LinearStep):
         """Scale and shift, to be broadcast against a batch with ``dim`` dimensions."""
 
     @abstractmethod
-    def log_scale(self, dim: int) -> Tensor:
+    def log_scale(self, dim: int) -> Tensor | float:
         """log|scale|, to be broadcast against a batch with ``dim`` dimensions."""
 
     def apply(self, x: Tensor) -> Tensor:
@@ -114,18 +112,20 @@ class ElementwiseAffineStep(LinearStep):
                 raise InputError(f"{self.where} has parameters of shape {tuple(part.shape)}, got x {tuple(x.shape)}")
         return both
 
-    def log_abs_det(self, shape: Shape) -> Tensor:
+    def log_abs_det(self, shape: Shape) -> Tensor | float:
         log_scale = self.log_scale(len(shape) + 1)
+        if not isinstance(log_scale, Tensor):
+            return prod(shape) * log_scale
         return log_scale.sum() * (prod(shape) // log_scale.numel())
 
-    def expand(self, x: Tensor, context: Tensor | None) -> Expansion:
+    def linearize(self, x: Tensor, context: Tensor | None) -> Linearization:
         value = self.encode(x, context)[0]  # first, since it may initialise the scale
         scale, _ = self.scale_shift(x.dim())
 
         def scaled(tangent: Tensor) -> Tensor:
             return tangent / scale if self.inverted else tangent * scale
 
-        return Expansion(value, scaled, scaled)
+        return Linearization(value, scaled, scaled)
 
 
 def _broadcasts_to(small: Shape, large: Shape) -> bool:

@@ -16,13 +16,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ebflow_plugin.errors import InputError
-from ebflow_plugin.layers import FullLinear
-from ebflow_plugin.linalg.convolution import structure
-from ebflow_plugin.linalg.dense import Dense, KeptLU
-from ebflow_plugin.linalg.operators import Operator, dense_operator, single_at_least
-from ebflow_plugin.plan.step import Blocks, Expansion, LinearStep, Shape, Shapes
+from ebflow_plugin.linalg.dense import Dense, KeptLU, is_traced
+from ebflow_plugin.linalg.operators import DenseOperator, LinearOperator, single_at_least
+from ebflow_plugin.plan.step import Linearization, LinearStep, Shape, Shapes
 
-__all__ = ["FullStep", "MatrixStep", "MixingStep", "TriangularStep"]
+__all__ = ["FullConvStep", "FullLinearStep", "FullStep", "MatrixStep", "MixingStep", "TriangularStep"]
 
 
 class MixingStep(LinearStep):
@@ -45,7 +43,8 @@ class MixingStep(LinearStep):
         Raises:
             InputError: If the matrix does not fit x.
         """
-        self.copies(tuple(x.shape[1:]))
+        if self.images or x.dim() != 2 or x.shape[1] != self.features:
+            self.copies(tuple(x.shape[1:]))
         return x
 
     def copies(self, shape: Shape) -> int:
@@ -73,6 +72,10 @@ class MixingStep(LinearStep):
         if self.images:
             return F.conv2d(x, weight[:, :, None, None], bias)
         return F.linear(x, weight, bias)
+
+    def multiply_transposed(self, y: Tensor, weight: Tensor) -> Tensor:
+        """Wᵀ y. As a product with W itself, so that the gradient of W has the layout of W."""
+        return self.multiply(y, weight.mT) if self.images else y @ weight
 
     def placed(self, bias: Tensor | None) -> Tensor | float:
         """b, in a shape to be added to a batch."""
@@ -110,9 +113,6 @@ class MatrixStep(MixingStep):
     def features(self) -> int:
         return self.weight().shape[0]
 
-    def determinant(self, shapes: Shapes | None) -> int | None:
-        return self.features
-
     def apply(self, x: Tensor) -> Tensor:
         return self.multiply(self.checked(x), self.weight().mT if self.transposed else self.weight(), self.bias())
 
@@ -129,16 +129,16 @@ class MatrixStep(MixingStep):
     def log_abs_det(self, shape: Shape) -> Tensor:
         return self._lu.log_abs_det(self.weight()) * self.copies(shape)
 
-    def operator(self, shape: Shape) -> Operator:
+    def operator(self, shape: Shape | None) -> LinearOperator:
         weight = single_at_least(self.weight())
-        return dense_operator(weight.mT if self.transposed else weight, times=self.copies(shape))
+        return DenseOperator(weight.mT if self.transposed else weight, 1 if shape is None else self.copies(shape))
 
-    def expand(self, x: Tensor, context: Tensor | None) -> Expansion:
+    def linearize(self, x: Tensor, context: Tensor | None) -> Linearization:
         weight = self.weight().mT if self.transposed else self.weight()
-        return Expansion(
+        return Linearization(
             value=self.apply(x),
             push=lambda tangent: self.multiply(tangent, weight),
-            pull=lambda adjoint: self.multiply(adjoint, weight.mT),
+            pull=lambda adjoint: self.multiply_transposed(adjoint, weight),
         )
 
 
@@ -175,8 +175,8 @@ class TriangularStep(MixingStep):
     def apply(self, x: Tensor) -> Tensor:
         return self._affine(x)[0]
 
-    def expand(self, x: Tensor, context: Tensor | None) -> Expansion:
-        return Expansion(*self._affine(x))
+    def linearize(self, x: Tensor, context: Tensor | None) -> Linearization:
+        return Linearization(*self._affine(x))
 
     def _affine(self, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
         """The value at x, the linear part, and its transpose, all with the same factors."""
@@ -189,7 +189,7 @@ class TriangularStep(MixingStep):
             return (
                 self.multiply(self.checked(x), weight, self.bias()),
                 lambda tangent: self.multiply(tangent, weight),
-                lambda adjoint: self.multiply(adjoint, weight.mT),
+                lambda adjoint: self.multiply_transposed(adjoint, weight),
             )
 
         def push(tangent: Tensor) -> Tensor:  # two products in O(B·D²); multiplying the factors would take O(D³)
@@ -220,28 +220,37 @@ class TriangularStep(MixingStep):
         return self.log_diagonal().sum() * self.copies(shape)
 
 
-class FullStep(LinearStep):
-    """A FullLinear or FullConv2d of ours, in its density direction."""
+class FullLinearStep(MatrixStep):
+    """A FullLinear of ours. It shares the layer's own cache of factorisations."""
+
+    reason = "full, unconstrained"
+
+    def __init__(self, module: Any, path: str, inverted: bool = False) -> None:
+        super().__init__(module, path, inverted)
+        self._lu = module._lu
+
+    def weight(self) -> Tensor:
+        weight: Tensor = self.module.weight
+        return weight
+
+    def bias(self) -> Tensor | None:
+        bias: Tensor | None = self.module.bias
+        return bias
+
+    @property
+    def features(self) -> int:
+        features: int = self.module.features
+        return features
+
+    def library_flaw(self, shape: Shape) -> str | None:
+        return None
+
+
+class FullConvStep(LinearStep):
+    """A FullConv2d of ours."""
 
     closed_form = "forward"
     reason = "full, unconstrained"
-
-    def blocks(self, shapes: Shapes | None) -> Blocks | None:
-        if isinstance(self.module, FullLinear):
-            return Blocks(self.module.features)
-        if shapes is None:
-            return Blocks(None)
-        geometry = self.module.setting.geometry(self.encoded_shapes(shapes)[0] if self.inverted else shapes[0])
-        kind, group = structure(geometry), geometry.group
-        if kind in ("patches", "fourier"):  # one block for all cells of stride × stride pixels, or one per frequency
-            cells = group.rows.out * group.columns.out if kind == "fourier" else 1
-            return Blocks(group.out_channels, cells * geometry.groups)
-        return Blocks(group.size, geometry.groups, kind == "band")
-
-    def determinant(self, shapes: Shapes | None) -> int | None:
-        if isinstance(self.module, FullLinear):
-            return self.module.features
-        return None if shapes is None else prod(shapes[0])
 
     def apply(self, x: Tensor) -> Tensor:
         result: Tensor = self.module.transform(x)
@@ -251,36 +260,36 @@ class FullStep(LinearStep):
         result: Tensor = self.module.invert(y)
         return result
 
-    def encode(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, None]:
-        if not self.inverted:
-            return self.apply(x), None
-        if not isinstance(self.module, FullLinear):
-            return self.invert(x), None
-        self.module.input_shape(tuple(x.shape[1:]))
-        shifted = x if self.module.bias is None else x - self.module.bias
-        return solved(self.module.weight, shifted.flatten(0, -2)).reshape(x.shape), None
+    def decode(self, z: Tensor, context: Tensor | None) -> Tensor:
+        plain = torch._C._functorch.peek_interpreter_stack() is None  # no transform of torch.func
+        if self.inverted or not (plain and is_traced(self.module.weight)):
+            result: Tensor = super().decode(z, context)
+            return result
+        result = self.module.invert_once(z)  # in training, a sample is differentiated once
+        return result
 
     def log_abs_det(self, shape: Shape) -> Tensor:
         result: Tensor = self.module.log_det(shape)
         return result
 
-    def operator(self, shape: Shape) -> Operator:
-        operator: Operator = self.module.operator(shape)
+    def operator(self, shape: Shape | None) -> LinearOperator | None:
+        operator: LinearOperator | None = None if shape is None else self.module.operator(shape)
         return operator
 
     def forward_shapes(self, shapes: Shapes) -> Shapes:
-        if isinstance(self.module, FullLinear) and shapes[0][-1:] == (self.module.features,):
-            return shapes
         return (self.module.output_shape(shapes[0]),)
 
     def inverse_shapes(self, shapes: Shapes) -> Shapes:
-        if isinstance(self.module, FullLinear):
-            return self.forward_shapes(shapes)
         return (self.module.input_shape(shapes[0]),)
 
-    def expand(self, x: Tensor, context: Tensor | None) -> Expansion:
-        value = self.module.transform(x)
-        return Expansion(value, self.module.multiply, lambda adjoint: self.module.multiply_transposed(adjoint, x.shape))
+    def linearize(self, x: Tensor, context: Tensor | None) -> Linearization:
+        layer = self.module
+        return Linearization(
+            layer.transform(x), layer.multiply, lambda adjoint: layer.multiply_transposed(adjoint, x.shape)
+        )
+
+
+FullStep = FullLinearStep | FullConvStep
 
 
 def solved(weight: Tensor, rows: Tensor) -> Tensor:

@@ -16,7 +16,8 @@ of that model and uses the module's own parameters. Nothing is copied, and nothi
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -24,46 +25,42 @@ from torch import Tensor
 from ebflow_plugin.errors import (
     EBFlowError,
     InputError,
-    NoInverseError,
     SingularError,
     UnsupportedStepError,
     blame,
-    refuse_precision,
+    no_inverse,
+    refuse_inference_tensors,
 )
 from ebflow_plugin.linalg.dense import is_readable
+from ebflow_plugin.plan.inputs import usable
 from ebflow_plugin.plan.smoothness import stochastic_parts
 from ebflow_plugin.plan.step import Base, LinearStep, Part, Shape, Shapes, Step
 from ebflow_plugin.plan.values import Value, per_sample, pop
 
-__all__ = ["Plan"]
+__all__ = ["Plan", "score_of"]
 
 
 @dataclass(frozen=True)
 class Plan:
     """The ordered steps of a flow from data to noise, and its base density.
 
+    It is the energy as a pure function of tensors: no call changes it, and none looks whether the flow has changed.
+    A slice of a plan, ``plan[start:]``, has some of its steps, and the same base.
+
     Attributes:
         steps: The steps, in density order.
         base: The base density.
         embedding: The embedding of the context before the steps (an nflows ``embedding_net``), if there is one.
         adapter: The name of the adapter that built the plan.
-        event_shape: The event shape of the data, if the base defines that of its latents and every step is known.
     """
 
     steps: tuple[Step, ...]
     base: Base
     embedding: Callable[[Tensor | None], Tensor | None] | None = None
     adapter: str = ""
-    event_shape: Shape | None = field(init=False)
 
-    def __post_init__(self) -> None:
-        # Computed once, and not in properties, for torch.compile.
-        object.__setattr__(self, "_embedding", () if self.embedding is None else stochastic_parts(self.embedding))
-        object.__setattr__(self, "event_shape", self._event_shape())
-        object.__setattr__(self, "_doubtful", tuple(part for part in self.parts() if part.may_be_refused))
-        object.__setattr__(
-            self, "_late", tuple(step for step in self.steps if type(step).initialised is not Step.initialised)
-        )
+    def __getitem__(self, part: slice) -> Plan:
+        return replace(self, steps=self.steps[part])
 
     def parts(self) -> tuple[Part, ...]:
         """The steps and the base."""
@@ -75,6 +72,7 @@ class Plan:
         Raises:
             InputError: If there is no context, and the embedding network needs one.
         """
+        context = None if context is None else usable(context)
         if self.embedding is None:
             return context
         try:
@@ -85,17 +83,27 @@ class Plan:
                     f"the flow is conditional, and no context was given: its {type(self.embedding).__name__} embeds "
                     "one. Pass context=."
                 ) from error
+            refuse_inference_tensors(error, self.embedding, "embedding")
             raise
 
     def energy(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         """Computes E(x) (Eq. 9), with shape ``(B,)``. No log-det of a linear step is computed."""
-        return self.energy_from(0, (x,), self.embed(context))
+        return self.energy_from(0, (x,), self.embed(context))[0]
 
-    def energy_from(self, start: int, stack: tuple[Tensor, ...], context: Tensor | None) -> Tensor:
-        """The contribution to E of the base and the steps from ``start`` on, given the stack of tensors before them."""
+    def score(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        """Computes -dE/dx, with the shape of x, and with a graph if grad mode is on."""
+        return score_of(lambda point: self.energy(point, context), x)
+
+    def energy_from(
+        self, start: int, stack: tuple[Tensor, ...], context: Tensor | None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The contribution to E of the base and the steps from ``start`` on, given the stack before them; the latents.
+
+        The context is the embedded one.
+        """
         latents, log_det = self.encode(stack, context, start=start)
         log_prob = self.base_log_prob(latents, context)
-        return -log_prob if log_det is None else -(log_prob + log_det)
+        return -log_prob if log_det is None else -(log_prob + log_det), latents
 
     def base_log_prob(self, latents: tuple[Tensor, ...], context: Tensor | None) -> Tensor:
         """Log p_u of latents, with shape ``(B,)``. The context is the embedded one."""
@@ -142,14 +150,21 @@ class Plan:
             try:
                 value = step.decode(value, context)
             except NotImplementedError as error:
-                refuse_precision(error, step.where)
-                raise NoInverseError(
-                    f"the model cannot be sampled: one of its steps has no inverse\n  {step.where}"
-                ) from error
+                no_inverse("one of its steps has no inverse", step.where, error, latents[0].dtype)
             except Exception as error:
                 blame(error, step, value, context)
             stack.extend((value,) if isinstance(value, Tensor) else value)
         return stack[0]
+
+    @cached_property
+    def closed_steps(self) -> int:
+        """The number of leading steps with derivatives in closed form."""
+        return next((place for place, step in enumerate(self.steps) if not step.closed), len(self.steps))
+
+    @cached_property
+    def _starting(self) -> tuple[Step, ...]:
+        """The steps with a data-dependent initialisation, pending or not."""
+        return tuple(step for step in self.steps if type(step).initialised is not Step.initialised)
 
     def waits_for_data(self) -> bool:
         """Whether a step in training mode still needs its data-dependent initialisation.
@@ -160,7 +175,7 @@ class Plan:
 
     def uninitialised(self) -> list[Step]:
         """The steps that still need their data-dependent initialisation, in training mode or not."""
-        return [step for step in self._late if not step.initialised]  # type: ignore[attr-defined]
+        return [step for step in self._starting if not step.initialised]
 
     def initialize(self, x: Tensor, context: Tensor | None = None) -> None:
         """Maps a batch without added noise to noise, and initialises each step from its input."""
@@ -174,6 +189,14 @@ class Plan:
             shapes, stack = tuple(stack[-step.takes :]), stack[: -step.takes]
             yield step, shapes
             stack.extend(step.encoded_shapes(shapes))
+
+    def latent_shapes(self, event_shape: Shape) -> Shapes:
+        """The event shapes of the outputs of the last step, for data of this event shape."""
+        stack = [event_shape]
+        for step in self.steps:
+            shapes, stack = tuple(stack[-step.takes :]), stack[: -step.takes]
+            stack.extend(step.encoded_shapes(shapes))
+        return tuple(stack)
 
     def log_dets(
         self, event_shape: Shape, like: Tensor, without: Collection[LinearStep] = ()
@@ -210,7 +233,9 @@ class Plan:
                 )
         return -values.sum()
 
-    def _event_shape(self) -> Shape | None:
+    @cached_property
+    def event_shape(self) -> Shape | None:
+        """The event shape of the data, if the base defines that of its latents and every step is known."""
         if self.base.shapes is None or not all(step.known for step in self.steps):
             return None
         stack = list(self.base.shapes)
@@ -219,20 +244,42 @@ class Plan:
             stack.extend(step.decoded_shapes(shapes))
         return stack[0]
 
+    @cached_property
+    def _refusable(self) -> tuple[Part, ...]:
+        """The parts that can be refused in some mode: the others are not asked on each call."""
+        return tuple(part for part in self.parts() if part.may_be_refused)
+
     def refuse(self) -> None:
         """Raises :class:`UnsupportedStepError`, listing every step that cannot be part of an energy in its mode."""
-        refused = []
-        for part in self._doubtful:  # type: ignore[attr-defined]  # plain loops: torch.compile traces them
-            why = part.refusal()
-            if why is not None:
-                refused.append(f"{part.where}: {why}")
-        for refusal in self._embedding:  # type: ignore[attr-defined]
-            why = refusal()
-            if why is not None:
-                refused.append(f"the network that embeds the context {why}")
+        refused = [f"{part.where}: {why}" for part in self._refusable if (why := part.refusal()) is not None]
+        embedding = () if self.embedding is None else stochastic_parts(self.embedding)
+        refused += [f"the network that embeds the context {why}" for refusal in embedding if (why := refusal())]
         if refused:
             raise UnsupportedStepError(
                 f"{len(refused)} of {len(self.steps)} steps cannot be wrapped (adapter {self.adapter!r})\n  "
                 + "\n  ".join(refused)
                 + "\nRemove them, or put the model in eval() where that makes the step deterministic."
             )
+
+
+def score_of(energy: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """The negative gradient of an energy at x, with a graph if grad mode is on, so that losses of it can be trained.
+
+    Example:
+        >>> score_of(lambda x: 0.5 * x.square().sum(1), torch.ones(1, 2)).detach()
+        tensor([[-1., -1.]])
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # inside a transform of torch.func
+        score: Tensor = -torch.func.grad(lambda point: energy(point).sum())(x)
+        return score
+    differentiable = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    with torch.inference_mode(False), torch.enable_grad():
+        if not (differentiable and x.requires_grad):
+            x = usable(x).detach().requires_grad_()
+        total = energy(x).sum()
+        if not total.requires_grad:  # a uniform base density, and only linear steps
+            return torch.zeros_like(x)
+        (gradient,) = torch.autograd.grad(
+            total, x, create_graph=differentiable, allow_unused=True, materialize_grads=True
+        )
+    return -gradient

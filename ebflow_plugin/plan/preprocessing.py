@@ -9,7 +9,6 @@ includes the log-dets of the preprocessing.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from copy import copy
 from math import log, pi, prod
 from typing import Any
 
@@ -22,12 +21,13 @@ from ebflow_plugin.linalg.random import at_least, gaussian_like, uniform_like
 from ebflow_plugin.plan.derivatives import transformed
 from ebflow_plugin.plan.elementwise import Curve, ElementwiseStep, logit_curve, sigmoid_curve
 from ebflow_plugin.plan.inputs import is_number, one_of
+from ebflow_plugin.plan.linear import ElementwiseAffineStep
 from ebflow_plugin.plan.plan import Plan
-from ebflow_plugin.plan.step import Expansion, LinearStep, Shape, Step
+from ebflow_plugin.plan.step import Linearization, Shape, Step
+from ebflow_plugin.plan.values import summed
 
 __all__ = [
     "Dequantize",
-    "DequantizeStep",
     "Logit",
     "Rescale",
     "Standardize",
@@ -73,13 +73,25 @@ class Dequantize(nn.Module):
         Dequantize(levels=16, noise='smooth')
     """
 
-    levels: int
-    noise: str = "uniform"  # for modules that were pickled before the option existed
-
     def __init__(self, levels: int = 256, noise: str = "uniform") -> None:
         super().__init__()
         self.levels = at_least(2, "levels", levels)
         self.noise = one_of("noise", noise, ("uniform", "smooth"))
+        self._checked = False  # whether a batch on another device than the CPU was checked
+
+    def dequantize(self, x: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        """Draws v. Returns it, and -D·log(levels) - log q(u), the logarithm of its volume, with shape ``(B,)``."""
+        if not (x.is_meta or transformed()) and (x.device.type == "cpu" or not self._checked):
+            self.refuse(x)
+            self._checked = True
+        noise, log_volume = (_uniform_noise if self.noise == "uniform" else _smooth_noise)(x, generator)
+        top = 1.0 - torch.finfo(x.dtype).eps / 2  # (255 + u) / 256 can round to 1, where a logit is infinite
+        unit = ((x + noise) / self.levels).clamp(max=top)
+        return unit.masked_fill(self.odd(x), float("nan")), log_volume - prod(x.shape[1:]) * log(self.levels)
+
+    def quantize(self, v: Tensor) -> Tensor:
+        """The integers of which v are dequantised values."""
+        return torch.floor(v * self.levels).clamp(0, self.levels - 1)
 
     def odd(self, x: Tensor) -> Tensor:
         """Where x is no integer from 0 to ``levels - 1``. NaN, which stays NaN, does not count."""
@@ -205,110 +217,59 @@ class Logit(nn.Module):
     """
 
 
-class DequantizeStep(LinearStep):
-    """A :class:`Dequantize` in front of a flow: its log-det is a constant; smooth noise adds its own log-density."""
-
-    _seen = False  # whether a batch was checked
-    _generator: torch.Generator | None = None
-
-    @property
-    def reason(self) -> str:  # type: ignore[override]
-        """What the step does."""
-        return "adds noise, divides" if self.module.noise == "uniform" else "adds smooth noise (a bound), divides"
-
-    def apply(self, x: Tensor) -> Tensor:
-        return self.dequantize(x, self._generator)[0]
-
-    def encode(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return self.dequantize(x, self._generator)
-
-    def drawing(self, generator: torch.Generator | None) -> DequantizeStep:
-        """The same step, with a generator for its noise."""
-        step = copy(self)
-        step._generator = generator
-        return step
-
-    def dequantize(self, x: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor | None]:
-        """Adds noise u and divides by the levels; returns also -log q(u), with shape (B,), if u is not uniform."""
-        if not (x.is_meta or transformed()) and (x.device.type == "cpu" or not self._seen):
-            self.module.refuse(x)
-            self._seen = True
-        noise, surplus = _uniform_noise(x, generator) if self.module.noise == "uniform" else _smooth_noise(x, generator)
-        top = 1.0 - torch.finfo(x.dtype).eps / 2  # (255 + u) / 256 can round to 1, where a logit is infinite
-        unit = ((x + noise) / self.module.levels).clamp(max=top)
-        return unit.masked_fill(self.module.odd(x), float("nan")), surplus
-
-    def invert(self, y: Tensor) -> Tensor:
-        return torch.floor(y * self.module.levels).clamp(0, self.module.levels - 1)
-
-    def log_abs_det(self, shape: Shape) -> float:
-        return -prod(shape) * log(self.module.levels)
-
-
-def _uniform_noise(x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, None]:
-    return uniform_like(x, generator), None
+def _uniform_noise(x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+    return uniform_like(x, generator), x.new_zeros(len(x))
 
 
 def _smooth_noise(x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
     """Draws u = sigmoid(t), t standard normal, and computes -log q(u) = t²/2 + log(2π)/2 + log u + log(1 - u)."""
     t = gaussian_like(x, generator)
-    surplus = 0.5 * t.square() + 0.5 * log(2.0 * pi) + F.logsigmoid(t) + F.logsigmoid(-t)
-    return torch.sigmoid(t), surplus.flatten(1).sum(1)
+    log_volume = 0.5 * t.square() + 0.5 * log(2.0 * pi) + F.logsigmoid(t) + F.logsigmoid(-t)
+    return torch.sigmoid(t), summed(log_volume)
 
 
-class RescaleStep(LinearStep):
+class RescaleStep(ElementwiseAffineStep):
     """A :class:`Rescale` in front of a flow."""
 
-    closed_form = "both"
-    reason = "elementwise affine"
+    def scale_shift(self, dim: int) -> tuple[float, float]:
+        return self.module.scale, self.module.shift
 
-    def apply(self, x: Tensor) -> Tensor:
-        return x * self.module.scale + self.module.shift
-
-    def invert(self, y: Tensor) -> Tensor:
-        return (y - self.module.shift) / self.module.scale
-
-    def log_abs_det(self, shape: Shape) -> float:
-        return prod(shape) * log(self.module.scale)
-
-    def expand(self, x: Tensor, context: Tensor | None) -> Expansion:
-        scale = 1.0 / self.module.scale if self.inverted else self.module.scale
-        return Expansion(self.encode(x, context)[0], lambda tangent: tangent * scale, lambda adjoint: adjoint * scale)
+    def log_scale(self, dim: int) -> float:
+        return log(self.module.scale)
 
 
-class StandardizeStep(LinearStep):
+class StandardizeStep(ElementwiseAffineStep):
     """A :class:`Standardize` in front of a flow."""
 
-    closed_form = "both"
-    reason = "elementwise affine"
+    sensitive = True  # only after it do all features have the same scale, so that one noise level fits them
 
-    @property
-    def sensitive(self) -> bool:
-        return True  # only after it do all features have the same scale, so that one noise level fits them
+    def scale_shift(self, dim: int) -> tuple[Tensor, Tensor]:
+        return 1.0 / self.module.std, -self.module.mean / self.module.std
 
-    def apply(self, x: Tensor) -> Tensor:
+    def log_scale(self, dim: int) -> Tensor:
+        return -self.module.std.log()
+
+    def apply(self, x: Tensor) -> Tensor:  # the mean first: the difference is exact where it is small
         return (x - self.module.mean.to(x)) / self.module.std.to(x)
 
     def invert(self, y: Tensor) -> Tensor:
         return y * self.module.std.to(y) + self.module.mean.to(y)
 
-    def log_abs_det(self, shape: Shape) -> Tensor:
-        if tuple(shape) != tuple(self.module.std.shape):
-            raise InputError(f"{self.where} is for data of shape {tuple(self.module.std.shape)}, got {tuple(shape)}")
-        return -self.module.std.log().sum()
-
-    def expand(self, x: Tensor, context: Tensor | None) -> Expansion:
+    def linearize(self, x: Tensor, context: Tensor | None) -> Linearization:
         std = self.module.std.to(x)
         scale = std if self.inverted else 1.0 / std
-        return Expansion(self.encode(x, context)[0], lambda tangent: tangent * scale, lambda adjoint: adjoint * scale)
+        return Linearization(self.encode(x, context)[0], lambda v: v * scale, lambda adjoint: adjoint * scale)
+
+    def log_abs_det(self, shape: Shape) -> Tensor | float:
+        if tuple(shape) != tuple(self.module.std.shape):
+            raise InputError(f"{self.where} is for data of shape {tuple(self.module.std.shape)}, got {tuple(shape)}")
+        return super().log_abs_det(shape)
 
 
 class LogitStep(ElementwiseStep):
     """A :class:`Logit` in front of a flow."""
 
-    @property
-    def sensitive(self) -> bool:
-        return True
+    sensitive = True
 
     def forward_curve(self, x: Tensor, context: Tensor | None) -> Curve:
         return logit_curve(x)
@@ -317,69 +278,70 @@ class LogitStep(ElementwiseStep):
         return sigmoid_curve(y)
 
 
-_STEPS: dict[type, type[Step]] = {
-    Dequantize: DequantizeStep,
-    Rescale: RescaleStep,
-    Logit: LogitStep,
-    Standardize: StandardizeStep,
-}
+_STEPS: dict[type, type[Step]] = {Rescale: RescaleStep, Logit: LogitStep, Standardize: StandardizeStep}
 
 
 def preprocessing_steps(modules: Sequence[Any]) -> tuple[Step, ...]:
-    """The steps of ``wrap(..., preprocess=modules)``.
+    """The steps of ``wrap(..., preprocess=modules)``. A :class:`Dequantize`, which is random, is none of them.
 
     Example:
-        >>> [step.path for step in preprocessing_steps([Rescale(0.1, 0.9), Logit()])]
-        ['preprocess.0', 'preprocess.1']
+        >>> [step.path for step in preprocessing_steps([Dequantize(), Rescale(0.1, 0.9), Logit()])]
+        ['preprocess.1', 'preprocess.2']
     """
+    steps = []
     for place, module in enumerate(modules):
-        if type(module) not in _STEPS:
-            valid = ", ".join(cls.__name__ for cls in _STEPS)
+        if isinstance(module, Dequantize):
+            if place:
+                raise InputError("Dequantize must come first: it takes the integers of the data")
+        elif type(module) in _STEPS:
+            steps.append(_STEPS[type(module)](module, f"preprocess.{place}"))
+        else:
+            valid = ", ".join(cls.__name__ for cls in (Dequantize, *_STEPS))
             raise InputError(
                 f"preprocess[{place}] is {type(module).__name__}; valid: {valid}. Put other maps in the flow."
             )
-        if isinstance(module, Dequantize) and place:
-            raise InputError("Dequantize must come first: it takes the integers of the data")
-    return tuple(_STEPS[type(module)](module, f"preprocess.{place}") for place, module in enumerate(modules))
+    return tuple(steps)
 
 
-def boundary(plan: Plan, match_after: str | int | None) -> int:
+def boundary(plan: Plan, match_after: str | int | None, dequantized: bool = False) -> int:
     """The number of leading steps of a plan that are preprocessing: the matched variable begins after them.
 
     Arguments:
         plan: The whole plan.
         match_after: ``"auto"`` for the longest leading run of steps without parameters that ends in a numerically
-            sensitive one; the path or the index of the last preprocessing step; None for no preprocessing (except a
-            :class:`Dequantize`, which always is). It does not matter whether parameters are frozen: a flow that is
-            frozen, or fine-tuned only in its last layer, has the same objective.
+            sensitive one; the path or the index of the last preprocessing step; None for no preprocessing. It does not
+            matter whether parameters are frozen: a flow that is frozen, or fine-tuned only in its last layer, has the
+            same objective.
+        dequantized: Whether a :class:`Dequantize` comes before the plan. It is always preprocessing, and has index 0.
 
     Raises:
         InputError: If the prefix returns more than one tensor.
         UnknownNameError: If the flow has no such step.
     """
-    noisy = int(bool(plan.steps) and isinstance(plan.steps[0], DequantizeStep))  # integers have no score
     if match_after is None:
-        return noisy
+        return 0
     if match_after == "auto":
-        count = noisy
+        count = 0
         for place, step in enumerate(plan.steps):
             if any(True for _ in _parameters(step)) or step.takes != 1 or step.gives != 1:
                 break
             if step.sensitive:
                 count = place + 1
         return count
+    before = ["preprocess.0"] if dequantized else []
+    paths = [*before, *(step.path for step in plan.steps)]
     if isinstance(match_after, int) and not isinstance(match_after, bool):
-        if not 0 <= match_after < len(plan.steps):
-            raise InputError(f"match_after is {match_after}, but the flow has the steps 0 to {len(plan.steps) - 1}")
-        count = match_after + 1
+        if not 0 <= match_after < len(paths):
+            raise InputError(f"match_after is {match_after}, but the flow has the steps 0 to {len(paths) - 1}")
+        last = match_after
     else:
-        paths = [step.path for step in plan.steps]
         inside = [
             place for place, path in enumerate(paths) if path == match_after or path.startswith(f"{match_after}.")
         ]
         if not inside:
             raise UnknownNameError(f"match_after names no step {match_after!r}. {suggest(str(match_after), paths)}")
-        count = inside[-1] + 1
+        last = inside[-1]
+    count = last + 1 - len(before)
     if any(step.takes != 1 or step.gives != 1 for step in plan.steps[:count]):
         raise InputError(f"match_after={match_after!r} is after a split: the matched variable must be one tensor")
     return count

@@ -7,20 +7,20 @@ one convolution each for a convolution.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isnan, prod
 
 import torch
 from torch import Generator, Tensor
 
-from ebflow_plugin.errors import ConditioningWarning
-from ebflow_plugin.linalg.bidiagonal import LinearMap, bidiagonalise
-from ebflow_plugin.linalg.random import gaussian_like, signs
-from ebflow_plugin.plan.matrices import FullStep, MatrixStep
+from ebflow_plugin.errors import ConditioningWarning, warn
+from ebflow_plugin.linalg.bidiagonal import bidiagonalise
+from ebflow_plugin.linalg.operators import LinearOperator
+from ebflow_plugin.linalg.random import gaussian_like, signs_like
+from ebflow_plugin.plan.matrices import FullConvStep, MatrixStep
 from ebflow_plugin.plan.plan import Plan
-from ebflow_plugin.plan.step import Shape, Step
+from ebflow_plugin.plan.step import LinearStep, Shape
 
 __all__ = ["ConditionWatch", "FullLayer", "Spectrum", "conditioning_penalty", "estimate_spectrum", "full_layers"]
 
@@ -32,28 +32,21 @@ SMALL = 0.01  # the penalty acts on singular values below this fraction of their
 
 @dataclass(frozen=True)
 class FullLayer:
-    """The linear part of a full layer, in its module's own direction.
+    """A full layer of a plan.
 
     Attributes:
         step: The step of the plan.
-        shape: The event shape of its input.
-        product: W v for a batch of one, differentiable in the layer's parameters.
+        shape: The event shape of the input of its module.
     """
 
-    step: Step
+    step: LinearStep
     shape: Shape
-    product: Callable[[Tensor], Tensor]
 
-    def transposed(self, u: Tensor) -> Tensor:
-        """Wᵀ u, without a graph."""
-        with torch.enable_grad():
-            v = u.new_zeros((1, *self.shape), requires_grad=True)
-            (result,) = torch.autograd.grad(self.product(v), v, u)
-        return result
-
-    def like(self) -> Tensor:
-        """A tensor of the layer's dtype, on its device."""
-        return next(self.step.module.parameters()).detach()
+    def operator(self) -> LinearOperator:
+        """Its linear part at the current parameters, which may be swapped at any time."""
+        operator = self.step.operator(self.shape)
+        assert operator is not None
+        return operator
 
 
 @dataclass(frozen=True)
@@ -97,11 +90,10 @@ class ConditionWatch:
                     f"least {spectrum.condition:.1e}"
                 )
         if lines:
-            warnings.warn(
+            warn(
                 f"step {step}: {len(lines)} of {len(self.layers)} full layers are close to singular, where log Z and "
                 "samples break\n  " + "\n  ".join(lines) + f"\n{self.advice}",
                 ConditioningWarning,
-                stacklevel=3,
             )
         return spectra
 
@@ -121,15 +113,11 @@ def full_layers(plan: Plan, event_shape: Shape) -> list[FullLayer]:
         >>> [layer.step.path for layer in full_layers(model.plan, (3,))]
         ['_transform']
     """
-    layers = []
-    for step, shapes in plan.shapes(event_shape):
-        if isinstance(step, MatrixStep):
-            layers.append(FullLayer(step, (step.weight().shape[0],), _matrix_product(step)))
-        elif isinstance(step, FullStep):
-            shape = step.inverse_shapes(shapes)[0] if step.inverted else shapes[0]
-            features: int | None = getattr(step.module, "features", None)
-            layers.append(FullLayer(step, shape if features is None else (features,), _full_product(step)))
-    return [layer for layer in layers if any(True for _ in layer.step.module.parameters())]
+    return [
+        FullLayer(step, step.own_shape(shapes))
+        for step, shapes in plan.shapes(event_shape)
+        if isinstance(step, (MatrixStep, FullConvStep)) and any(True for _ in step.module.parameters())
+    ]
 
 
 def estimate_spectrum(layer: FullLayer, steps: int = LANCZOS_STEPS) -> Spectrum:
@@ -150,9 +138,10 @@ def estimate_spectrum(layer: FullLayer, steps: int = LANCZOS_STEPS) -> Spectrum:
         >>> round(estimate_spectrum(layer).condition, 3)
         8.0
     """
-    size = prod(layer.shape)
-    start = gaussian_like(layer.like().new_empty(1, size), Generator().manual_seed(0))
-    bands = bidiagonalise(LinearMap(layer.product, layer.shape, start), start, min(steps, size))
+    operator = layer.operator()
+    size = prod(operator.shape)
+    start = gaussian_like(operator.like.new_empty(1, size), Generator().manual_seed(0))
+    bands = bidiagonalise(operator, start, min(steps, size))
     matrix = bands.matrices()[0].cpu()
     if not matrix.isfinite().all():
         return Spectrum(float("nan"), float("nan"))
@@ -182,14 +171,14 @@ def conditioning_penalty(layers: list[FullLayer], generator: Generator | None = 
     """
     total: Tensor | None = None
     for layer in layers:
-        like = layer.like()
-        probe = signs((1, *layer.shape), like, generator)
+        operator = layer.operator()
+        probe = signs_like(operator.like.new_empty(1, *operator.shape), generator)
         with torch.no_grad():
-            image = layer.product(probe)
+            image = operator.apply(probe)
             delta = SMALL**2 * image.square().mean()  # E ‖W v‖² is the sum of the squared singular values
-            solution = _conjugate_gradients(layer, probe, delta)
+            solution = _conjugate_gradients(operator, probe, delta)
             value = delta * (probe * solution).sum()
-        surrogate = -delta * layer.product(solution).square().sum()
+        surrogate = -delta * operator.apply(solution).square().sum()
         term = surrogate - surrogate.detach() + value
         total = term if total is None else total + term
     if total is None:
@@ -197,31 +186,16 @@ def conditioning_penalty(layers: list[FullLayer], generator: Generator | None = 
     return total
 
 
-def _conjugate_gradients(layer: FullLayer, right: Tensor, delta: Tensor) -> Tensor:
+def _conjugate_gradients(operator: LinearOperator, right: Tensor, delta: Tensor) -> Tensor:
     """Solves (WᵀW + δI) y = right, approximately."""
     tiny = torch.finfo(right.dtype).tiny
     solution, residual, direction = torch.zeros_like(right), right, right
     square = residual.square().sum()
     for _ in range(min(CG_STEPS, right.numel())):
-        image = layer.transposed(layer.product(direction)) + delta * direction
+        image = operator.apply_transposed(operator.apply(direction)) + delta * direction
         length = square / (direction * image).sum().clamp_min(tiny)
         solution = solution + length * direction
         residual = residual - length * image
         before, square = square, residual.square().sum()
         direction = residual + (square / before.clamp_min(tiny)) * direction
     return solution
-
-
-def _matrix_product(step: MatrixStep) -> Callable[[Tensor], Tensor]:
-    return lambda v: v @ (step.weight() if step.transposed else step.weight().mT)
-
-
-def _full_product(step: FullStep) -> Callable[[Tensor], Tensor]:
-    if hasattr(step.module, "features"):
-        return lambda v: v @ step.module.weight.mT
-
-    def product(v: Tensor) -> Tensor:
-        image, constant = step.apply(torch.cat([v, torch.zeros_like(v)])).split(1)
-        return image - constant
-
-    return product

@@ -9,23 +9,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 
 from ebflow_plugin.errors import InputError
-from ebflow_plugin.linalg.operators import Operator
+from ebflow_plugin.linalg.operators import LinearOperator
 from ebflow_plugin.plan.smoothness import Smoothness, smoothness_of, stochastic_parts
 from ebflow_plugin.plan.values import Value, per_sample
 
 __all__ = [
     "Base",
-    "BaseExpansion",
-    "Blocks",
-    "Expandable",
-    "Expansion",
+    "Gaussian",
     "LinearStep",
     "Linearity",
+    "Linearization",
     "NonlinearStep",
     "Part",
     "Shape",
@@ -36,6 +34,7 @@ __all__ = [
 
 Shape = tuple[int, ...]
 Shapes = tuple[Shape, ...]
+Gaussian = Sequence[tuple[Tensor | float, Tensor | float]]  # mean and standard deviation of each tensor of latents
 
 
 class Linearity(str, Enum):
@@ -49,7 +48,7 @@ class Linearity(str, Enum):
 
 
 @dataclass(frozen=True)
-class Expansion:
+class Linearization:
     """The value and the derivatives of a step f at a point x.
 
     Attributes:
@@ -66,36 +65,6 @@ class Expansion:
     pull: Callable[[Any], Any]
     curvature: Callable[[Any, Any], Tensor] | None = None
     log_det: Callable[[], Tensor] | None = None
-
-
-class Expandable(Protocol):
-    """A step, or an operation inside a step: it pops tensors from a stack, and pushes its outputs."""
-
-    @property
-    def takes(self) -> int:
-        """The number of input tensors."""
-
-    @property
-    def gives(self) -> int:
-        """The number of output tensors."""
-
-    def expand(self, x: Any, context: Tensor | None) -> Expansion:
-        """The value and the derivatives at x."""
-
-
-@dataclass(frozen=True)
-class BaseExpansion:
-    """The value and the derivatives of the last term of E: a base density, and steps before it without closed form.
-
-    Attributes:
-        energy: Computes its contribution to E, with shape ``(B,)``.
-        slopes: The derivative of that with respect to each input tensor.
-        curvatures: The second derivative of that along each tangent.
-    """
-
-    energy: Callable[[], Tensor]
-    slopes: Sequence[Tensor]
-    curvatures: Callable[[Sequence[Sequence[Tensor]]], list[Tensor]]
 
 
 class Part:
@@ -126,15 +95,6 @@ class Part:
     def smoothness(self) -> Smoothness:
         """Whether the part's score is continuous."""
         return Smoothness.SMOOTH
-
-    @property
-    def closed(self) -> bool:
-        """Whether :meth:`expand` computes its first and second derivatives in closed form."""
-        return False
-
-    def expand(self, x: Any, context: Tensor | None) -> Any:
-        """The value and the derivatives at x: an :class:`Expansion` or, for a base, a :class:`BaseExpansion`."""
-        raise NotImplementedError(f"{self.where} has no closed form")
 
     @property
     def conditional(self) -> bool:
@@ -176,7 +136,7 @@ class Step(Part, ABC):
     """
 
     linearity: ClassVar[Linearity]
-    closed_form: ClassVar[Literal["none", "forward", "both"]] = "none"  # the module's directions that expand() knows
+    closed_form: ClassVar[Literal["none", "forward", "both"]] = "none"  # the module's directions that linearize() knows
     takes: int = 1
     gives: int = 1
     reason: str = ""
@@ -191,15 +151,12 @@ class Step(Part, ABC):
 
     @property
     def closed(self) -> bool:
+        """Whether :meth:`linearize` computes first and second derivatives in closed form."""
         return self.closed_form == "both" or (self.closed_form == "forward" and not self.inverted)
 
-    def operations(self, curved: bool = True) -> Sequence[Any] | None:
-        """The operations with closed-form derivatives that make up the step, or the step itself; None for autograd.
-
-        Arguments:
-            curved: Whether second derivatives are needed. For the gradient alone, autograd is as fast.
-        """
-        return (self,) if self.closed else None
+    def linearize(self, x: Any, context: Tensor | None) -> Linearization | None:
+        """The value and the derivatives at x; None if they have no closed form, so that autograd computes them."""
+        return None
 
     @property
     def sensitive(self) -> bool:
@@ -243,37 +200,6 @@ class Step(Part, ABC):
         """Maps towards data: the inverse of :meth:`encode`."""
 
 
-class Blocks(NamedTuple):
-    """The blocks of a matrix that its determinant is computed from.
-
-    Attributes:
-        size: The rows of a block; None if the shape is unknown.
-        number: The number of blocks.
-        banded: Whether they are banded, which costs less than dense.
-
-    Example:
-        >>> str(Blocks(4)), str(Blocks(4, 25)), str(Blocks(784, 1, True)), str(Blocks(None))
-        ('4 × 4 determinant', '25 determinants of 4 × 4', 'banded 784 × 784 determinant', 'D × D determinant')
-    """
-
-    size: int | None
-    number: int = 1
-    banded: bool = False
-
-    def __str__(self) -> str:
-        side = "D" if self.size is None else str(self.size)
-        band = "banded " if self.banded else ""
-        if self.number == 1:
-            return f"{band}{side} × {side} determinant"
-        return self.counted()
-
-    def counted(self, steps: int = 1) -> str:
-        """A noun phrase for a number of steps with such blocks."""
-        side, number = "D" if self.size is None else str(self.size), self.number * steps
-        band = "banded " if self.banded else ""
-        return f"{number} {band}determinant{'s' * (number > 1)} of {side} × {side}"
-
-
 class LinearStep(Step):
     """A step that is affine in x: its log-det is a constant, and :meth:`encode` never computes it.
 
@@ -283,23 +209,6 @@ class LinearStep(Step):
     linearity = Linearity.LINEAR
     reason = "affine in x"
     cost = "O(D)"
-
-    def determinant(self, shapes: Shapes | None) -> int | None:
-        """The size of the dense determinant that ``energy()`` skips; None if the log-det is cheap, or unknown.
-
-        Arguments:
-            shapes: The event shapes of the step's input, if known.
-        """
-        return None
-
-    def blocks(self, shapes: Shapes | None) -> Blocks | None:
-        """The factorisations that its log-det needs, and ``energy()`` skips; None if it needs none.
-
-        Arguments:
-            shapes: The event shapes of the step's input, if known.
-        """
-        size = self.determinant(shapes)
-        return None if size is None else Blocks(size)
 
     @abstractmethod
     def apply(self, x: Any) -> Any:
@@ -313,12 +222,16 @@ class LinearStep(Step):
     def log_abs_det(self, shape: Shape) -> Tensor | float:
         """log|det| of :meth:`apply` for inputs with this event shape; differentiable in the parameters."""
 
-    def operator(self, shape: Shape) -> Operator | None:
-        """The linear part of :meth:`apply`, as an operator, for inputs with this event shape.
+    def operator(self, shape: Shape | None) -> LinearOperator | None:
+        """The linear part of :meth:`apply`, as an operator, for inputs with this event shape, if it is known.
 
         None if the log-det is cheap, or its cost is unknown.
         """
         return None
+
+    def encoding_operator(self, shapes: Shapes | None) -> LinearOperator | None:
+        """:meth:`operator`, from the event shapes of the step's input in the density direction."""
+        return self.operator(None if shapes is None else self.own_shape(shapes))
 
     def own_shape(self, shapes: Shapes) -> Shape:
         """The input shape of :meth:`apply`, from the event shapes of the step's input."""
@@ -393,6 +306,13 @@ class Base(Part, ABC):
     @abstractmethod
     def sample(self, n: int, context: Tensor | None, like: Tensor) -> tuple[Tensor, ...]:
         """Draws ``n`` latents, one for each row of a context, with the device and dtype of ``like``."""
+
+    def gaussian(self, context: Tensor | None) -> Gaussian | None:
+        """Mean and standard deviation for each tensor of latents, if the density is a Gaussian of independent entries.
+
+        They are broadcast against a batch of latents. With them, derivatives need no autograd.
+        """
+        return None
 
     def mean(self, context: Tensor | None) -> Tensor | float | None:
         """The mean of a Gaussian, to be broadcast against a batch of latents; None for other densities."""

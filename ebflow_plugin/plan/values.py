@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ebflow_plugin.errors import UnsupportedStepError
 
-__all__ = ["Value", "per_sample", "pop", "summed"]
+__all__ = ["Value", "dot", "per_sample", "pop", "summed"]
 
 Value = Tensor | tuple[Tensor, ...]
 
@@ -41,6 +41,17 @@ def pop(stack: list[Tensor], count: int) -> Value:
     popped = tuple(stack[-count:])
     del stack[-count:]
     return popped
+
+
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    """The inner product of each sample: ``(B, *)`` and ``(B, *)`` to ``(B,)``.
+
+    Example:
+        >>> import torch
+        >>> dot(torch.ones(2, 3, 4), torch.ones(2, 3, 4))
+        tensor([12., 12.])
+    """
+    return summed(a * b)
 
 
 def summed(values: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""Sampling, and estimates from samples.
+"""Sampling.
 
-In: a model, or its plan, and a generator. Out: samples by the inverse of each step, Langevin chains, imputed and
-denoised data, divergences from a known density.
+In: a model and a generator. Out: Langevin chains by the score, imputed and denoised data; samples of the model with
+weights for an unnormalised target density.
 """

@@ -2,25 +2,30 @@ r"""Langevin sampling of an energy, imputation of missing entries, and denoising
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
 import torch
 from torch import Generator, Tensor
 
-from ebflow_plugin.errors import InputError, suggest
-from ebflow_plugin.linalg.random import at_least, over_rows
-from ebflow_plugin.plan.energy_model import EnergyModel, refuse_other_models
-from ebflow_plugin.plan.inputs import check_tensor, positive, refuse_non_finite
-from ebflow_plugin.plan.preprocessing import DequantizeStep
-from ebflow_plugin.sampling.chains import Chains, Moves, run_chains
+from ebflow_plugin.errors import InputError
+from ebflow_plugin.linalg.random import at_least, over_rows, rows_in_chunks
+from ebflow_plugin.model import EBFlow
+from ebflow_plugin.plan.inputs import check_tensor, one_of, positive, refuse_non_finite, refuse_other_models
+from ebflow_plugin.plan.plan import Plan
+from ebflow_plugin.sampling.chains import Chains, run_chains
 
 __all__ = ["denoise", "impute", "langevin"]
 
 
 def langevin(
-    model: EnergyModel,
+    model: EBFlow,
     x0: Tensor,
     steps: int,
     step_size: float,
     *,
+    mask: Tensor | None = None,
     context: Tensor | None = None,
     adjusted: bool = True,
     burn_in: int = 0,
@@ -47,6 +52,8 @@ def langevin(
         x0: The starts, with shape ``(B, *)``, in data space.
         steps: The number of steps after the burn-in.
         step_size: The initial :math:`\alpha`.
+        mask: True for the entries that move, with the shape of ``x0`` or of one of its rows; the others stay as they
+            are (:func:`impute`). By default all move.
         context: The context of the model, with ``B`` rows.
         adjusted: Whether to apply the Metropolis-Hastings correction.
         burn_in: The number of burn-in steps.
@@ -76,12 +83,56 @@ def langevin(
         torch.Size([3, 2])
     """
     _check("langevin", model, space)
-    moves = Moves(steps, step_size, burn_in, adjusted, adapt, thin, covariance)
-    return run_chains(model, x0, None, moves, context, space, batch_size, generator, progress)
+    x0 = model.check(x0.detach() if isinstance(x0, Tensor) else x0, context)
+    refuse_non_finite("x0", x0)
+    if len(x0) == 0:
+        raise InputError("there are no chains to run: x0 has no rows")
+    mask = None if mask is None else _check_mask(mask, x0)
+    run = partial(
+        run_chains,
+        steps=at_least(0, "steps", steps),
+        step_size=positive("step_size", step_size),
+        burn_in=at_least(0, "burn_in", burn_in),
+        adjusted=adjusted,
+        adapt=adapt,
+        thin=None if thin is None else at_least(1, "thin", thin),
+        covariance=covariance,
+        generator=generator,
+        progress=progress,
+    )
+    mapped = space == "matched" and (len(model.prefix.steps) > 0 or model.dequantize is not None)
+    target: EBFlow | Plan = model.core if mapped else model
+    parts = []
+    with torch.no_grad():
+        for part in rows_in_chunks(len(x0), batch_size):
+            start, rows = x0[part], None if context is None else context[part]
+            frozen = None if mask is None else ~mask[part]
+            energy = partial(target.energy, context=rows)
+            if not mapped:
+                parts.append(run(energy, start, frozen))
+                continue
+            u, _ = model.preprocess(start, generator)
+            back = partial(model.to_data, context=rows)
+            if frozen is not None:
+                _refuse_mixing(u, back, frozen)
+            result = run(energy, u, frozen)
+            samples = back(result.samples)
+            if frozen is not None:  # undoes the rounding of the map to the matched variable and back
+                samples = torch.where(frozen, start, samples)
+            trajectory = None if result.trajectory is None else torch.stack([back(u) for u in result.trajectory])
+            parts.append(replace(result, samples=samples, trajectory=trajectory))
+    trajectories = [part.trajectory for part in parts if part.trajectory is not None]
+    return Chains(
+        samples=torch.cat([part.samples for part in parts]),
+        trajectory=torch.cat(trajectories, 1) if trajectories else None,
+        energies=torch.cat([part.energies for part in parts], 1),
+        acceptance=torch.cat([part.acceptance for part in parts]),
+        step_sizes=torch.cat([part.step_sizes for part in parts]),
+    )
 
 
 def impute(
-    model: EnergyModel,
+    model: EBFlow,
     x: Tensor,
     mask: Tensor,
     *,
@@ -142,16 +193,7 @@ def impute(
     _check("impute", model, space)
     chains = at_least(1, "chains", chains)
     check_tensor("x", x)
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        got = f"{mask.dtype}" if isinstance(mask, Tensor) else type(mask).__name__
-        raise InputError(f"mask must be a tensor of bool, True where an entry is missing, got {got}")
-    if mask.shape not in (x.shape, x.shape[1:], (1, *x.shape[1:])):
-        raise InputError(
-            f"mask must have the shape of x, {tuple(x.shape)}, or of one of its rows, got {tuple(mask.shape)}"
-        )
-    if mask.device != x.device:
-        raise InputError(f"mask is on {mask.device}, x is on {x.device}; move one with .to()")
-    mask = mask.expand(x.shape)
+    mask = _check_mask(mask, x)
     if init is not None:
         check_tensor("init", init)
         if init.shape != x.shape:
@@ -161,16 +203,30 @@ def impute(
     start = x if init is None else torch.where(mask, init, x)
     if start.is_floating_point() and bool((mask & ~torch.isfinite(start)).any()):
         raise InputError("missing entries start at NaN or inf: pass finite values as init= (the mean of the data, say)")
-    repeated = [None if t is None else t.repeat_interleave(chains, dim=0) for t in (start, mask, context)]
-    rows, missing, contexts = repeated
-    assert rows is not None
-    moves = Moves(steps, step_size, burn_in, adjusted, adapt, None, covariance)
-    found = run_chains(model, rows, missing, moves, contexts, space, batch_size, generator, progress)
+    refuse_non_finite("x", start)
+    if len(x) == 0:
+        raise InputError("x has no rows")
+    found = langevin(
+        model,
+        start.repeat_interleave(chains, dim=0),
+        steps,
+        step_size,
+        mask=mask.repeat_interleave(chains, dim=0),
+        context=None if context is None else context.repeat_interleave(chains, dim=0),
+        adjusted=adjusted,
+        burn_in=burn_in,
+        adapt=adapt,
+        covariance=covariance,
+        space=space,
+        batch_size=batch_size,
+        generator=generator,
+        progress=progress,
+    )
     return found.samples.unflatten(0, (len(x), chains))
 
 
 def denoise(
-    model: EnergyModel,
+    model: EBFlow,
     x: Tensor,
     sigma: float | Tensor,
     *,
@@ -219,12 +275,35 @@ def denoise(
             return x + variance * over_rows(model.score, x, context, batch_size)
         u, _ = model.preprocess(x)
         clean = u + variance * over_rows(model.core.score, u, context, batch_size)
-        return model.prefix.decode((clean,), model.plan.embed(context))
+        return model.to_data(clean, context)
 
 
-def _check(name: str, model: EnergyModel, space: str) -> None:
+def _check(name: str, model: EBFlow, space: str) -> None:
     refuse_other_models(name, model)
-    if space not in ("data", "matched"):
-        raise InputError(f"unknown space {space!r}. {suggest(str(space), ('data', 'matched'))}")
-    if space == "data" and any(isinstance(step, DequantizeStep) for step in model.plan.steps):
+    one_of("space", space, ("data", "matched"))
+    if space == "data" and model.dequantize is not None:
         raise InputError('the data of this model are integers (Dequantize), which have no score; use space="matched"')
+
+
+def _check_mask(mask: Tensor, x: Tensor) -> Tensor:
+    """Returns a mask of entries with the shape of x."""
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        got = f"{mask.dtype}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise InputError(f"mask must be a tensor of bool, True where an entry is missing, got {got}")
+    if mask.shape not in (x.shape, x.shape[1:], (1, *x.shape[1:])):
+        raise InputError(
+            f"mask must have the shape of x, {tuple(x.shape)}, or of one of its rows, got {tuple(mask.shape)}"
+        )
+    if mask.device != x.device:
+        raise InputError(f"mask is on {mask.device}, x is on {x.device}; move one with .to()")
+    return mask.expand(x.shape)
+
+
+def _refuse_mixing(u: Tensor, back: Callable[[Tensor], Tensor], frozen: Tensor) -> None:
+    """Raises if an observed entry depends on a missing one through the preprocessing."""
+    before, after = back(u), back(torch.where(frozen, u, u + 1.0) if frozen.shape == u.shape else u)
+    if frozen.shape != u.shape or not torch.equal(before[frozen], after[frozen]):
+        raise InputError(
+            "the preprocessing of this model mixes entries, so a mask of the data is no mask of the matched variable; "
+            'use space="data"'
+        )

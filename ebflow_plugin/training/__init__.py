@@ -1,7 +1,12 @@
-"""fit(): training with validation, checkpoints and guards. The loop is in :mod:`ebflow_plugin.training.loop`."""
+"""Training: objectives go in, trained weights come out.
 
-from ebflow_plugin.training.checkpoints import load_best
+``fit`` is a short loop that needs torch alone (:mod:`~ebflow_plugin.training.fitting`). All that is serious, such as
+checkpoints, resuming and several devices, is Lightning's: :mod:`ebflow_plugin.lightning` has our pieces for it.
+"""
+
+from ebflow_plugin.training.ema import EMA
+from ebflow_plugin.training.events import Event
+from ebflow_plugin.training.files import load_best
 from ebflow_plugin.training.fitting import FitResult, fit
-from ebflow_plugin.training.progress import Event
 
-__all__ = ["Event", "FitResult", "fit", "load_best"]
+__all__ = ["EMA", "Event", "FitResult", "fit", "load_best"]

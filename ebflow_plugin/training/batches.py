@@ -3,265 +3,155 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sized
+from copy import copy
 from typing import Any
 
 import torch
-from torch import Generator, Tensor
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    TensorDataset,
-    default_collate,
-)
+from torch import Generator, Tensor, distributed
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 from ebflow_plugin.errors import InputError
-from ebflow_plugin.linalg.random import RandomState, mix, random_state, set_random_state
+from ebflow_plugin.linalg.random import at_least, mix
 from ebflow_plugin.plan.inputs import Batch, pair, refuse_non_finite
 
-__all__ = ["Batches", "LoaderBatches", "batches"]
+__all__ = ["Loader", "once", "pairs_of", "process"]
 
 
-class Batches:
-    """Batches of indexable data: rows of tensors, or the items of a Dataset.
+def process() -> tuple[int, int]:
+    """The rank of this process, and the number of processes."""
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return 0, 1
 
-    The seed and the number of the epoch determine its order, so the position in the data is two numbers. Rows that do
-    not fill a batch are left out of an epoch, different ones in each. Each process takes its own part of every batch.
+
+class Loader:
+    """Batches of rows that knows its place: what ``trainer.fit`` of Lightning needs to resume exactly.
+
+    The seed and the number of the epoch determine its order, so the place is two numbers. It takes a batch of rows at
+    once (a DataLoader takes them row by row), and each process takes its own part of every batch.
 
     Arguments:
-        fetch: Returns the batch of some indices.
-        rows: The number of rows.
-        size: The number of rows of a batch (in this process).
-        shuffle: Whether to shuffle each epoch; if not, all rows are used in order, and the last batch may be smaller.
+        data: A tensor, a pair ``(tensor, context)``, or a Dataset with a length.
+        batch_size: Rows of a batch, in each process.
+        shuffle: Whether to shuffle each epoch; rows that do not fill a batch are left out of it. If not, all rows are
+            used in order, and the last batch may be smaller.
         seed: The seed of the order.
-        rank: The rank of this process.
-        world: The number of processes.
-
-    Example:
-        >>> x = torch.arange(10.0).reshape(5, 2)
-        >>> source = Batches(lambda index: (x[index], None), rows=5, size=2, seed=0)
-        >>> len(source), source.next()[0].shape
-        (2, torch.Size([2, 2]))
-    """
-
-    generators: tuple[Generator, ...] = ()
-
-    def __init__(
-        self,
-        fetch: Callable[[Tensor], Batch],
-        rows: int,
-        size: int,
-        *,
-        shuffle: bool = True,
-        seed: int = 0,
-        rank: int = 0,
-        world: int = 1,
-    ) -> None:
-        self.rows, self.shuffle, self.seed, self.rank, self.world = rows, shuffle, seed, rank, world
-        self.size = min(size, rows // world) if shuffle else min(size, rows)
-        if self.size < 1:
-            raise InputError(f"the data have {rows} rows, too few for {world} processes")
-        self._fetch, self.epoch, self.position = fetch, 0, 0
-        self._order: tuple[int, Tensor] | None = None
-
-    def __len__(self) -> int:
-        """The number of batches in an epoch."""
-        return self.rows // (self.size * self.world) if self.shuffle else -(-self.rows // self.size)
-
-    def __str__(self) -> str:
-        return f"{self.rows} rows, batches of {self.size}"
-
-    def next(self) -> Batch:
-        """The next batch, over endless epochs."""
-        batch = self._fetch(self._index(self.epoch, self.position))
-        self.position += 1
-        if self.position == len(self):
-            self.epoch, self.position = self.epoch + 1, 0
-        return batch
-
-    def once(self) -> Iterator[Batch]:
-        """This process's part of one epoch; the position in the data does not change."""
-        for place in range(len(self)) if self.shuffle else range(self.rank, len(self), self.world):
-            yield self._fetch(self._index(0, place))
-
-    def first(self) -> Batch:
-        """The first batch, with the rows of all processes."""
-        return self._fetch(self._index(0, 0, joined=True))
-
-    def state(self) -> dict[str, Any]:
-        """The position in the data."""
-        return {"epoch": self.epoch, "position": self.position}
-
-    def load(self, state: dict[str, Any], device: torch.device) -> None:
-        """Moves to a position in the data."""
-        self.epoch, self.position = state["epoch"], state["position"] % len(self)
-
-    def _index(self, epoch: int, place: int, joined: bool = False) -> Tensor:
-        """The rows of a batch: of this process, or of all of them together."""
-        if not self.shuffle:
-            return torch.arange(place * self.size, min((place + 1) * self.size, self.rows))
-        if self._order is None or self._order[0] != epoch:
-            generator = Generator().manual_seed(mix(self.seed, "order", epoch))
-            self._order = epoch, torch.randperm(self.rows, generator=generator)
-        batch = self._order[1][place * self.world * self.size : (place + 1) * self.world * self.size]
-        return batch if joined else batch[self.rank * self.size : (self.rank + 1) * self.size]
-
-
-class LoaderBatches:
-    """The batches of a user's DataLoader.
-
-    A resumed run reproduces the order if its randomness comes from torch: the global generator, the loader's own
-    ``generator``, or that of its sampler. To move to a position, the generators are set to their state at the start of
-    the epoch, and the batches before the position are loaded and dropped.
-
-    With several processes, the sampler must assign each its own part.
-
-    Example:
-        >>> loader = DataLoader(TensorDataset(torch.zeros(6, 2)), batch_size=3, shuffle=True)
-        >>> source = LoaderBatches(loader)
-        >>> len(source), source.next()[0].shape
-        (2, torch.Size([3, 2]))
-    """
-
-    def __init__(self, loader: DataLoader[Any], *, rank: int = 0, world: int = 1) -> None:
-        self._loader, self.rank, self.world = loader, rank, world
-        parts = (loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
-        candidates = (getattr(part, "generator", None) for part in parts)
-        self.generators = tuple({id(g): g for g in candidates if isinstance(g, Generator)}.values())
-        self.epoch = self.position = 0
-        self._device = torch.device("cpu")
-        self._start: RandomState | None = None
-        self._iterator: Iterator[Any] | None = None
-        if not len(self):
-            raise InputError("the DataLoader is empty: its dataset has no rows, or drop_last leaves none")
-
-    def __len__(self) -> int:
-        """The number of batches in an epoch."""
-        try:
-            return len(self._loader)
-        except TypeError:
-            raise InputError(
-                "the DataLoader does not know its length (an IterableDataset without __len__); give the dataset a "
-                "__len__, or pass a map-style Dataset"
-            ) from None
-
-    @property
-    def rows(self) -> int:
-        """The approximate number of rows in an epoch."""
-        size = self._loader.batch_size or getattr(self._loader.batch_sampler, "batch_size", None)
-        dataset = self._loader.dataset
-        return len(self) * size if size else len(dataset) if isinstance(dataset, Sized) else len(self)
-
-    def __str__(self) -> str:
-        return f"a DataLoader of {len(self)} batches"
-
-    def next(self) -> Batch:
-        """The next batch, over endless epochs."""
-        for _ in range(2):
-            if self._iterator is None:
-                self._start = random_state(self._device, self.generators)
-                self._iterator = self._begin()
-            item = next(self._iterator, None)
-            self.position += 1
-            if item is None or self.position == len(self):
-                self._iterator, self.epoch, self.position = None, self.epoch + 1, 0
-            if item is not None:
-                return pair(item)
-        raise InputError("the DataLoader returned no batch")
-
-    def once(self) -> Iterator[Batch]:
-        """This process's part of one epoch."""
-        for place, item in enumerate(self._loader):
-            if place % self.world == self.rank:
-                yield pair(item)
-
-    def first(self) -> Batch:
-        """The first batch of an epoch. The random state is restored."""
-        before = random_state(self._device, self.generators)
-        try:
-            item = next(iter(self._loader), None)
-        finally:
-            set_random_state(before, self._device, self.generators)
-        if item is None:
-            raise InputError("the DataLoader returned no batch")
-        return pair(item)
-
-    def state(self) -> dict[str, Any]:
-        """The position in the data, and the state of the generators at the start of the epoch."""
-        return {"epoch": self.epoch, "position": self.position, "start": self._start if self.position else None}
-
-    def load(self, state: dict[str, Any], device: torch.device) -> None:
-        """Moves to a position in the data, which advances the generators."""
-        self.epoch, self._device = state["epoch"], device
-        if state.get("start") is not None:
-            self._start, self.position = state["start"], state["position"]
-            set_random_state(state["start"], device, self.generators)
-            self._iterator = self._begin()
-            for _ in range(self.position):
-                next(self._iterator, None)
-
-    def _begin(self) -> Iterator[Any]:
-        set_epoch = getattr(self._loader.sampler, "set_epoch", None)
-        if set_epoch is not None:
-            set_epoch(self.epoch)
-        return iter(self._loader)
-
-
-def batches(
-    data: Any, size: int, *, name: str = "data", shuffle: bool = True, seed: int = 0, rank: int = 0, world: int = 1
-) -> Batches | LoaderBatches:
-    """The batches of the data that :func:`~ebflow_plugin.fit` takes.
+        name: What errors call the data.
 
     Raises:
-        InputError: If the data are empty, of an unsupported type, or hold NaN or inf.
+        InputError: If the data are empty, of another type, or hold NaN or inf.
 
     Example:
-        >>> len(batches((torch.zeros(10, 2), torch.zeros(10, 3)), 5))
-        2
-        >>> batches(torch.zeros(0, 2), 5)
-        Traceback (most recent call last):
-        ebflow_plugin.errors.InputError: data is empty: 0 rows
+        >>> loader = Loader(torch.arange(10.0).reshape(5, 2), batch_size=2)
+        >>> len(loader), [tuple(batch.shape) for batch in loader]
+        (2, [(2, 2), (2, 2)])
     """
-    if isinstance(data, DataLoader):
-        plain = isinstance(data.sampler, (RandomSampler, SequentialSampler)) and data.batch_sampler is not None
-        if shuffle and world > 1 and plain:
-            raise InputError(
-                f"{name} is a DataLoader that loads the same rows in each of {world} processes; pass the Dataset, or "
-                "use a torch.utils.data.DistributedSampler in the DataLoader"
-            )
-        return LoaderBatches(data, rank=rank, world=world)
+
+    def __init__(
+        self, data: Any, batch_size: int = 128, *, shuffle: bool = True, seed: int = 0, name: str = "data"
+    ) -> None:
+        self._fetch, self.rows = source_of(data, name)
+        self.batch_size, self.shuffle, self.seed = at_least(1, "batch_size", batch_size), shuffle, seed
+        self.epoch = self.place = 0
+
+    batch_sampler = None  # Lightning looks for it
+
+    @property
+    def sampler(self) -> Loader:
+        """Lightning calls its ``set_epoch``."""
+        return self
+
+    def __len__(self) -> int:
+        world = process()[1]
+        if not self.shuffle:
+            return -(-self.rows // (self._size(world) * world))
+        return self.rows // (self._size(world) * world)
+
+    def _size(self, world: int) -> int:
+        size = min(self.batch_size, self.rows // world if self.shuffle else self.rows)
+        if not size:
+            raise InputError(f"the data have {self.rows} rows, too few for {world} processes")
+        return size
+
+    def __iter__(self) -> Iterator[Any]:
+        """The batches of the epoch from the current place on; a tensor, or a pair with its context."""
+        return (x if context is None else (x, context) for x, context in self.pairs())
+
+    def pairs(self) -> Iterator[Batch]:
+        """The same, all of them as pairs."""
+        rank, world = process()
+        if self.place == len(self):  # who counts batches does not exhaust it
+            self.set_epoch(self.epoch + 1)
+        size, order = self._size(world), torch.arange(self.rows)
+        if self.shuffle:
+            order = torch.randperm(self.rows, generator=Generator().manual_seed(mix(self.seed, "order", self.epoch)))
+        while self.place < len(self):
+            begin = (self.place * world + rank) * size
+            self.place += 1
+            yield self._fetch(order[begin : begin + size])
+        self.set_epoch(self.epoch + 1)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Goes to the start of an epoch, unless it is the current one."""
+        if epoch != self.epoch:
+            self.epoch, self.place = epoch, 0
+
+    def state_dict(self) -> dict[str, int]:
+        """The place in the data, and what it is counted in."""
+        return {"epoch": self.epoch, "place": self.place, "rows": self.rows, "batch": self._size(1) * process()[1]}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Goes to a place; to the start of its epoch, if it is counted in other batches."""
+        self.epoch, self.place = state["epoch"], state["place"]
+        if state != self.state_dict():
+            self.place = 0
+
+
+def pairs_of(loader: Any) -> Iterator[Batch]:
+    """The batches of a loader, as pairs of x and its context, which may be None."""
+    return loader.pairs() if isinstance(loader, Loader) else (pair(item) for item in loader)
+
+
+def once(loader: Any) -> Iterator[Batch]:
+    """One pass over a loader, as pairs, which leaves the place of a :class:`Loader` as it is."""
+    if isinstance(loader, Loader):
+        loader = copy(loader)
+        loader.epoch = loader.place = 0
+    return pairs_of(loader)
+
+
+def source_of(data: Any, name: str) -> tuple[Callable[[Tensor], Batch], int]:
+    """What gives the rows of some indices, and the number of rows."""
     if isinstance(data, TensorDataset):
         data = data.tensors
-    fetch: Callable[[Tensor], Batch]
     if isinstance(data, Tensor) or (isinstance(data, tuple) and data and all(isinstance(p, Tensor) for p in data)):
         x, context = pair(data, name)
         for what, part in ((name, x), (f"the context of {name}", context)):
             if part is not None and part.is_floating_point() and not part.is_meta:
                 refuse_non_finite(what, part)
-        count = len(x) if x.dim() else 0
-        if context is not None and len(context) != count:
-            raise InputError(f"{name} and its context have {count} and {len(context)} rows")
+        rows = len(x) if x.dim() else 0
+        if context is not None and len(context) != rows:
+            raise InputError(f"{name} and its context have {rows} and {len(context)} rows")
 
         def fetch(index: Tensor) -> Batch:
             return x[index.to(x.device)], None if context is None else context[index.to(context.device)]
     elif isinstance(data, Dataset) and not isinstance(data, IterableDataset) and isinstance(data, Sized):
-        dataset, count = data, len(data)
+        dataset, rows = data, len(data)
 
         def fetch(index: Tensor) -> Batch:
             return pair(default_collate([dataset[place] for place in index.tolist()]))
-    elif isinstance(data, list) and data and all(isinstance(part, Tensor) for part in data):
-        raise InputError(
-            f"{name} is a list of {len(data)} tensors, which could be batches or a context; pass torch.cat(…) for rows "
-            "of one kind, or a tuple (x, context)"
-        )
     else:
+        hint = ""
+        if isinstance(data, list) and data and all(isinstance(part, Tensor) for part in data):
+            hint = "; torch.cat(…) makes rows of one kind of it, a tuple (x, context) has a context"
+        elif isinstance(data, DataLoader):
+            hint = "; it has batches already"
+        elif type(data).__module__ == "numpy":
+            hint = f"; torch.from_numpy({name}) turns it into a tensor"
         raise InputError(
-            f"{name} must be a tensor, a pair (tensor, context), a Dataset with a length or a DataLoader, "
-            f"got {type(data).__module__}.{type(data).__qualname__}"
-            + (f"; torch.from_numpy({name}) turns it into a tensor" if type(data).__module__ == "numpy" else "")
+            f"{name} must be a tensor, a pair (tensor, context), a Dataset with a length or a DataLoader, got "
+            f"{type(data).__module__}.{type(data).__qualname__}{hint}"
         )
-    if not count:
+    if not rows:
         raise InputError(f"{name} is empty: 0 rows")
-    return Batches(fetch, count, size, shuffle=shuffle, seed=seed, rank=rank, world=world)
+    return fetch, rows

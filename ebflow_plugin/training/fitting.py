@@ -1,29 +1,46 @@
-"""fit(): training with validation, checkpoints and guards."""
+"""fit(): a short training loop, with the exact NLL of validation data beside the loss."""
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import repeat
+from numbers import Integral
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import DataLoader
 
-from ebflow_plugin.ema import EMA
-from ebflow_plugin.errors import InputError
+from ebflow_plugin.errors import EBFlowError, InputError, TrainingError
+from ebflow_plugin.linalg.random import at_least, mix
 from ebflow_plugin.model import EBFlow
-from ebflow_plugin.objectives import Objective
-from ebflow_plugin.training.checkpoints import write_weights
-from ebflow_plugin.training.loop import Run
-from ebflow_plugin.training.options import Settings, scalar_objective
-from ebflow_plugin.training.progress import Callback, Record
+from ebflow_plugin.objectives import Objective, ReverseKL
+from ebflow_plugin.objectives.evaluation import LikelihoodSum, calibrated
+from ebflow_plugin.objectives.noise import noise_of, terms_of, use_generators
+from ebflow_plugin.plan.inputs import Batch, flag, one_of, positive, to_device
+from ebflow_plugin.training.batches import Loader, once, pairs_of, process
+from ebflow_plugin.training.ema import EMA
+from ebflow_plugin.training.events import Event, Record
+from ebflow_plugin.training.files import write_weights
+from ebflow_plugin.training.guards import FiniteWatch, diagnose, failure, gradient_norms
+from ebflow_plugin.training.optimizers import check_batch, optimizer_of, scalar_objective, scheduler_of
 
-__all__ = ["FitResult", "fit"]
+__all__ = ["ADVICE", "KINDS", "FitResult", "evaluate_every_default", "fit"]
+
+KINDS = ("full", "diagonal")  # of calibration
+EVALUATIONS, AT_LEAST_EVERY = 20, 1000  # by default 20 evaluations in a run, and one in 1000 steps
+VALIDATION_BATCH = 256
+CHECK_EVERY = {"cpu": 1}  # steps between two checks of losses and gradients, by device
+CHECK_EVERY_ELSEWHERE = 10  # since a check synchronises with the device
+ADVICE = "Lower the learning rate, clip gradients, or mix in a little likelihood: 0.99 * SSM(model) + 0.01 * ML(model)."
 
 
 @dataclass(frozen=True)
@@ -31,16 +48,13 @@ class FitResult:
     """The result of :func:`fit`.
 
     Attributes:
-        history: The metrics of each evaluation, as in the JSON lines.
-        steps: The number of steps, including those before a resume.
+        history: The metrics of each evaluation.
+        steps: The number of steps.
         stopped: Why it ended: ``"steps"``, ``"patience"`` or ``"callback"``.
         start_nll: The validation NLL before the first step, after ActNorms were initialised; None without validation.
         best_nll: The lowest validation NLL, including that of the start; of the averaged weights if there is an EMA.
         best_step: Its step.
         best_state: Its weights, a state dict of the model on the CPU.
-        skipped: The number of batches that were skipped because something was not finite.
-        checkpoint: The folder of the checkpoints.
-        metrics: The file of the JSON lines.
         ema: The EMA of the weights, if there is one.
 
     Example:
@@ -55,9 +69,6 @@ class FitResult:
     best_nll: float | None = None
     best_step: int | None = None
     best_state: dict[str, Tensor] | None = None
-    skipped: int = 0
-    checkpoint: Path | None = None
-    metrics: Path | None = None
     ema: EMA | None = None
 
     def load_best(self, model: EBFlow) -> None:
@@ -77,26 +88,20 @@ class FitResult:
 
 def fit(
     objective: Objective,
-    data: Any,
+    data: Any = None,
     *,
-    optimizer: Optimizer | Callable[[list[nn.Parameter]], Optimizer] | None = None,
     steps: int | None = None,
     epochs: int | None = None,
     batch_size: int = 128,
+    optimizer: Optimizer | Callable[[list[nn.Parameter]], Optimizer] | None = None,
+    scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None = None,
+    clip_norm: float | None = None,
     validation: Any = None,
     evaluate_every: int | None = None,
     patience: int | None = None,
     ema: bool | EMA | None = None,
-    scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None = None,
-    clip_norm: float | None = None,
-    checkpoint: str | os.PathLike[str] | None = None,
-    checkpoint_every: int | None = None,
-    resume: bool = True,
-    callbacks: Iterable[Callback] = (),
-    on_non_finite: str = "stop",
-    conditioning: float = 0.0,
     calibrate: bool | str | None = None,
-    metrics: str | os.PathLike[str] | None = None,
+    callback: Callable[[Event], object] | None = None,
     progress: bool = True,
     seed: int = 0,
 ) -> FitResult:
@@ -106,59 +111,41 @@ def fit(
     ``validation``, select weights by it (``result.load_best(model)``), and stop by it (``patience``). After training,
     the model has its last weights.
 
-    The same seed yields the same run. A run that is killed at any moment and started again with the same arguments and
-    ``checkpoint`` folder yields the same numbers as an uninterrupted one. All noise comes from generators of the run
-    (or the objective's own); the state of torch's global generators is restored.
-
-    Under ``torchrun`` each process calls ``fit`` with the same arguments and its model on its own device. Each process
-    uses batches of ``batch_size`` rows, gradients are averaged, and the first process writes the files.
+    The same seed yields the same run. All noise comes from generators of the run (or the objective's own); the state of
+    torch's global generators is restored. It is a short loop in one process, in memory. Checkpoints, resuming, several
+    devices, precision and loggers are Lightning's: :mod:`ebflow_plugin.lightning`.
 
     Arguments:
         objective: The loss; it holds the model.
-        data: A tensor, a pair ``(tensor, context)``, a Dataset with a length, or a DataLoader. A DataLoader keeps its
-            own batch size and order, which a resumed run reproduces if its randomness comes from torch's generators.
-            A context that the model does not use raises an error.
+        data: A tensor, a pair ``(tensor, context)``, a Dataset with a length, or a DataLoader, which keeps its own
+            batch size and order. None for an objective without data, :class:`~ebflow_plugin.objectives.ReverseKL`.
+        steps: The number of steps. This or ``epochs``.
+        epochs: The number of passes over the data. This or ``steps``.
+        batch_size: Rows in a batch. Rows that do not fill a batch are left out of the epoch.
         optimizer: An optimizer of all trainable parameters of the model, or a function that builds one from them; Adam
             with a learning rate of 0.001 by default. To train only some parameters, freeze the others. Optimizers that
             need a closure (LBFGS) are not supported.
-        steps: The total number of steps. This or ``epochs``.
-        epochs: The number of passes over the data. This or ``steps``.
-        batch_size: Rows in a batch. Rows that do not fill a batch are left out of the epoch.
-        validation: Data as in ``data``, whose exact NLL is computed at each evaluation.
-        evaluate_every: Steps between two evaluations, each of which is one record of the metrics. By default 20 in a
-            run, and at least every 1000 steps; but fewer, down to 3 in a run, if an evaluation would process more rows
-            (of the validation data, and of the data to calibrate) than the steps before it.
-        patience: Stops after this many evaluations without a better NLL.
-        ema: Evaluates averaged weights, and keeps the best of them: True, or an :class:`~ebflow_plugin.EMA` of the
-            model.
         scheduler: A learning-rate scheduler, or a function that builds one from the optimizer. It is stepped after each
             step (``ReduceLROnPlateau`` after each evaluation, with the validation NLL).
         clip_norm: The largest norm of the gradient of all parameters together.
-        checkpoint: A folder for checkpoints (the last two), the best weights and the metrics.
-        checkpoint_every: Steps between two checkpoints; as ``evaluate_every`` by default, or 20 in a run, and at least
-            every 1000 steps.
-        resume: Resumes from the last checkpoint in the folder, if there is one. If False, existing checkpoints are
-            removed.
-        callbacks: Functions of an :class:`~ebflow_plugin.training.progress.Event`, called at each evaluation. If one
-            returns True, the run stops.
-        on_non_finite: ``"stop"`` raises a :class:`TrainingError` that names the step and the layer; ``"skip"`` skips
-            and counts the batch (and stops after 10 in a row). On CUDA, ``"skip"`` synchronises with the device in each
-            step, ``"stop"`` in every tenth.
-        conditioning: The weight of a penalty on full layers that are nearly singular
-            (:func:`~ebflow_plugin.plan.spectrum.conditioning_penalty`).
+        validation: Data as in ``data``, whose exact NLL is computed before the first step and at each evaluation.
+        evaluate_every: Steps between two evaluations, each of which is one record of the history. By default 20 in a
+            run, and at least every 1000 steps.
+        patience: Stops after this many evaluations without a better NLL.
+        ema: Evaluates averaged weights, and keeps the best of them: True, or an :class:`~ebflow_plugin.EMA` of the
+            model.
         calibrate: Calibrates the model at each evaluation (``"full"``, the same as True, or ``"diagonal"``; see
             :meth:`EBFlow.calibrate <ebflow_plugin.EBFlow.calibrate>`), and reports the NLL after it: the best weights
             are the best calibrated ones. Training continues without the calibration. It takes one pass over the data
-            each time, which makes evaluations rarer by default.
-        metrics: A file for the metrics as JSON lines, ``metrics.jsonl`` in the checkpoint folder by default. A new run
-            replaces it.
-        progress: Shows a live display on a terminal (with rich), a line for each evaluation elsewhere.
+            each time.
+        callback: A function of an :class:`~ebflow_plugin.Event`, called at each evaluation. If it returns True, the run
+            stops.
+        progress: Prints a line for each evaluation to standard error.
         seed: The seed of all randomness.
 
     Raises:
         InputError: If an argument is invalid, before anything is trained.
-        TrainingError: If the loss or a gradient is not finite.
-        KeyboardInterrupt: On Ctrl-C; with ``checkpoint``, after one more step is taken and saved.
+        TrainingError: If the loss or a gradient is not finite, or a layer is singular; it names the step and the layer.
 
     Example:
         >>> import ebflow_plugin as ebf
@@ -174,16 +161,213 @@ def fit(
         >>> result
         FitResult(40 steps, stopped by steps, best NLL ...)
     """
-    settings = Settings(
-        optimizer, steps, epochs, batch_size, validation, evaluate_every, patience, ema, scheduler, clip_norm,
-        checkpoint, checkpoint_every, resume, callbacks, on_non_finite, conditioning, calibrate, metrics, progress,
-        seed,
-    )  # fmt: skip
+    if (steps is None) == (epochs is None):
+        raise InputError(f"fit needs either steps or epochs, got steps={steps!r} and epochs={epochs!r}")
+    counts = {"steps": steps, "epochs": epochs, "evaluate_every": evaluate_every, "patience": patience}
+    for name, value in counts.items():
+        if value is not None:
+            at_least(1, name, value)
+    if clip_norm is not None:
+        positive("clip_norm", clip_norm)
+    if calibrate is not None and not isinstance(calibrate, bool):
+        one_of("calibrate", calibrate, KINDS)
+    kind = "full" if calibrate is True else str(calibrate) if calibrate else None
+    if validation is None and (patience is not None or kind is not None):
+        raise InputError("patience and calibrate need validation data, whose NLL they use")
+    scalar_objective("fit", objective)
+    if data is None and not all(isinstance(term, ReverseKL) for term in terms_of(objective)):
+        raise InputError("fit needs data: only objectives without data, such as ReverseKL, train without them")
+    if data is None and (steps is None or kind is not None):
+        raise InputError("without data, fit needs steps in place of epochs, and cannot calibrate")
+    if not isinstance(seed, Integral) or isinstance(seed, bool):
+        raise InputError(f"seed must be an integer, got {seed!r}")
+    if callback is not None and not callable(callback):
+        raise InputError(f"callback must be a function of an event, got {callback!r}")
+    flag("progress", progress)
+    if process()[1] > 1 or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise InputError("fit trains in one process, and there are several; ebflow_plugin.lightning trains in them all")
+    seed, model = int(seed), objective.model
+    device = model.like().device
     with ExitStack() as stack, torch.inference_mode(False), torch.enable_grad():
-        run = Run(scalar_objective("fit", objective), data, settings, stack)
-        run.train()
-        done = run.progress
-        return FitResult(
-            done.history, done.step, done.stopped or "steps", done.start_nll, done.best_nll, done.best_step,
-            run.best_state, done.skipped, None if run.folder is None else run.folder.path, run.metrics, run.ema,
-        )  # fmt: skip
+        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+        torch.manual_seed(mix(seed, "global", 0))
+        stack.enter_context(use_generators(noise_of(objective, seed, 0, device)))
+        loader, first = None, None
+        if data is not None:
+            loader, first = _loader("data", data, batch_size, seed, model, device)
+        held_out = None
+        if validation is not None:
+            size = max(batch_size, VALIDATION_BATCH)
+            held_out, _ = _loader("validation", validation, size, None, model, device)
+        total = int(steps or epochs * len(loader))
+        every = evaluate_every or evaluate_every_default(total)
+        made = optimizer_of(objective, optimizer)
+        schedule = scheduler_of(made, scheduler, validated=held_out is not None)
+        plan = model.core
+        if plan.uninitialised() and first is not None:
+            model.initialize(*first, generator=Generator(device).manual_seed(mix(seed, "start")))
+        average = _average(model, ema)
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        parameters, watch, summed = list(trained.values()), FiniteWatch(list(trained)), _zero(device)
+        history: list[Record] = []
+        start_nll: float | None = None
+        best: tuple[float, int, dict[str, Tensor]] | None = None
+        stale, stopped, step, seconds = 0, "steps", 0, 0.0
+
+        def evaluate() -> Record:
+            """The NLL of the averaged weights, calibrated on request; keeps the best of them."""
+            nonlocal best, stale
+            with (
+                torch.random.fork_rng([device] if device.type == "cuda" else []),  # calibrating draws noise
+                nullcontext() if average is None else average.applied(),
+                calibrated(model, None if loader is None else once(loader), kind),
+            ):
+                likelihood = LikelihoodSum(model, Generator(device).manual_seed(mix(seed, "validation", 0)))
+                for x, context in once(held_out):
+                    likelihood.add(x, context)
+                nll, bits, uncalibrated = likelihood.mean()
+                if math.isnan(nll):
+                    raise TrainingError(f"step {step}: the NLL on the validation data is not a number")
+                stale += 1
+                if best is None or nll < best[0]:
+                    state = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
+                    best, stale = (nll, step, state), 0
+            found: Record = {"nll": nll, "bits_per_dim": bits, "best_nll": best[0]}
+            return found if kind is None else {**found, "nll_uncalibrated": uncalibrated}
+
+        try:
+            if held_out is not None and not plan.waits_for_data():
+                start = evaluate()  # the start may have the best weights of the run
+                start_nll = start["nll"]
+                if progress:
+                    print(Event(0, {"nll": start_nll}, model, steps=total), file=sys.stderr, flush=True)
+            began = time.monotonic()
+            mark = began, 0
+            stream = repeat((None, None)) if loader is None else _endless(loader)
+            for step, batch in zip(range(1, total + 1), stream, strict=False):
+                x, context = to_device(*batch, device)
+                for parameter in parameters:
+                    parameter.grad = None
+                loss = objective(x, context)
+                if loss.requires_grad:
+                    torch.autograd.backward(loss, inputs=parameters)
+                norms = gradient_norms(parameters, summed)
+                watch.record(step, loss, norms)
+                due = step % every == 0 or step == total
+                if due or step % CHECK_EVERY.get(device.type, CHECK_EVERY_ELSEWHERE) == 0:
+                    finding = watch.check()
+                    if finding is not None:
+                        lines = diagnose(model, x, context) if finding.step == step and x is not None else []
+                        raise failure(model, finding, lines, ADVICE)
+                norm = torch.linalg.vector_norm(norms)
+                if clip_norm is not None:
+                    nn.utils.clip_grads_with_norm_(parameters, clip_norm, norm)
+                made.step()
+                if schedule is not None and not isinstance(schedule, ReduceLROnPlateau):
+                    schedule.step()
+                if average is not None:
+                    average.update()
+                summed += loss.detach()
+                if not due:
+                    continue
+                passed, taken = time.monotonic() - mark[0], step - mark[1]
+                seconds += passed
+                record: Record = {
+                    "step": step,
+                    "epoch": 0 if loader is None else (step - 1) // len(loader),
+                    "loss": float(summed) / taken,
+                    "grad_norm": float(norm),
+                    "lr": float(made.param_groups[0]["lr"]),
+                    "seconds": seconds,
+                    "steps_per_second": taken / max(passed, 1e-9),
+                }
+                if held_out is not None:
+                    record |= evaluate()
+                    if isinstance(schedule, ReduceLROnPlateau):
+                        schedule.step(record["nll"])
+                record |= objective.metrics()
+                history.append(record)
+                left = (time.monotonic() - began) / step * (total - step)
+                event = Event(step, record, model, average, total, left)
+                if progress:
+                    print(event, file=sys.stderr, flush=True)
+                if callback is not None and callback(event) is True:
+                    stopped = "callback"
+                elif patience is not None and stale >= patience:
+                    stopped = "patience"
+                if stopped != "steps":
+                    break
+                summed, mark = _zero(device), (time.monotonic(), step)
+        except (TrainingError, InputError):
+            raise
+        except EBFlowError as error:  # a singular layer
+            raise TrainingError(f"step {step}: {error}") from error
+        finally:
+            for parameter in parameters:
+                parameter.grad = None
+        return FitResult(history, step, stopped, start_nll, *(best or (None, None, None)), average)
+
+
+def evaluate_every_default(steps: int) -> int:
+    """The steps between two evaluations of a run, unless somebody says otherwise.
+
+    Example:
+        >>> evaluate_every_default(200), evaluate_every_default(100_000)
+        (10, 1000)
+    """
+    return min(AT_LEAST_EVERY, max(1, steps // EVALUATIONS))
+
+
+def _loader(
+    name: str, data: Any, size: int, seed: int | None, model: EBFlow, device: torch.device
+) -> tuple[Any, Batch]:
+    """The batches of some data, and the first of them, which is checked; shuffled if there is a seed."""
+    loader = (
+        data
+        if isinstance(data, DataLoader)
+        else Loader(data, size, shuffle=seed is not None, seed=seed or 0, name=name)
+    )
+    try:
+        known = len(loader)
+    except TypeError:
+        raise InputError(
+            f"{name}: the DataLoader does not know its length (an IterableDataset without __len__); give the dataset "
+            "a __len__, or pass a map-style Dataset"
+        ) from None
+    with torch.random.fork_rng(devices=[]):
+        first = next(once(loader), None) if known else None
+    if first is None:
+        raise InputError(f"{name}: the DataLoader is empty: its dataset has no rows, or drop_last leaves none")
+    first = to_device(*first, device)
+    check_batch(model, name, *first)
+    return loader, first
+
+
+def _endless(loader: Any) -> Iterator[Batch]:
+    """The batches of one epoch after the other."""
+    epoch = 0
+    while True:
+        set_epoch = getattr(getattr(loader, "sampler", None), "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(epoch)
+        yield from pairs_of(loader)
+        epoch += 1
+
+
+def _zero(device: torch.device) -> Tensor:
+    return torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+
+
+def _average(model: EBFlow, ema: bool | EMA | None) -> EMA | None:
+    """The user's EMA, or a new one. It starts here, after the data-dependent start."""
+    if ema is None or ema is False:
+        return None
+    if ema is True:
+        return EMA(model)
+    if not isinstance(ema, EMA):
+        raise InputError(f"ema must be True, an ebflow_plugin.EMA or None, got {ema!r}")
+    if ema.model is not model:
+        raise InputError("the EMA is of another model; create it as EMA(objective.model)")
+    if ema.updates == 0:
+        ema.restart()
+    return ema

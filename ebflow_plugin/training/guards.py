@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,6 @@ from ebflow_plugin.model import EBFlow
 from ebflow_plugin.plan.preprocessing import Dequantize
 from ebflow_plugin.plan.step import Step
 from ebflow_plugin.plan.values import Value
-from ebflow_plugin.training.distributed import Processes
 
 __all__ = ["Finding", "FiniteWatch", "diagnose", "failure", "gradient_norms"]
 
@@ -34,7 +33,7 @@ class FiniteWatch:
 
     Arguments:
         names: The names of the parameters whose gradients are watched.
-        processes: The processes of the run, which share what one of them finds.
+        maximum: The elementwise maximum over all processes of a run, so that they share what one of them finds.
 
     Example:
         >>> watch = FiniteWatch(["weight", "bias"])
@@ -45,9 +44,8 @@ class FiniteWatch:
         Finding(step=2, loss=False, parameters=('bias',))
     """
 
-    def __init__(self, names: Sequence[str], processes: Processes | None = None) -> None:
-        self._names = tuple(names)
-        self._processes = processes or Processes()
+    def __init__(self, names: Sequence[str], maximum: Callable[[Tensor], Tensor] | None = None) -> None:
+        self._names, self._maximum = tuple(names), maximum
         self._bad: Tensor | None = None
         self._step: Tensor | None = None
 
@@ -66,9 +64,9 @@ class FiniteWatch:
         if self._bad is None or self._step is None:
             return None
         bad, self._bad, step = self._bad.to(torch.int64), None, self._step
-        if self._processes.world > 1:
-            step = -self._processes.maximum(-torch.where(bad.any(), step, torch.iinfo(torch.int64).max))
-            self._processes.maximum(bad)
+        if self._maximum is not None:
+            step = -self._maximum(-torch.where(bad.any(), step, torch.iinfo(torch.int64).max))
+            bad = self._maximum(bad)
         flags = bad.tolist()
         if not any(flags):
             return None

@@ -22,7 +22,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "library": ("nflows", "normflows", "zuko"),
     "activation": ("silu", "tanh", "softplus", "relu", "leaky_relu"),
     "linear": ("full", "lu", "lower", "upper", "qr", "svd"),
-    "loss": ("ssm", "dsm", "fdssm", "sm", "ml", "sml", "relative_ml"),
+    "loss": ("ssm", "dsm", "fdssm", "sm", "ml", "sml"),
     "log_det": ("exact", "stochastic", "relative", "auto"),
     "optimizer": ("adam", "adamw", "rmsprop", "sgd"),
     "schedule": ("constant", "cosine", "multistep"),
@@ -73,7 +73,7 @@ class TrainConfig:
         None,
         LOSS,
         "Objective.",
-        "what makes the model better: ml or relative_ml for deep, fc and own rows, else dsm",
+        "what makes the model better: ml (relative where layers are large) for deep, fc and own rows, else dsm",
     )
     sigma: float | None = _option(
         None,
@@ -132,6 +132,12 @@ class TrainConfig:
         None, MACHINE, "Folder that holds MNIST and other data sets.", "$EBFLOW_DATA, or data"
     )
     download: bool = _option(False, MACHINE, "Let torchvision download a missing data set.")
+    header: bool | None = _option(
+        None,
+        MACHINE,
+        "The first line of a .csv file holds names, or is data.",
+        "names if none of its cells is a number, which is said",
+    )
     limit: int | None = _option(None, MACHINE, "Use so many training rows at most.", "all")
     standardize: bool | None = _option(
         None,
@@ -173,6 +179,8 @@ class TrainConfig:
         values = {name: value for name, value in values.items() if name not in RETIRED}
         for name, value in values.items():
             _check(name, value, types)
+        if values.get("data") not in (None, self.data):  # another file has another first line
+            values = {"header": None, **values}
         if values.get("loss") not in (None, self.loss):  # options of the earlier loss mean nothing to the later one
             values = {**{name: None for name, loss in LOSS_OPTIONS.items() if loss != values["loss"]}, **values}
         if values.get("epochs") is not None and values.get("steps") is not None:

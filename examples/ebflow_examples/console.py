@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -17,10 +18,30 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-__all__ = ["FAILED", "INTERRUPTED", "REFUSED", "Commands", "note", "say", "say_json", "table", "to_json"]
+__all__ = [
+    "FAILED",
+    "INTERRUPTED",
+    "REFUSED",
+    "Commands",
+    "first_process",
+    "note",
+    "say",
+    "say_json",
+    "table",
+    "to_json",
+]
 
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
-EXTRA = ("matplotlib", "nflows", "normflows", "rich", "safetensors", "sklearn", "torchvision")  # of [examples]
+EXTRA = (
+    "lightning",
+    "matplotlib",
+    "nflows",
+    "normflows",
+    "rich",
+    "safetensors",
+    "sklearn",
+    "torchvision",
+)  # of [examples]
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -40,7 +61,10 @@ class Commands(TyperGroup):
                 code = exit_code(error)
                 if code is None or ctx.params.get("traceback"):
                     raise
-                note("\n".join([f"error: {_words(error)}", *getattr(error, "__notes__", ())]), "bold red")
+                note(
+                    "\n".join([f"error: {_words(error, ctx.invoked_subcommand)}", *getattr(error, "__notes__", ())]),
+                    "bold red",
+                )
                 raise typer.Exit(code) from None
 
 
@@ -61,14 +85,20 @@ def exit_code(error: Exception) -> int | None:
     return None
 
 
-def _words(error: Exception) -> str:
-    """What an error says, and what to do about those that Python words for programmers."""
+def _words(error: Exception, command: str | None = None) -> str:
+    """What an error of a command says, and what to do about those that Python words for programmers."""
     if isinstance(error, ModuleNotFoundError) and error.name in EXTRA:
         return f"this command needs {error.name}: pip install 'ebflow-plugin[examples]', or '.[examples]' in a checkout"
     if isinstance(error, OSError) and error.errno in FULL:
         where = f" ({error.filename})" if error.filename else ""
-        return f"{error.strerror}{where}. Make room; what was written before is whole, and `--resume` goes on with it."
+        again = {"train": ", and `--resume` goes on with it", "reproduce": ", and the same command goes on with it"}
+        return f"{error.strerror}{where}. Make room; what was written before is whole{again.get(command or '', '')}."
     return str(error)
+
+
+def first_process() -> bool:
+    """Whether this process writes and speaks, among those that torchrun started."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def say(text: str = "") -> None:

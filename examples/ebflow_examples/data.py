@@ -11,11 +11,12 @@ import torch
 from torch import Generator, Tensor
 
 from ebflow_examples import images, synthetic, tables
+from ebflow_examples.console import first_process, note
 from ebflow_examples.streams import stream
 from ebflow_examples.synthetic import Truth
 from ebflow_plugin.errors import InputError, UnknownNameError, suggest
 
-__all__ = ["NAMES", "DataSet", "Truth", "data_root", "load"]
+__all__ = ["LEVELS", "NAMES", "DataSet", "Truth", "data_root", "load"]
 
 NAMES = {
     "sine": "2-D, a sine wave 16 long, smoothed by a Gaussian of 0.375; its density is known",
@@ -30,6 +31,7 @@ NAMES = {
     "cifar10": "photographs of 3 x 32 x 32 pixels, from the data root",
     "cifar10-jpeg": f"CIFAR-10 out of {images.CIFAR_JPEG} in the data root; JPEG changed its pixels",
 }
+LEVELS = ("digits", "mnist", "kmnist", "cifar10", "cifar10-jpeg")  # those that are images with grey levels
 SIZES = (50_000, 5_000, 10_000)  # of data made on the spot: training, validation, test
 OF_TEXTURES = (1_500, 250, 500)  # each costs two solves with the true flow; some four seconds in all
 
@@ -47,6 +49,7 @@ class DataSet:
         levels: How many grey levels there are; None for continuous data.
         truth: The exact density and score, where they are known.
         clean: The training rows before the noise that smooths them, where there is one: for an objective that adds it.
+        header: Whether the first line of a .csv file was taken for names; None for other data.
 
     Example:
         >>> digits = load("digits")
@@ -61,6 +64,7 @@ class DataSet:
     levels: int | None = None
     truth: Truth | None = None
     clean: Tensor | None = None
+    header: bool | None = None
 
     @property
     def event_shape(self) -> tuple[int, ...]:
@@ -87,9 +91,15 @@ class DataSet:
 
 
 def load(
-    name: str, *, root: str | Path | None = None, download: bool = False, seed: int = 0, limit: int | None = None
+    name: str,
+    *,
+    root: str | Path | None = None,
+    download: bool = False,
+    seed: int = 0,
+    limit: int | None = None,
+    header: bool | None = None,
 ) -> DataSet:
-    """Loads a data set.
+    """Loads a data set. Of a .csv file it says what was taken for the header.
 
     Arguments:
         name: One of :data:`NAMES`, or the path of a folder of images or of a .npy, .npz or .csv file.
@@ -99,6 +109,7 @@ def load(
         seed: What decides what is drawn and which rows go into which part. The density of the synthetic sets does not
             depend on it.
         limit: The largest number of training rows; by default all.
+        header: Whether the first line of a .csv file holds names; by default as it looks.
 
     Raises:
         InputError: The data are missing or no good; the message says what to do.
@@ -123,7 +134,9 @@ def load(
         **{plane: lambda: _smoothed(name, generator) for plane in synthetic.PLANE},
         **{texture: lambda: _textures(name, generator) for texture in ("textures", "textures16")},
     }
-    data = makers[name]() if name in makers else _own(name, generator)
+    if header is not None and (name in makers or Path(name).suffix != ".csv"):
+        raise InputError(f"a header is the first line of a .csv file, and {name} is none: leave out --[no-]header")
+    data = makers[name]() if name in makers else _own(name, generator, header)
     if limit is None:
         return data
     return replace(data, train=data.train[:limit], clean=None if data.clean is None else data.clean[:limit])
@@ -154,7 +167,7 @@ def _textures(name: str, generator: Generator) -> DataSet:
     return _drawn(name, Textures(SIDES[name]), generator, OF_TEXTURES)
 
 
-def _own(name: str, generator: Generator) -> DataSet:
+def _own(name: str, generator: Generator, header: bool | None) -> DataSet:
     """A user's own folder or file."""
     path = Path(name).expanduser()
     if path.is_dir():
@@ -164,6 +177,11 @@ def _own(name: str, generator: Generator) -> DataSet:
         raise UnknownNameError(f"unknown data {name!r}, which {what}. {suggest(name, NAMES)}")
     if not path.is_file():
         raise InputError(f"{name} is not there: looked for {path.absolute()}")
+    if path.suffix == ".csv":
+        table = tables.read_csv(path, header)
+        if first_process():
+            note(table.remark)
+        return replace(_split(name, table.rows, generator, levels=None), header=table.header)
     parts = tables.read(path)
     levels = 256 if parts[0].dtype == torch.uint8 else None
     if len(parts) == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import ebflow_plugin as ebf
 from ebflow_examples.config import LOSS_OPTIONS, TrainConfig
+from ebflow_examples.console import first_process, note
 from ebflow_examples.data import NAMES
 from ebflow_examples.runs import Run
 from ebflow_examples.streams import drawing_from
@@ -18,6 +20,7 @@ from ebflow_plugin.plan.inputs import integer, positive
 __all__ = ["check", "objective_of", "settle"]
 
 STEPS = {True: 1000, False: 500}  # of images, and of other rows, whose models are deeper
+CALIBRATION_ROWS = 20  # the fewest that EBFlow.calibrate takes: it holds out a tenth, and judges by two rows at least
 LARGE = 1024  # features from which on determinants take so long that the relative gradient learns more in the same time
 
 
@@ -47,6 +50,13 @@ def settle(run: Run, started: tuple[bool, bool] | None = None) -> Run:
     """
     check(run.config)
     config, levels = run.config, run.data.levels is not None
+    needed = CALIBRATION_ROWS * int(os.environ.get("WORLD_SIZE", "1"))  # each process has its share of the rows
+    few = len(run.data.train) < needed
+    if few and config.calibration is not None:
+        raise InputError(
+            f"a calibration needs at least {needed} training rows, and {config.data} has {len(run.data.train)}: have "
+            "more rows, or leave calibrate out, which does without"
+        )
     images = levels or run.config.data.startswith("textures")
     chosen: dict[str, Any] = {}
     if config.data_root is not None:  # the file is read from other folders too
@@ -60,7 +70,8 @@ def settle(run: Run, started: tuple[bool, bool] | None = None) -> Run:
         with drawing_from(config.seed, "start"):  # ActNorms, so that the NLL of the start is known
             run.model.initialize(run.split("train")[:1000])
     if config.loss is None:
-        chosen["loss"] = usual_loss(run)
+        chosen["loss"], log_det = usual_loss(run)
+        chosen["log_det"] = log_det if config.log_det is None else config.log_det
     loss = chosen.get("loss", config.loss)
     if config.lr is None:
         chosen["lr"] = 3e-3 if not closed_form else 1e-4 if levels else 1e-3
@@ -72,7 +83,9 @@ def settle(run: Run, started: tuple[bool, bool] | None = None) -> Run:
     if config.steps is None and config.epochs is None:
         chosen["steps"] = STEPS[images]
     if config.calibrate is None:
-        chosen["calibrate"] = "full" if levels or closed_form else "none"
+        chosen["calibrate"] = "full" if (levels or closed_form) and not few else "none"
+        if few and (levels or closed_form) and first_process():
+            note(_few_rows(run, needed))
     if config.clip_norm is None and not images:
         chosen["clip_norm"] = 10.0
     if config.sigma is None and loss == "dsm":
@@ -82,21 +95,31 @@ def settle(run: Run, started: tuple[bool, bool] | None = None) -> Run:
     return replace(run, config=replace(config, **chosen))
 
 
-def usual_loss(run: Run) -> str:
-    """A loss that makes the model better, by validation NLL, from the start that it has.
+def _few_rows(run: Run, needed: int) -> str:
+    data = run.data
+    return (
+        f"few rows: {len(data.train)} to train on, {len(data.validation)} to choose the best weights by, "
+        f"{len(data.test)} to test; too few to calibrate, which needs {needed} to train on and is left out"
+    )
+
+
+def usual_loss(run: Run) -> tuple[str, str | None]:
+    """A loss that makes the model better, by validation NLL, from the start that it has, and its ``log_det``.
 
     Score matching pays where linear layers are large and the start is poor. A Gaussianised ``fc`` is better than what
     DSM or SSM lead it to (its own likelihood is what is left to improve), and small layers have cheap determinants.
     """
     if run.config.model in ("fc", "deep"):
-        return "relative_ml" if run.config.linear == "full" and prod(run.data.event_shape) >= LARGE else "ml"
-    return "ml" if run.data.own_rows else "dsm"
+        return "ml", "relative" if run.config.linear == "full" and prod(run.data.event_shape) >= LARGE else None
+    return "ml" if run.data.own_rows else "dsm", None
 
 
 def objective_of(model: ebf.EBFlow, config: TrainConfig) -> ebf.objectives.Objective:
     """The objective of a configuration."""
     assert config.loss is not None
-    options: dict[str, Any] = {"energy_weight": config.energy_weight}
+    options: dict[str, Any] = {}
+    if config.loss not in ("ml", "sml"):
+        options["energy_weight"] = config.energy_weight
     for name, loss in LOSS_OPTIONS.items():
         value = getattr(config, name)
         if config.loss == loss and value is not None:

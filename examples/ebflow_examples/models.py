@@ -151,6 +151,10 @@ def preprocessing(
 
 def _standardize(data: DataSet) -> ebf.Standardize:
     """The scales of the training rows; says which columns have none, or lose theirs to rounding."""
+    if len(data.train) < 2:
+        raise InputError(
+            f"{data.name} has {len(data.train)} row to train on, which has no scale; 2 are needed at least"
+        )
     try:
         step = ebf.Standardize.of(data.train)
     except InputError as error:

@@ -21,12 +21,12 @@ from ebflow_examples.streams import stream
 from ebflow_examples.targets import Target
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.plan.inputs import positive
-from ebflow_plugin.training.options import fusible
+from ebflow_plugin.training.optimizers import fusible
 
 __all__ = ["OBJECTIVES", "Cost", "Profile", "batch_for", "measure", "profile"]
 
-OBJECTIVES = ("dsm", "ssm", "fdssm", "ml", "ml stochastic", "sml", "relative_ml", "sm")
-LIKELIHOODS = ("ml", "ml stochastic", "relative_ml")
+OBJECTIVES = ("dsm", "ssm", "fdssm", "ml", "ml stochastic", "ml relative", "sml", "sm")
+LIKELIHOODS = ("ml", "ml stochastic", "ml relative")
 CHEAP = 1.5  # times the cost of the cheapest likelihood, up to which exact ML is the one to use
 LARGEST_SM = 128  # dimensions up to which the exact trace is worth a try
 
@@ -145,7 +145,7 @@ def _for_score(cost: Mapping[str, float]) -> str:
         if "ssm" in ways:
             words.append(
                 f". Without noise: ssm, a step {ways['ssm'] / ways['dsm']:.1f} times as long, if the density of data "
-                "does not jump (grey levels: --dequantize smooth)"
+                "does not jump (grey levels: ebflow train --dequantize smooth)"
             )
     words.append(". Follow the exact NLL beside the loss, and calibrate at the end.")
     return "".join(words)
@@ -154,7 +154,7 @@ def _for_score(cost: Mapping[str, float]) -> str:
 def _spelled(name: str) -> str:
     """An objective as ``ebflow train`` is told of it."""
     loss, _, log_det = name.partition(" ")
-    return f"{loss} with --log-det {log_det}" if log_det else loss
+    return f"{loss} (ebflow train --loss {loss} --log-det {log_det})" if log_det else loss
 
 
 def measure(

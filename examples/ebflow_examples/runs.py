@@ -1,7 +1,7 @@
 """Run folders: what ``ebflow train`` leaves after, and how the other commands read it.
 
 A run folder holds ``config.toml`` (what was asked for, and what was chosen), ``metrics.jsonl``, the last two
-checkpoints, ``best.safetensors`` and ``summary.json``. Weights are read by safetensors and ``weights_only`` alone.
+checkpoints, ``best.ckpt`` and ``summary.json``. Weights are read by ``weights_only`` alone, without Lightning.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ebflow_examples.data import DataSet, Truth, load
 from ebflow_examples.models import flow_for, preprocessing
 from ebflow_examples.streams import drawing_from, stream
 from ebflow_plugin.errors import InputError, suggest
-from ebflow_plugin.training.checkpoints import CheckpointFolder, write_weights
+from ebflow_plugin.training.files import latest, read_first, weights_of, write_weights
 
 __all__ = [
     "CONFIG",
@@ -137,7 +137,15 @@ class Floor:
 
 def build(config: TrainConfig) -> Run:
     """Makes the data and the model of a configuration, with the weights that its seed gives."""
-    original = load(config.data, root=config.data_root, download=config.download, seed=config.seed, limit=config.limit)
+    original = load(
+        config.data,
+        root=config.data_root,
+        download=config.download,
+        seed=config.seed,
+        limit=config.limit,
+        header=config.header,
+    )
+    config = replace(config, header=original.header)  # so that the run reads the file alike ever after
     if config.model is None:
         textures = config.data.startswith("textures") and original.truth is not None
         config = replace(config, model="glow" if original.event_shape == (2,) else "cnn" if textures else "deep")
@@ -188,7 +196,13 @@ def holds_run(path: Path) -> bool:
     return (path / CONFIG).is_file()
 
 
-def open_run(path: Path, weights: str = "best", device: str = "auto", data_root: str | None = None) -> Run:
+def open_run(
+    path: Path,
+    weights: str = "best",
+    device: str = "auto",
+    data_root: str | None = None,
+    header: bool | None = None,
+) -> Run:
     """Reads a run folder: its data, and its model with the weights that are asked for.
 
     Arguments:
@@ -197,6 +211,7 @@ def open_run(path: Path, weights: str = "best", device: str = "auto", data_root:
             on the training data, as the run was told to do at its evaluations.
         device: Where the model goes.
         data_root: Where the data are, if not where they were.
+        header: Whether the first line of a .csv file holds names, for a run that does not say so itself.
 
     Raises:
         InputError: If it is no run folder; it says what is missing.
@@ -207,8 +222,8 @@ def open_run(path: Path, weights: str = "best", device: str = "auto", data_root:
         raise InputError(f"there is no folder {path}; `ebflow train --out {path}` makes one")
     if not holds_run(path):
         raise InputError(f"{path} is no run of ebflow: it has no {CONFIG}; `ebflow train --out FOLDER` makes a run")
-    told: dict[str, Any] = {"device": device} if data_root is None else {"device": device, "data_root": data_root}
-    run = build(run_configuration(path).updated(told))
+    told = {"device": device, "data_root": data_root, "header": header}
+    run = build(run_configuration(path).updated({name: value for name, value in told.items() if value is not None}))
     check_data(path, fingerprint(run.data))
     facts, step = _load(run, path, weights)
     return replace(run, path=path, facts=facts, step=step)
@@ -226,7 +241,7 @@ def run_configuration(path: Path) -> TrainConfig:
     if missing:
         raise InputError(
             f"{path / CONFIG} is not whole: it lacks {', '.join(missing)}. It says what the weights in {path} mean; "
-            "put it back from a copy, or begin anew with --fresh."
+            "put it back from a copy, or begin anew with `ebflow train --fresh`."
         )
     return TrainConfig().updated(told)
 
@@ -251,7 +266,7 @@ def check_data(path: Path, found: str) -> None:
     if not file.is_file():
         raise InputError(
             f"{path} does not say which rows it was trained on: {DATA} is missing, or it is of an earlier version, "
-            "which split the data in another way. Train again, with --fresh."
+            "which split the data in another way. `ebflow train --fresh` trains again."
         )
     if file.read_text(encoding="utf-8", errors="replace").strip() != found:
         raise InputError(
@@ -265,21 +280,20 @@ def _load(run: Run, path: Path, weights: str) -> tuple[str, int]:
     if weights == "best":
         step = int(ebf.load_best(run.model, path)["step"])
         return f"best weights, step {step}" + (": the start, nothing was learnt" if step == 0 else ""), step
-    state = CheckpointFolder(path).load()
-    if state is None:
+    files = latest(path)
+    if not files:
         raise InputError(f"{path} holds no checkpoint yet; `ebflow train --out {path} --resume` goes on with it")
-    write_weights(run.model, state["model"], f"the weights in {path}")
-    if weights == "average":
-        if state["ema"] is None:
-            raise InputError(f"{path} was trained without an average; take --weights last")
-        ema = ebf.EMA(run.model)
-        ema.load_state_dict(state["ema"])
-        ema.copy_to()
+    state = read_first(files)
+    own = "current_model_state"  # beside the average, if there is one
+    if weights == "average" and own not in state:
+        raise InputError(f"{path} was trained without an average; take --weights last")
+    key = own if weights == "last" and own in state else "state_dict"
+    write_weights(run.model, weights_of(state, key), f"the weights in {path}")
     kind = run.config.calibration
     if kind is not None:
         with drawing_from(run.config.seed, "calibration"):  # the noise of the dequantisation
             run.model.calibrate(run.split("train"), kind)
-    step = int(state["step"])
+    step = int(state["global_step"])
     return f"{weights} weights, step {step}{'' if kind is None else ', calibrated'}", step
 
 
@@ -294,8 +308,7 @@ def nll_of_rows(model: ebf.EBFlow, rows: Tensor, seed: int = 0, split: str = "te
     generator = stream(seed, split, device=rows.device)
     parts = []
     for batch in rows.split(BATCH):
-        u, log_det = model.preprocess(batch, generator)
-        parts.append(-(model.core.log_prob(u) + log_det).double())
+        parts.append(-model.log_prob(batch, generator=generator).double())
     return torch.cat(parts)
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import csv
-import math
 import zipfile
 import zlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,26 @@ from torch import Tensor
 
 from ebflow_plugin.errors import InputError
 
-__all__ = ["SUFFIXES", "read"]
+__all__ = ["SUFFIXES", "Table", "read", "read_csv"]
 
 SUFFIXES = (".npy", ".npz", ".csv")
 PARTS = ("train", "validation", "test")
+SHOWN = 8  # cells of a line that is quoted
+
+
+@dataclass(frozen=True)
+class Table:
+    """What a .csv file holds.
+
+    Attributes:
+        rows: Its numbers, shape (N, D).
+        header: Whether its first line was taken for names.
+        remark: What it was taken for, in a line.
+    """
+
+    rows: Tensor
+    header: bool
+    remark: str
 
 
 def read(path: Path) -> list[Tensor]:
@@ -28,7 +44,7 @@ def read(path: Path) -> list[Tensor]:
     vectors with shape (N, D), or of images with shape (N, H, W), (N, C, H, W) or (N, H, W, C), given as (N, C, H, W).
     """
     if path.suffix == ".csv":
-        return [_checked(_csv(path), path)]
+        return [read_csv(path).rows]
     try:
         loaded = np.load(path, allow_pickle=False)
     except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
@@ -93,21 +109,30 @@ def _checked(array: Any, path: Path, part: str = "") -> Tensor:
     return rows
 
 
-def _csv(path: Path) -> Any:
-    """Reads numbers separated by commas, semicolons or tabs, with or without one line of names above them."""
+def read_csv(path: Path, header: bool | None = None) -> Table:
+    """Reads numbers separated by commas, semicolons or tabs, with or without one line of names above them.
+
+    Arguments:
+        path: The file.
+        header: Whether the first line holds names. By default it does if no cell of it is a number, or if its numbers
+            stand in quotes and those below do not.
+
+    Raises:
+        InputError: If the file is no good, or its first line may be either.
+    """
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        lines = [line for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
     except UnicodeDecodeError as error:
         raise InputError(f"{path} is no text: {error}") from error
-    delimiter = max(",;\t", key=lines[0].count) if lines else ","
-    rows = [row for row in csv.reader(lines, delimiter=delimiter) if row]
-    if not rows:
+    if not lines:
         raise InputError(f"{path} is empty")
-    first = [_number(cell) for cell in rows[0]]
-    if None in first and all(value is None or math.isnan(value) for value in first):
-        names = rows.pop(0)  # names, of which that of an index may be empty
-    else:
-        names = [str(place) for place in range(len(first))]
+    delimiter = max(",;\t", key=lines[0].count)
+    rows = list(csv.reader(lines, delimiter=delimiter))
+    named = _is_header(lines, rows, path) if header is None else header
+    quoted = ", ".join(cell.strip() or "(empty)" for cell in rows[0][:SHOWN]) + ", …" * (len(rows[0]) > SHOWN)
+    names = [cell.strip() for cell in rows.pop(0)] if named else [str(place) for place in range(len(rows[0]))]
+    if not rows:
+        raise InputError(f"{path} has no rows below its header, {quoted}")
     table = np.empty((len(rows), len(names)))
     for line, row in enumerate(rows):
         if len(row) != len(names):
@@ -115,17 +140,45 @@ def _csv(path: Path) -> Any:
         for column, cell in enumerate(row):
             value = _number(cell)
             if value is None:
+                hint = ", or take the first line for names, with --header" if line == 0 and not named else ""
                 raise InputError(
                     f"{path}: column {names[column]!r} has {cell!r} in data row {line} (counted from 0), which is no "
-                    "number; drop the column, or encode it as numbers"
+                    f"number; drop the column, or encode it as numbers{hint}"
                 )
             table[line, column] = value
-    return table
+    remark = f"{path.name}: no header, {quoted} is the first row of data (--header if these are names)"
+    if named:
+        remark = f"{path.name}: the header is {quoted} (--no-header if that is a row of data)"
+    if len(table) > 2 and np.array_equal(table[:, 0], table[0, 0] + np.arange(len(table))):
+        remark += f"; column {names[0]!r} counts the rows, and is data too: drop it if it is an index"
+    return Table(_checked(table, path), named, remark)
+
+
+def _is_header(lines: list[str], rows: list[list[str]], path: Path) -> bool:
+    """Whether the first line holds names: it has no number, or quotes that the numbers below do not have.
+
+    Raises:
+        InputError: If it has numbers and other words, so that nobody knows.
+    """
+    words = [cell for cell in rows[0] if _number(cell) is None]
+    numbers = [cell for cell in rows[0] if cell.strip() and _number(cell) is not None]
+    blank = len(rows[0]) - len(words) - len(numbers)
+    if not numbers:
+        return bool(words)
+    if lines[0].count('"') == 2 * len(rows[0]) and len(lines) > 1 and '"' not in "".join(lines[1:]):
+        return True
+    if words or (blank and all(cell.strip() for row in rows[1:] for cell in row)):  # the name of an index is empty
+        other = repr(words[0]) if words else "an empty cell"
+        raise InputError(
+            f"the first line of {path} has numbers ({numbers[0]}) and {other}, and may be a header or data: --header "
+            "takes it for names, --no-header for a row"
+        )
+    return False
 
 
 def _number(cell: str) -> float | None:
     """The number that a cell holds, NaN if it is empty, None if it holds something else."""
-    try:
-        return float(cell) if cell.strip() else float("nan")
+    try:  # 2019_20 is a season, and a number in Python alone
+        return None if "_" in cell else float(cell) if cell.strip() else float("nan")
     except ValueError:
         return None

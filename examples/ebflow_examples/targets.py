@@ -70,6 +70,7 @@ def find_target(
     library: str = "nflows",
     linear: str = "full",
     data_root: str | None = None,
+    header: bool | None = None,
     context: tuple[int, ...] | None = None,
 ) -> Target:
     """Finds a flow by what the user typed.
@@ -81,13 +82,16 @@ def find_target(
         library: Of a built-in model.
         linear: Of a built-in model.
         data_root: Where data sets are.
+        header: Whether the first line of a .csv file holds names; by default as it looks.
         context: The shape of the context of one data point, for a conditional flow; an estimator of sbi tells it.
 
     Raises:
         InputError: If it cannot be imported or made; in one line.
         UnknownNameError: If there is no such built-in model.
     """
-    rows = None if data is None else load(data, root=data_root)
+    if data is None and header is not None:
+        raise InputError("--[no-]header is of a .csv file that --data names, and there is none; leave it out")
+    rows = None if data is None else load(data, root=data_root, header=header)
     if ":" in text:
         found = user_object(text)
         known = getattr(found, "condition_shape", None)  # as sbi's estimators have it

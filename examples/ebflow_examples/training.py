@@ -1,24 +1,26 @@
-"""``ebflow train``: from a configuration to a run folder."""
+"""``ebflow train``: from a configuration to a run folder. Lightning trains; it is imported when a run begins."""
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import time
+import warnings
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from importlib.metadata import version
 from math import cos, pi
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn, optim
+from torch import Tensor, nn, optim
 from torch.optim.lr_scheduler import LambdaLR
 
 import ebflow_plugin as ebf
 from ebflow_examples.config import TrainConfig, read_toml, to_toml
-from ebflow_examples.console import note, to_json
+from ebflow_examples.console import first_process, note, to_json
 from ebflow_examples.data import NAMES
 from ebflow_examples.defaults import check, objective_of, settle
 from ebflow_examples.folders import held, writable
@@ -36,10 +38,21 @@ from ebflow_examples.runs import (
 )
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.layers import FullConv2d, FullLinear
-from ebflow_plugin.training.checkpoints import atomic_write
-from ebflow_plugin.training.options import fusible
+from ebflow_plugin.training.batches import Loader
+from ebflow_plugin.training.files import BEST, atomic_write, latest
+from ebflow_plugin.training.fitting import VALIDATION_BATCH
+from ebflow_plugin.training.optimizers import fusible
 
-__all__ = ["configuration", "first_process", "fit_options", "free_folder", "optimizer_for", "report", "train"]
+__all__ = [
+    "Outcome",
+    "configuration",
+    "first_process",
+    "free_folder",
+    "optimizer_for",
+    "report",
+    "run_trainer",
+    "train",
+]
 
 OPTIMISERS: dict[str, Callable[..., optim.Optimizer]] = {
     "adam": optim.Adam,
@@ -103,11 +116,6 @@ def _path(data: str) -> str:
     return data if data in NAMES else str(Path(data).expanduser().absolute())
 
 
-def first_process() -> bool:
-    """Whether this process writes and speaks, among those that torchrun started."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 def free_folder(config: TrainConfig, base: Path = Path("runs")) -> Path:
     """A folder that holds no run yet, named after the run."""
     if "RANK" in os.environ:
@@ -150,20 +158,17 @@ def _train(run: Run, out: Path, resume: bool, progress: bool) -> dict[str, Any]:
         note(_headline(run, out))
     started = time.monotonic()
     try:
-        result = ebf.fit(objective, run.data.train, **fit_options(run, out, resume, progress))
+        result = run_trainer(run, objective, out, resume, progress)
     except InputError:
         if first:  # what cannot go on with this run does not describe it
             _put_back(out, kept)
         raise
     except KeyboardInterrupt:
-        saved = any(out.glob("step-*.pt"))
-        what = "goes on from the last checkpoint" if saved else "begins again: there is no checkpoint yet"
-        raise KeyboardInterrupt(f"`ebflow train --out {out} --resume` {what}.") from None
+        raise KeyboardInterrupt(_how(out)) from None
     if first and resume and config.steps is not None and result.steps > config.steps:
         _put_back(out, kept)  # the run was longer than that already: nothing was done
     last = result.history[-1]
-    if result.best_state is not None:
-        result.load_best(model)
+    ebf.load_best(model, out)
     summary = {
         "data": config.data,
         "model": config.model,
@@ -190,6 +195,11 @@ def _train(run: Run, out: Path, resume: bool, progress: bool) -> dict[str, Any]:
     return summary
 
 
+def _how(out: Path) -> str:
+    what = "goes on from the last checkpoint" if latest(out) else "begins again: there is no checkpoint yet"
+    return f"`ebflow train --out {out} --resume` {what}."
+
+
 def _put_back(out: Path, kept: dict[str, bytes | None]) -> None:
     """Restores the old content of files of a run folder."""
     for name, content in kept.items():
@@ -207,7 +217,7 @@ def report(summary: dict[str, Any], out: Path) -> str:
     two = summary["data"] in ("sine", "swirl", "checkerboard")
     return "\n".join(
         (
-            *(() if summary["learnt"] else (_NOTHING.format(**validation, loss=summary["loss"].upper()),)),
+            *(() if summary["learnt"] else (_nothing(summary),)),
             f"{summary['steps']:,} steps in {summary['training_seconds']:.0f} s "
             f"({summary['steps_per_second']} steps/s), stopped by {summary['stopped']}",
             f"validation NLL  {'' if before is None else f'{before:.4f} -> '}{validation['nll_best']:.4f} "
@@ -219,10 +229,18 @@ def report(summary: dict[str, Any], out: Path) -> str:
     )
 
 
-_NOTHING = (
-    "NOTHING WAS LEARNT: {loss} made the model worse than its start (validation NLL {nll_before:.4f} before, "
-    "{nll_last:.4f} at the end). All below is of the start, step 0. Try another --loss (ml), a smaller --lr or --sigma."
-)
+def _nothing(summary: dict[str, Any]) -> str:
+    loss, found = summary["loss"], summary["validation"]
+    tries = [
+        *(["--loss ml"] if loss != "ml" else []),
+        "a smaller --lr",
+        *(["a smaller --sigma"] if loss == "dsm" else []),
+    ]
+    return (
+        f"NOTHING WAS LEARNT: {loss.upper()} made the model worse than its start (validation NLL "
+        f"{found['nll_before']:.4f} before, {found['nll_last']:.4f} at the end). All below is of the start, step 0. "
+        f"Try {' or '.join(tries)}."
+    )
 
 
 def versions() -> dict[str, str]:
@@ -238,9 +256,10 @@ def _headline(run: Run, out: Path) -> str:
     assert config.loss is not None
     units = ""
     if config.standardize:
+        length = {"dsm": ", and so does --sigma", "fdssm": ", and so does --eps"}.get(config.loss, "")
         units = (
-            "\nstandardised: the model sees each column in units of its standard deviation, and so do --sigma and "
-            "--eps; NLL and samples are in the units of the data"
+            f"\nstandardised: the model sees each column in units of its standard deviation{length}; NLL and samples "
+            "are in the units of the data"
         )
     return (
         f"{config.data}: {len(data.train):,} rows of shape {data.event_shape}; {config.model} of {config.library}, "
@@ -265,32 +284,119 @@ def optimizer_for(run: Run) -> Callable[[list[nn.Parameter]], optim.Optimizer]:
     return optimizer
 
 
-def fit_options(run: Run, out: Path, resume: bool, progress: bool) -> dict[str, Any]:
-    """What :func:`ebflow_plugin.fit` is told for a run whose configuration is settled."""
-    config = run.config
-    assert config.lr is not None
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended. Its best weights are in the folder (:func:`ebflow_plugin.load_best`).
+
+    Attributes:
+        history: The record of each evaluation.
+        steps: The number of steps, including those before a resume.
+        stopped: Why it ended: ``"steps"`` or ``"patience"``.
+        start_nll: The validation NLL before the first step, if the model was initialised by then.
+        best_nll: The lowest validation NLL, including that of the start.
+        best_step: Its step.
+    """
+
+    history: list[dict[str, Any]]
+    steps: int
+    stopped: str
+    start_nll: float | None
+    best_nll: float
+    best_step: int
+
+
+def run_trainer(
+    run: Run,
+    objective: ebf.objectives.Objective,
+    out: Path,
+    resume: bool,
+    progress: bool,
+    *,
+    validation: Tensor | None = None,
+    evaluate_every: int | None = None,
+) -> Outcome:
+    """Trains the model of a settled run in Lightning, with its checkpoints in a folder.
+
+    Arguments:
+        run: The model with its data.
+        objective: The loss.
+        out: The folder.
+        resume: Whether to go on from the last checkpoint there, if there is one; if not, those that are there go.
+        progress: Whether to show it.
+        validation: Other rows than all of the run's.
+        evaluate_every: Other than the configuration's.
+
+    Raises:
+        KeyboardInterrupt: On Ctrl-C before the first step; later the process exits, with 130.
+    """
+    from lightning.fabric.utilities.warnings import PossibleUserWarning
+
+    from ebflow_examples.records import Records
+    from ebflow_plugin.lightning import Checkpoints, ConditionGuard, ExactNLL, LitObjective, trainer
+
+    config, world = run.config, int(os.environ.get("WORLD_SIZE", "1"))
     assert config.batch_size is not None
-    batches = max(1, len(run.data.train) // (config.batch_size * int(os.environ.get("WORLD_SIZE", "1"))))
-    total = config.steps or (config.epochs or 1) * batches
+    loader = Loader(run.data.train, config.batch_size, seed=config.seed)
+    batches = max(1, len(run.data.train) // (min(config.batch_size, len(run.data.train)) * world))
+    steps = config.steps or (config.epochs or 1) * batches
     schedule = SCHEDULES[config.schedule]
+    scheduler = None if config.schedule == "constant" else lambda made: LambdaLR(made, lambda n: schedule(n / steps))
+    held_out = Loader(
+        run.data.validation if validation is None else validation,
+        max(config.batch_size, VALIDATION_BATCH),
+        shuffle=False,
+        name="validation",
+    )
+    if not resume and first_process():
+        for old in (*latest(out), out / BEST):
+            old.unlink(missing_ok=True)
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
+    records = Records(out, progress)
+    made = trainer(
+        out,
+        steps=steps,
+        evaluate_every=evaluate_every or config.evaluate_every,
+        patience=config.patience,
+        ema=config.ema_decay if config.ema else False,
+        calibrate=config.calibration,
+        clip_norm=config.clip_norm,
+        callbacks=[records, ConditionGuard(every=steps + 1)],  # at evaluations alone
+        hint=f"`ebflow train --out {out} --resume` goes on from the last checkpoint.",
+        enable_progress_bar=False,
+        **_devices(run.device, world),
+    )
+    state = torch.get_rng_state()
+    torch.manual_seed(config.seed)
+    pieces: list[Any] = made.callbacks  # type: ignore[attr-defined]
+    kept = next(piece for piece in pieces if isinstance(piece, Checkpoints))
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=PossibleUserWarning)  # Lightning's, about its own inner life
+            made.fit(
+                LitObjective(objective, optimizer_for(run), scheduler),
+                loader,
+                held_out,
+                ckpt_path=kept.last if resume else None,
+            )
+    except SystemExit as stop:
+        if stop.code == 1:  # Lightning's for a Ctrl-C before the first step
+            raise KeyboardInterrupt from None
+        raise
+    finally:
+        torch.set_rng_state(state)
+    start = next(piece.start_nll for piece in pieces if isinstance(piece, ExactNLL))
+    assert kept.best_nll is not None
+    assert kept.best_step is not None
+    return Outcome(records.history, made.global_step, kept.stopped, start, kept.best_nll, kept.best_step)
 
-    def scheduler(made: optim.Optimizer) -> LambdaLR:
-        return LambdaLR(made, lambda step: schedule(step / total))
 
-    return {
-        "optimizer": optimizer_for(run),
-        "scheduler": None if config.schedule == "constant" else scheduler,
-        "steps": config.steps,
-        "epochs": config.epochs,
-        "batch_size": config.batch_size,
-        "validation": run.data.validation,
-        "evaluate_every": config.evaluate_every,
-        "patience": config.patience,
-        "ema": ebf.EMA(run.model, decay=config.ema_decay) if config.ema else None,
-        "clip_norm": config.clip_norm,
-        "checkpoint": out,
-        "resume": resume,
-        "calibrate": config.calibration,
-        "progress": progress,
-        "seed": config.seed,
-    }
+def _devices(device: torch.device, world: int) -> dict[str, Any]:
+    """The options of Lightning's Trainer for a device, or for all processes that torchrun started."""
+    accelerator = {"cuda": "gpu"}.get(device.type, device.type)
+    if world > 1:
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        # Score matching leaves some parameters without a gradient.
+        strategy = "ddp_find_unused_parameters_true"
+        return {"accelerator": accelerator, "devices": local, "num_nodes": world // local, "strategy": strategy}
+    return {"accelerator": accelerator, "devices": [device.index or 0] if accelerator == "gpu" else 1}

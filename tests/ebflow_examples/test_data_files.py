@@ -139,7 +139,7 @@ def test_a_csv_file(tmp_path, head, delimiter):
         ("1,2\n3,b\n", "column '1' has 'b' in data row 1"),
         ("x,y\n1,2\n1\n", "data row 1 has 1 cells, but there are 2 columns"),
         ("x,y\n" + "1,\n" * 12, "12 values that are NaN or infinite, the first in row 0, column 1"),
-        ("x,y\n", "is empty"),
+        ("x,y\n", "has no rows below its header, x, y"),
         ("", "is empty"),
         ("\x00\xff", "no number|is no text"),
     ],
@@ -148,3 +148,79 @@ def test_csv_files_that_are_no_good(tmp_path, text, message):
     (tmp_path / "x.csv").write_bytes(text.encode("latin-1"))
     with pytest.raises(InputError, match=message):
         load(str(tmp_path / "x.csv"))
+
+
+ROWS = "".join(f"{row * row},{row / 2},{-row}\n" for row in range(12))
+
+
+def read(tmp_path, capsys, first, header=None, rows=ROWS):
+    """The rows of a file with this first line, and what was said about it."""
+    (tmp_path / "x.csv").write_text(first + "\n" + rows)
+    data = load(str(tmp_path / "x.csv"), header=header)
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1
+    return len(data.train) + len(data.validation) + len(data.test), data.header, said[0]
+
+
+@pytest.mark.parametrize(
+    ("first", "header"),
+    [
+        ("a,b,c", True),
+        (",b,c", True),
+        ("a b, 1st ,x", True),
+        ("2019_20,2020_21,2021_22", True),  # numbers to Python alone
+        ('"2019","2020","2021"', True),  # over numbers without quotes
+        ("2019,2020,2021", False),
+        ("1e5,-2,.5", False),
+    ],
+)
+def test_what_was_taken_for_the_header_is_said(tmp_path, capsys, first, header):
+    shown = ", ".join(cell.strip(' "') or "(empty)" for cell in first.split(","))
+    count, found, said = read(tmp_path, capsys, first)
+    assert (count, found) == (12 + (not header), header)
+    words = (
+        f"the header is {shown} (--no-header" if header else f"no header, {shown} is the first row of data (--header"
+    )
+    assert words in said
+
+
+def test_a_header_of_numbers_is_one_if_told_so(tmp_path, capsys):
+    assert read(tmp_path, capsys, "2019,2020,2021", header=True)[:2] == (12, True)
+    assert read(tmp_path, capsys, '"2019","2020","2021"', header=False)[:2] == (13, False)
+    assert read(tmp_path, capsys, "id,2019,2020", header=True)[:2] == (12, True)
+    quoted = "".join('"' + line.replace(",", '","') + '"\n' for line in ROWS.splitlines())
+    assert read(tmp_path, capsys, '"2019","2020","2021"', rows=quoted)[:2] == (13, False)  # all numbers have quotes
+
+
+@pytest.mark.parametrize("first", ["id,2019,2020", ",2019,2020", "n/a,1,2", "x,inf,nan"])
+def test_a_first_line_of_words_and_numbers_is_for_the_user_to_tell(tmp_path, first):
+    (tmp_path / "x.csv").write_text(first + "\n" + ROWS)
+    with pytest.raises(InputError, match="may be a header or data: --header takes it for names, --no-header for a row"):
+        load(str(tmp_path / "x.csv"))
+
+
+@pytest.mark.parametrize("first", ["nan,1e5,inf", "nan,nan,nan", "1,,3\n4,,6"])
+def test_numbers_that_are_none_are_data(tmp_path, first):
+    (tmp_path / "x.csv").write_text(first + "\n" + ROWS)
+    with pytest.raises(InputError, match="values that are NaN or infinite, the first in row 0"):
+        load(str(tmp_path / "x.csv"))
+
+
+def test_text_that_is_told_to_be_data_names_the_way_out(tmp_path):
+    (tmp_path / "x.csv").write_text("a,b,c\n" + ROWS)
+    with pytest.raises(InputError, match="has 'a' in data row 0 .* take the first line for names, with --header"):
+        load(str(tmp_path / "x.csv"), header=False)
+
+
+def test_an_index_is_named(tmp_path, capsys):
+    rows = "".join(f"{row},{row * row}\n" for row in range(12))
+    assert "column 'id' counts the rows, and is data too" in read(tmp_path, capsys, "id,x", rows=rows)[2]
+    assert "counts the rows" not in read(tmp_path, capsys, "a,b,c")[2]
+
+
+@pytest.mark.parametrize("name", ["digits", "x.npy", "."])
+def test_a_header_is_of_csv_files_alone(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    np.save("x.npy", np.zeros((12, 2)))
+    with pytest.raises(InputError, match="is the first line of a .csv file, and .* is none"):
+        load(name, header=True)

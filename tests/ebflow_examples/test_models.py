@@ -16,6 +16,7 @@ from ebflow_examples.nflows_kit import TriangularLinear
 from ebflow_examples.runs import build as run_build
 from ebflow_examples.streams import stream
 from ebflow_plugin.errors import InputError, UnknownNameError
+from matched import log_prob
 from randomness import rng
 from warned import no_warnings
 
@@ -179,7 +180,7 @@ def test_a_temperature_moves_no_density_and_is_the_unit_of_the_matched_variable(
         first = next(module for module in warm.model.modules() if type(module).__name__ == "FullLinear")
         other = next(module for module in plain.model.modules() if type(module).__name__ == "FullLinear")
         first.weight.copy_(0.5 * other.weight)
-    assert torch.allclose(warm.model.core.log_prob(v) + warm_log_det, plain.model.core.log_prob(u) + log_det)
+    assert torch.allclose(log_prob(warm.model.core, v) + warm_log_det, log_prob(plain.model.core, u) + log_det)
     with pytest.raises(InputError, match="temperature must be a positive number"):
         preprocessing(plain.data, temperature=0.0)
     with pytest.raises(InputError, match="temperature is of images"):

@@ -7,7 +7,7 @@ from ebflow_examples.profiler import Cost, Profile
 
 def advice(**milliseconds):
     costs = [
-        Cost(name.replace("_stochastic", " stochastic"), value, value, value, 1.0, usable=value is not None)
+        Cost(name.replace("_", " "), value, value, value, 1.0, usable=value is not None)
         for name, value in milliseconds.items()
     ]
     return Profile(tuple(costs), (100, 8), "cpu", 1, 5).recommendation.splitlines()
@@ -23,17 +23,17 @@ def advice(**milliseconds):
         ),
         (
             {"dsm": 50.0, "ssm": 100.0, "ml": 500.0, "ml_stochastic": 60.0},
-            "use ml with --log-det stochastic, 8.3 times as many steps a second as ml (the same gradient",
+            "use ml (ebflow train --loss ml --log-det stochastic), 8.3 times as many steps a second as ml (the same",
             "use dsm, 10.0 times as many steps a second as ml",
         ),
         (
-            {"dsm": 30.0, "ml": 90.0, "ml_stochastic": 50.0, "relative_ml": 25.0},
-            "use relative_ml, 3.6 times as many steps a second as ml (other steps",
+            {"dsm": 30.0, "ml": 90.0, "ml_stochastic": 50.0, "ml_relative": 25.0},
+            "use ml (ebflow train --loss ml --log-det relative), 3.6 times as many steps a second as ml (other steps",
             "use dsm, 3.0",
         ),
         (
-            {"dsm": 30.0, "relative_ml": 25.0},
-            "use relative_ml, the cheapest likelihood that works",
+            {"dsm": 30.0, "ml_relative": 25.0},
+            "use ml (ebflow train --loss ml --log-det relative), the cheapest likelihood that works",
             "use dsm; it learns",
         ),
         ({"ml": 90.0}, "use ml. Its determinants", "no score matching is right"),

@@ -1,5 +1,6 @@
 """Run folders under other data, damage, full disks and two processes; own rows in any units; what a run admits."""
 
+import errno
 import json
 import os
 import resource
@@ -23,7 +24,7 @@ from ebflow_examples.reproduce.common import Cell, Found
 from ebflow_examples.reproduce.output import unlearnt
 from ebflow_examples.runs import build, open_run
 from ebflow_plugin.errors import InputError
-from ebflow_plugin.training.checkpoints import atomic_write
+from ebflow_plugin.training.files import atomic_write
 
 SMALL = ["--steps", "4", "--batch-size", "20", "--limit", "200", "--evaluate-every", "2", "--loss", "ml"]
 
@@ -70,7 +71,7 @@ def test_a_refused_run_leaves_the_folder_as_it_was(run, monkeypatch):
     def refuse(*arguments, **options):
         raise InputError("no")
 
-    monkeypatch.setattr(training.ebf, "fit", refuse)
+    monkeypatch.setattr(training, "run_trainer", refuse)
     for way in ("--resume", "--fresh"):
         assert "error: no" in refused_at_length("train", "--out", run, way, *SMALL)
         assert content(run) == before
@@ -127,13 +128,13 @@ def test_a_lock_is_let_go_of_by_an_error(tmp_path):
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "empty"])
 def test_damaged_weights_are_not_evaluated(run, damage):
-    path = run / "best.safetensors"
+    path = run / "best.ckpt"
     good = path.read_bytes()
     middle = len(good) // 2
     other = bytes(255 - byte for byte in good[middle : middle + 20])
     damaged = {"truncated": good[:middle], "empty": b"", "flipped": good[:middle] + other + good[middle + 20 :]}
     path.write_bytes(damaged[damage])
-    assert "best.safetensors" in refused_at_length("eval", run)
+    assert "best.ckpt" in refused_at_length("eval", run)
 
 
 def test_a_full_disk_is_told_in_a_line(tmp_path):
@@ -249,6 +250,7 @@ def test_a_run_that_made_the_model_worse_says_so_everywhere(tmp_path):
     flags = ["--steps", 2, "--limit", 300, "--batch-size", 20, "--lr", 0.3, "--schedule", "constant", "--loss", "dsm"]
     done = ebflow("train", "--model", "fc", "--out", out, *flags)
     assert "NOTHING WAS LEARNT" in done.stdout
+    assert "Try --loss ml or a smaller --lr or a smaller --sigma." in done.stdout
     assert "best weights, step 0" in done.stdout
     summary = json.loads((out / "summary.json").read_text())
     assert summary["learnt"] is False
@@ -262,6 +264,21 @@ def test_a_run_that_made_the_model_worse_says_so_everywhere(tmp_path):
         draw_samples(open_run(out, "last", "cpu"), 4, tmp_path / "samples.png")
     assert "fc, untrained (step 0)" in titles[0]
     assert "fc by DSM, step 2" in titles[1]
+
+
+def test_advice_names_options_of_the_loss_alone():
+    summary = {"loss": "ml", "validation": {"nll_before": 1.0, "nll_last": 2.0}}
+    assert training._nothing(summary).endswith("Try a smaller --lr.")
+    assert training._nothing({**summary, "loss": "ssm"}).endswith("Try --loss ml or a smaller --lr.")
+
+
+@pytest.mark.parametrize(
+    ("command", "words"), [("train", "`--resume` goes on"), ("reproduce", "the same command goes on"), ("sample", "")]
+)
+def test_a_full_disk_names_options_of_the_command_alone(command, words):
+    text = console._words(OSError(errno.ENOSPC, "No space left on device"), command)
+    assert words in text
+    assert ("--resume" in text) == (command == "train")
 
 
 def test_tables_name_the_cells_that_learnt_nothing():
@@ -290,8 +307,8 @@ def test_determinants_of_very_large_layers_are_not_chosen():
     run = build(TrainConfig(limit=50))
     wide = replace(data.flattened(), train=torch.zeros(2, 3072))
 
-    assert usual_loss(replace(run, data=wide)) == "relative_ml"
-    assert usual_loss(run) == "ml"
+    assert usual_loss(replace(run, data=wide)) == ("ml", "relative")
+    assert usual_loss(run) == ("ml", None)
 
 
 # --- pictures

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+import ebflow_plugin as ebf
 from ebflow_examples import demo, profiler
 from ebflow_examples.bench.results import Settings
 from ebflow_examples.config import TrainConfig
@@ -17,7 +18,6 @@ from ebflow_examples.reproduce.timed import train_for
 from ebflow_examples.runs import build, likelihood, open_run
 from ebflow_examples.streams import drawing_from, stream
 from ebflow_examples.training import train
-from ebflow_plugin.plan.preprocessing import DequantizeStep
 from randomness import rng
 
 SMALL = TrainConfig(
@@ -29,14 +29,14 @@ SMALL = TrainConfig(
 def drawn(monkeypatch):
     """The noise of all dequantisations, in the order in which it is drawn, with the rows that it was added to."""
     calls = []
-    real = DequantizeStep.dequantize
+    real = ebf.Dequantize.dequantize
 
     def dequantize(self, x, generator=None):
-        y, surplus = real(self, x, generator)
-        calls.append((x.detach().clone(), (y * self.module.levels - x).detach().double()))
-        return y, surplus
+        y, log_volume = real(self, x, generator)
+        calls.append((x.detach().clone(), (y * self.levels - x).detach().double()))
+        return y, log_volume
 
-    monkeypatch.setattr(DequantizeStep, "dequantize", dequantize)
+    monkeypatch.setattr(ebf.Dequantize, "dequantize", dequantize)
     return calls
 
 

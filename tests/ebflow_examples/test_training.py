@@ -1,5 +1,7 @@
-"""The optimiser of a run."""
+"""The optimiser of a run, and what importing the commands takes."""
 
+import subprocess
+import sys
 from dataclasses import replace
 
 from ebflow_examples.config import TrainConfig
@@ -18,3 +20,22 @@ def test_weight_decay_is_of_full_linear_layers_alone():
     assert len(plain["params"]) + 2 == len(parameters)
     without = replace(run, config=replace(run.config, weight_decay=0.0))
     assert [group["weight_decay"] for group in optimizer_for(without)(parameters).param_groups] == [0.0]
+
+
+def test_lightning_is_imported_when_a_run_begins_and_by_nothing_else():
+    """It takes seconds: not for --help, demo, inspect, eval, or fit()."""
+    code = """
+import sys
+import torch
+from nflows import distributions, flows, transforms
+import ebflow_plugin as ebf
+import ebflow_examples.cli, ebflow_examples.demo, ebflow_examples.pictures, ebflow_examples.runs
+import ebflow_examples.targets, ebflow_examples.training
+import ebflow_examples.reproduce.fig4, ebflow_examples.reproduce.timed
+model = ebf.wrap(flows.Flow(transforms.LULinear(2), distributions.StandardNormal([2])))
+x = torch.randn(20, 2)
+ebf.fit(ebf.objectives.SSM(model), x, steps=2, validation=x, ema=True, progress=False).load_best(model)
+print("lightning" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

@@ -12,7 +12,7 @@ from torch import nn
 import ebflow_plugin as ebf
 from ebflow_nflows import FullLinear
 from ebflow_plugin.log_z.estimate import log_mean_exp
-from ebflow_plugin.objectives import DSM, ML, SSM
+from ebflow_plugin.objectives import ML, SSM
 from randomness import rng
 
 ROOT = Path(ebf.__file__).parent
@@ -49,7 +49,7 @@ def biased():
 
 
 def unseen():
-    DSM(wrapped(transforms.LULinear(2), Level))(torch.randn(4, 2))
+    ebf.verify(wrapped(transforms.LULinear(2), Level), torch.randn(4, 2))
 
 
 def outside():
@@ -66,7 +66,7 @@ def ill_conditioned():
 
 
 def unreliable():
-    log_mean_exp(torch.tensor([0.0] * 99 + [90.0]), "importance")
+    log_mean_exp(torch.tensor([0.0] * 99 + [90.0]), None)
 
 
 KINDS = {
@@ -101,10 +101,18 @@ def test_the_classes_are_distinct_and_are_user_warnings():
     assert issubclass(ebf.EBFlowWarning, UserWarning)
 
 
+@pytest.mark.parametrize("act", [unknown_step, biased, unseen, outside, ill_conditioned, unreliable])
+def test_warnings_point_at_the_line_of_the_user(act):
+    with pytest.warns(ebf.EBFlowWarning) as caught:
+        act()
+    assert [each.filename for each in caught if issubclass(each.category, ebf.EBFlowWarning)] == [__file__]
+
+
 def test_no_warning_of_the_core_is_without_a_class():
     for file in ROOT.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "warnings.warn":
+            name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            if name in ("warn", "warnings.warn") and file.name != "errors.py":
                 kind = getattr(ebf, ast.unparse(node.args[1]) if len(node.args) > 1 else "", None)
                 assert isinstance(kind, type), (file, node.lineno)
                 assert issubclass(kind, ebf.EBFlowWarning), (file, node.lineno)

@@ -1,6 +1,8 @@
 """What users do to a model after they wrapped it, and what they put into it."""
 
+import copy
 import functools
+import re
 from functools import partial
 
 import pytest
@@ -12,6 +14,7 @@ from torch.nn import functional as F
 
 import ebflow_plugin as ebf
 import nflows_small
+from ebflow_plugin.objectives import DSM, FDSSM, ML, SM, SSM
 from randomness import randn
 
 D = 4
@@ -70,7 +73,7 @@ def test_objectives_follow_a_flow_that_is_rebuilt(x):
     objective = ebf.objectives.ML(model)
     objective(x)
     flow._transform = transforms.CompositeTransform([transforms.LULinear(D, identity_init=False).double()])
-    assert model.core is model
+    assert model.prefix.steps == ()
     assert torch.allclose(objective(x), -flow.log_prob(x).mean())
 
 
@@ -236,3 +239,67 @@ def test_energy_compiles_in_one_graph(x):
     model = ebf.wrap(flow_of(transforms.LULinear(D), coupling(residual(torch.tanh))))
     compiled = torch.compile(model.energy, fullgraph=True, backend="eager")
     assert torch.allclose(compiled(x), model.energy(x))
+
+
+def inference_flow():
+    with torch.inference_mode():
+        torch.manual_seed(0)
+        layers = [
+            transforms.LULinear(2),
+            transforms.MaskedAffineAutoregressiveTransform(2, 8, context_features=3, activation=torch.tanh),
+        ]
+        embedding = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+        return flows.Flow(transforms.CompositeTransform(layers), distributions.StandardNormal([2]), embedding).eval()
+
+
+NEEDS_GRADIENTS = {
+    "score": lambda model, x, context: model.score(x, context),
+    "log_prob": lambda model, x, context: model.log_prob(x, context),
+    "langevin": lambda model, x, context: ebf.langevin(model, x, 2, 0.1, context=context).samples,
+    "impute": lambda model, x, context: ebf.impute(
+        model, x, torch.tensor([True, False]), steps=2, step_size=0.1, context=context
+    ),
+    "denoise": lambda model, x, context: ebf.denoise(model, x, 0.1, context=context),
+    "SM": lambda model, x, context: SM(model)(x, context),
+    "DSM": lambda model, x, context: DSM(model, sigma=0.1)(x, context),
+    "FDSSM": lambda model, x, context: FDSSM(model)(x, context),
+    "ML": lambda model, x, context: ML(model)(x, context),
+    "fit": lambda model, x, context: ebf.fit(SSM(model), (x, context), steps=1),
+    "verify": lambda model, x, context: ebf.verify(model, x, context),
+}
+
+
+@pytest.mark.parametrize("call", NEEDS_GRADIENTS.values(), ids=NEEDS_GRADIENTS)
+def test_parameters_made_in_inference_mode(call):
+    """They cannot be part of a graph: works, or says what to do, where torch says neither which tensor nor why."""
+    flow, x, context = inference_flow(), randn(5, 2, dtype=torch.float32), randn(5, 3, dtype=torch.float32)
+    for mode in (True, False):
+        try:
+            with torch.inference_mode(mode):
+                call(ebf.wrap(flow), x, context)
+        except ebf.InputError as error:
+            assert re.search(r"\w+\.\w+ was made under torch.inference_mode\(\).*copy.deepcopy", str(error))
+    call(ebf.wrap(copy.deepcopy(flow)), x, context)
+
+
+@pytest.mark.parametrize("call", NEEDS_GRADIENTS.values(), ids=NEEDS_GRADIENTS)
+def test_data_and_contexts_made_in_inference_mode(call):
+    model = ebf.wrap(copy.deepcopy(inference_flow()))
+    with torch.inference_mode():
+        x, context = randn(5, 2, dtype=torch.float32), randn(5, 3, seed=1, dtype=torch.float32)
+    torch.manual_seed(0)
+    found = call(model, x, context)
+    if isinstance(found, torch.Tensor):
+        torch.manual_seed(0)
+        assert torch.equal(found, call(model, x.clone(), context.clone()))
+
+
+def test_a_score_names_the_parameter_from_inference_mode():
+    with pytest.raises(ebf.InputError, match=r"embedding.0.weight was made under torch.inference_mode\(\)"):
+        ebf.wrap(inference_flow()).score(randn(5, 2, dtype=torch.float32), randn(5, 3, dtype=torch.float32))
+    flow = inference_flow()
+    flow._embedding_net = nn.Identity()
+    x, context = randn(5, 2, dtype=torch.float32), randn(5, 3, dtype=torch.float32)
+    expected = ebf.wrap(copy.deepcopy(flow)).score(x, context)
+    assert torch.allclose(ebf.wrap(flow).score(x, context), expected)  # these layers save none of their parameters
+    assert ebf.wrap(flow).log_z(method="lanczos").std_error == 0  # of cheap log-dets alone, without a gradient

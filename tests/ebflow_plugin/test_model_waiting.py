@@ -41,7 +41,7 @@ def waits(model, x, context):
         calls = [model.energy, FDSSM(model, eps=1e-3)]  # which stays in the domain of a spline
         calls += [] if false else [SSM(model), DSM(model, sigma=1e-3)]
         for call in calls:
-            call(x, context)  # ActNorms start, blind spots are looked for
+            call(x, context)  # ActNorms start
     for call in calls:
         with NoWaiting():
             value = call(x, context).sum()

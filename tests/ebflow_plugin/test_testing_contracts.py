@@ -23,6 +23,10 @@ NEEDS_A_SOLVE = [
 # What the meta device says where a library's code decides by values; which classes do stands in exemptions.py.
 DECIDES_BY_VALUE = re.compile(r"Tensor.item\(\) cannot be called on meta tensors|nonzero|data-dependent")
 
+# Parameters that no score depends on: a location where the density is an exponential or flat, and what normflows reads
+# of its Residual only to estimate log-dets.
+UNSEEN = re.compile("Laplace base|normflows Residual|zuko BoxUniform base")
+
 
 def test_the_census_is_complete():
     assert (len(NFLOWS_CASES), len(NORMFLOWS_CASES), len(ZUKO_CASES)) == (178, 148, 134)
@@ -153,12 +157,15 @@ def test_train_mode_is_refused_after_wrapping_too(case: Case):
     first_of_each_class(case for case in SUPPORTED if case.own_log_prob and case.dim <= 32),  # small Jacobians
     ids=str,
 )
+@pytest.mark.filterwarnings("ignore::ebflow_plugin.UnseenParameterWarning")
 def test_verify_holds(case: Case):
     before = copy.deepcopy(case.build().state_dict())
     flow = case.build()
     report = ebf.verify(flow, case.x(), case.context())
     assert report
     unmeasured = [check for check in report if not check.passed]
-    assert all(check.detail == "the step has no inverse" for check in unmeasured), str(report)
+    unseen = [check for check in unmeasured if check.detail.startswith("score matching cannot see")]
+    assert bool(unseen) == bool(UNSEEN.search(str(case))), str(report)
+    assert all(check.detail == "the step has no inverse" for check in unmeasured if check not in unseen), str(report)
     after = flow.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)

@@ -213,6 +213,24 @@ def test_a_context_reaches_every_row_of_a_jacobian():
     assert all(check.passed for check in ebf.verify(flow, x, context))
 
 
+def test_parameters_that_no_score_depends_on_are_told_and_are_no_failure(x):
+    class Level(distributions.StandardNormal):
+        def __init__(self):
+            super().__init__([D])
+            self.level = torch.nn.Parameter(torch.zeros(()))
+
+        def _log_prob(self, inputs, context):
+            return super()._log_prob(inputs, context) + self.level
+
+    flow = flow_of(transforms.LULinear(D), base=Level())
+    with pytest.warns(ebf.UnseenParameterWarning, match="cannot see 1 trainable parameters(?s:.*)_distribution.level"):
+        report = ebf.verify(flow, x)
+    (check,) = (check for check in report if "every trainable parameter" in check.name)
+    assert (check.passed, check.detail) == (None, "score matching cannot see _distribution.level")
+    flow._distribution.level.requires_grad_(False)
+    assert all(check.passed for check in ebf.verify(flow, x))
+
+
 @pytest.mark.filterwarnings("ignore:1 of")
 def test_what_was_not_measured_is_listed(monkeypatch):
     monkeypatch.setattr(verification, "_JACOBIAN_LIMIT", 8)

@@ -97,7 +97,7 @@ def test_a_context_passes_each_lazy_module_once_a_call():
     model, x, c = ebf.wrap(flow), randn(5, D), randn(5, 3)
     objectives = [SSM(model), DSM(model, sigma=0.1)]
     for objective in objectives:
-        objective(x, c)  # which looks for blind spots once
+        objective(x, c)
     for call in (model.energy, model.score, model.log_prob, *objectives):
         for counted in (layers[0], layers[3], flow.base):
             counted.calls = 0

@@ -46,29 +46,3 @@ def adam(rate):
 
 class CrashError(Exception):
     """What ends a run in the middle."""
-
-
-def crash_at(step):
-    """A callback that ends a run after this step."""
-
-    def callback(event):
-        if event.step == step:
-            raise CrashError
-
-    return callback
-
-
-def checkpointed_run(folder, source=None, model=None, **options):
-    """A short run with checkpoints in a folder: its result, and the model."""
-    model = make_model() if model is None else model
-    arguments = {
-        "steps": 20,
-        "batch_size": 8,
-        "validation": make_data(30, seed=1),
-        "evaluate_every": 4,
-        "checkpoint_every": 4,
-        "checkpoint": folder,
-        "progress": False,
-    }
-    source = make_data(50) if source is None else source
-    return ebf.fit(ebf.objectives.DSM(model, sigma=0.5), source, **{**arguments, **options}), model

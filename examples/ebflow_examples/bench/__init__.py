@@ -28,9 +28,6 @@ GROUPS = {
     "wrapper": "energy() and log_prob() against a loop over the same modules",
     "growth": "step time against D, peak memory against depth",
     "rivals": "against nflows, normflows, zuko, torchebm and torch-ema",
-    "couplings": "SSM through couplings: closed form against double backward, in nflows, normflows and zuko",
-    "inference": "log_prob and samples of 10,000 points against the libraries' own",
-    "limit": "how far a step is from its matrix products at this machine's rate",
 }
 
 

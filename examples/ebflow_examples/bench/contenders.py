@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import ebflow_plugin as ebf
 from ebflow_examples.bench import plain
 from ebflow_nflows import SmoothLeakyReLU
-from ebflow_plugin.training.options import fusible
+from ebflow_plugin.training.optimizers import fusible
 
 __all__ = ["ALPHA", "BATCH", "DIM", "naive_fc", "objective", "plain_loss", "quiet", "training_step"]
 
@@ -22,6 +22,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "DSM": {"sigma": SIGMA},
     "FDSSM": {"eps": EPS},
     "ML stochastic": {"log_det": "stochastic"},
+    "ML relative": {"log_det": "relative"},
 }
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ebflow_examples.bench import GROUPS
-from ebflow_examples.cli.options import Data, DataRoot, Device, Json, Library, Linear, Seed, Shape, Target
+from ebflow_examples.cli.options import Data, DataRoot, Device, Header, Json, Library, Linear, Seed, Shape, Target
 from ebflow_examples.console import say, say_json
 from ebflow_examples.reproduce import WHATS
 
@@ -19,6 +19,7 @@ __all__ = ["bench", "profile", "reproduce"]
 def profile(
     target: Target,
     data: Data = None,
+    header: Header = None,
     shape: Shape = None,
     context: Annotated[
         str | None,
@@ -57,6 +58,7 @@ def profile(
             library=library,
             linear=linear,
             data_root=data_root,
+            header=header,
             context=parse_shape(context, "--context"),
         ),
         batch_size=batch_size,

@@ -16,6 +16,7 @@ __all__ = [
     "DataRoot",
     "Device",
     "Folder",
+    "Header",
     "Json",
     "Library",
     "Linear",
@@ -41,6 +42,14 @@ Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps, or auto.")]
 Seed = Annotated[int, typer.Option(help="Where all randomness comes from.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Picture = Annotated[Path | None, typer.Option(help="Where the picture goes.", show_default="in the run folder")]
+Header = Annotated[
+    bool | None,
+    typer.Option(
+        "--header/--no-header",
+        help="The first line of a .csv file holds names, or is data.",
+        show_default="as it looks, which is said",
+    ),
+]
 DataRoot = Annotated[str | None, typer.Option(help="Folder that holds MNIST and other data sets.")]
 Data = Annotated[
     str | None, typer.Option(help="Data set or file; a built-in model is built for it.", show_default=False)

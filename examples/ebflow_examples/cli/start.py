@@ -7,7 +7,18 @@ from typing import Annotated, Any
 
 import typer
 
-from ebflow_examples.cli.options import Data, DataRoot, Json, Library, Linear, Seed, Shape, Target, with_settings
+from ebflow_examples.cli.options import (
+    Data,
+    DataRoot,
+    Header,
+    Json,
+    Library,
+    Linear,
+    Seed,
+    Shape,
+    Target,
+    with_settings,
+)
 from ebflow_examples.console import REFUSED, say, say_json
 
 __all__ = ["demo", "inspect_target", "train"]
@@ -39,6 +50,7 @@ def demo(
 def inspect_target(
     target: Target,
     data: Data = None,
+    header: Header = None,
     shape: Shape = None,
     library: Library = "nflows",
     linear: Linear = "full",
@@ -60,7 +72,7 @@ def inspect_target(
     from ebflow_examples.targets import find_target, parse_shape
 
     report = find_target(
-        target, data=data, shape=parse_shape(shape), library=library, linear=linear, data_root=data_root
+        target, data=data, shape=parse_shape(shape), library=library, linear=linear, data_root=data_root, header=header
     ).report()
     if as_json:
         say_json(

@@ -75,8 +75,14 @@ def main(
             positive(name, value)
     if budget is not None and seconds is not None:
         raise InputError("budget and seconds are both given; choose one")
+    if margin is not None and margin >= 0.5:
+        raise InputError(f"margin must be below 0.5, got {margin:g}")
     if what in OWN_DATA and data != common.Options.data:
         raise InputError(f"{what} has data of its own; leave out --data")
+    if what in OWN_DATA and margin is not None:
+        raise InputError(f"{what} has data of its own, which have no margin; leave out --margin")
+    if not kept and what not in OWN_DATA and what != "report":
+        common.check_images(data)
     writable(out)
     if what != "report":
         for name in EXPERIMENTS if what == "all" else (what,):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -16,10 +17,16 @@ from typing import Any, Protocol
 import torch
 
 from ebflow_examples.console import note
+from ebflow_examples.data import LEVELS, NAMES, load
+from ebflow_examples.defaults import CALIBRATION_ROWS
+from ebflow_examples.reproduce.provenance import commit, recipe
 from ebflow_examples.training import versions
 from ebflow_plugin.errors import InputError, SingularError, TrainingError
 
-__all__ = ["MARGIN", "START", "Cell", "Experiment", "Found", "Options", "judgement", "kept_cells", "run", "workplace"]
+__all__ = [
+    "MARGIN", "START", "Cell", "Experiment", "Found", "Options", "check_images", "commits", "judged", "kept_cells",
+    "run", "tries", "try_names", "workplace",
+]  # fmt: skip
 
 TRAINING = 0.75  # of the budget; the rest is for data, evaluations, calibrations and pictures
 QUICK_SECONDS = 0.2
@@ -75,7 +82,9 @@ class Cell:
         always: Whether it is needed whatever cells are asked for.
         part: How long it trains, as a part of what others do.
         best_of: The names of cells that tried learning rates: it takes the rate of the one with the lowest
-            ``validation_nll``, or whatever result they name as their ``judge``, as its setting ``lr``.
+            ``validation_nll``, or whatever result they name as their ``judge``, as its setting ``lr``. A rate that
+            was tried with several seeds is judged by their mean.
+        recipe: A digest of the code and the constants that compute it: another recipe is another cell.
     """
 
     what: str
@@ -86,6 +95,7 @@ class Cell:
     always: bool = False
     part: float = 1.0
     best_of: tuple[str, ...] = ()
+    recipe: str = ""
 
 
 @dataclass(frozen=True)
@@ -97,7 +107,7 @@ class Found:
         result: What came out; empty if training failed.
         failed: Why it failed.
         wall: Seconds that all of it took, by the clock on the wall.
-        facts: Versions and command.
+        facts: Versions, commit and command.
     """
 
     cell: Cell
@@ -133,6 +143,26 @@ class Experiment(Protocol):
         """Makes the tables, and the picture at the path; an :class:`~ebflow_examples.reproduce.output.Report`."""
 
 
+def check_images(data: str) -> None:
+    """Refuses data that are no images with grey levels, or too few, before any work.
+
+    Raises:
+        InputError: If they are not.
+    """
+    if data in LEVELS:
+        return
+    found = None if data in NAMES else load(data)  # a user's own, which are on the spot
+    if found is None or found.levels is None or len(found.event_shape) != 3:
+        raise InputError(
+            f"tables and figures are of images with grey levels, and {data} has none: choose {', '.join(LEVELS)}, a "
+            "folder of images, or a file of images as uint8"
+        )
+    if len(found.train) < CALIBRATION_ROWS:
+        raise InputError(
+            f"{data} has {len(found.train)} images to train on; models are calibrated, which needs {CALIBRATION_ROWS}"
+        )
+
+
 def run(options: Options, made: Experiment) -> list[Found]:
     """Computes the cells of an experiment that are not there yet, and returns all of them in order.
 
@@ -145,14 +175,21 @@ def run(options: Options, made: Experiment) -> list[Found]:
     if words and all(cell.always for cell in asked):
         raise InputError(f"no cell of {options.what} has all of these words in its name: {', '.join(options.only)}")
     wanted = {name for cell in asked for name in (cell.name, *cell.best_of)}
-    cells = _shared(options, [cell for cell in made_cells if cell.name in wanted])
+    digest = recipe(made, options.data)
+    made_cells = [replace(cell, recipe=digest) for cell in made_cells if cell.name in wanted]
+    cells = _shared(options, made_cells)
     options.folder.mkdir(parents=True, exist_ok=True)
     for path in options.folder.glob(f"{START}-*") if options.fresh else ():
         path.unlink()
     found = _round(options, made, [cell for cell in cells if not cell.best_of])
     waiting = [cell for cell in cells if cell.best_of]
-    ready = [_at_best_rate(cell, found) for cell in waiting if _tried(cell, found)]
-    hopeless = [cell for cell in waiting if not _tried(cell, found)]
+    rates = {cell.name: _best_rate(cell, found) for cell in waiting}
+    ready = [
+        replace(cell, settings={**cell.settings, "lr": rates[cell.name]})
+        for cell in waiting
+        if rates[cell.name] is not None
+    ]
+    hopeless = [cell for cell in waiting if rates[cell.name] is None]
     if not options.kept:
         found |= {cell.name: Found(cell, {}, "training failed at every rate of the grid") for cell in hopeless}
     found |= _round(options, made, ready)
@@ -164,13 +201,24 @@ def run(options: Options, made: Experiment) -> list[Found]:
 def _round(options: Options, made: Experiment, cells: Sequence[Cell]) -> dict[str, Found]:
     """Computes those of some cells that are not there yet: all of them by name."""
     found: dict[str, Found] = {}
+    stale = []
     for cell in cells:
         kept = None if options.fresh else _kept(cell, options.folder)
-        if kept is not None:
+        if kept is not None and (options.kept or kept.cell.recipe == cell.recipe):
             found[cell.name] = kept
+        elif kept is not None:
+            stale.append(kept)
     missing = [cell for cell in cells if cell.name not in found and not options.kept]
     if found and missing:
-        note(f"{options.what}: {len(found)} of {len(cells)} cells are there already", "bold")
+        note(
+            f"{options.what}: {len(found)} of {len(cells)} cells are there already ({commits(found.values())})", "bold"
+        )
+    if stale:
+        note(
+            f"{options.what}: {len(stale)} cells are of other code or data than this ({commits(stale)}), and are "
+            "computed again; --kept shows them as they are",
+            "bold",
+        )
     if missing:
         length = sum(cell.seconds for cell in missing if cell.timed) / 60 / options.jobs
         note(f"{options.what}: {len(missing)} cells to compute, {length:.1f} min of training in all and more", "bold")
@@ -183,21 +231,35 @@ def _round(options: Options, made: Experiment, cells: Sequence[Cell]) -> dict[st
     return found
 
 
-def _tried(cell: Cell, found: Mapping[str, Found]) -> list[Found]:
-    """The cells that tried learning rates for a cell, without those that failed."""
-    return [found[name] for name in cell.best_of if name in found and not found[name].failed]
+def tries(cell: Cell, quick: bool) -> list[Cell]:
+    """A cell that tries a learning rate, with each seed: one seed and a few steps would be the toss of a coin."""
+    return [
+        replace(cell, name=name, settings={**cell.settings, "seed": seed})
+        for seed, name in enumerate(try_names(cell.name, quick))
+    ]
 
 
-def judgement(found: Found) -> float:
-    """What a learning rate led to on validation data: the lowest is the best."""
-    value: float = found.result[found.result.get("judge", "validation_nll")]
-    return value
+def try_names(name: str, quick: bool) -> tuple[str, ...]:
+    """The names of the cells that try a learning rate: two seeds, one if it is to be quick."""
+    return (name,) if quick else (name, f"{name}-again")
 
 
-def _at_best_rate(cell: Cell, found: Mapping[str, Found]) -> Cell:
-    """A cell at the learning rate that validation data like best."""
-    best = min(_tried(cell, found), key=judgement)
-    return replace(cell, settings={**cell.settings, "lr": best["lr"]})
+def judged(tried: Iterable[Found]) -> float | None:
+    """What a learning rate led to on validation data, over its seeds: the lowest is the best. None if one failed."""
+    found = list(tried)
+    if not found or any(each.failed for each in found):
+        return None
+    return sum(each.result[each.result.get("judge", "validation_nll")] for each in found) / len(found)
+
+
+def _best_rate(cell: Cell, found: Mapping[str, Found]) -> float | None:
+    """The learning rate that validation data like best; None if training failed at every one."""
+    rates: dict[float, list[Found]] = {}
+    for name in cell.best_of:
+        if name in found:
+            rates.setdefault(found[name]["lr"], []).append(found[name])
+    values = {rate: value for rate, tried in rates.items() if (value := judged(tried)) is not None}
+    return min(values, key=lambda rate: values[rate], default=None)
 
 
 def _shared(options: Options, cells: list[Cell]) -> list[Cell]:
@@ -210,19 +272,23 @@ def _shared(options: Options, cells: list[Cell]) -> list[Cell]:
 
 
 def _computed(options: Options, made: Experiment, cells: Sequence[Cell]) -> Iterator[Found]:
+    code = commit()  # before the work: the files may change in the meantime
     if options.jobs == 1:
         with one_thread():
             for cell in cells:
-                yield compute(made.compute, cell, options)
+                yield compute(made.compute, cell, options, code)
         return
     with ProcessPoolExecutor(options.jobs, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-        tasks = [pool.submit(compute, made.compute, cell, options) for cell in cells]
+        tasks = [pool.submit(compute, made.compute, cell, options, code) for cell in cells]
         for task in as_completed(tasks):
             yield task.result()
 
 
-def compute(work: Callable[[Cell, Path, str | None], dict[str, Any]], cell: Cell, options: Options) -> Found:
-    """Computes a cell by the function of its experiment, and keeps it. A run that failed is a result, too."""
+def compute(work: Callable[[Cell, Path, str | None], dict[str, Any]], cell: Cell, options: Options, code: str) -> Found:
+    """Computes a cell by the function of its experiment, and keeps it with the commit of its code.
+
+    A run that failed is a result, too.
+    """
     started = time.monotonic()
     result: dict[str, Any] = {}
     failed = ""
@@ -232,7 +298,12 @@ def compute(work: Callable[[Cell, Path, str | None], dict[str, Any]], cell: Cell
         result = work(cell, options.folder, options.data_root)
     except (TrainingError, SingularError) as error:
         failed = str(error)
-    facts = {"command": options.command, "threads": torch.get_num_threads(), "versions": versions()}
+    facts = {
+        "command": options.command,
+        "commit": code,
+        "threads": torch.get_num_threads(),
+        "versions": versions(),
+    }
     found = Found(cell, result, failed, round(time.monotonic() - started, 2), facts)
     path = options.folder / f"{cell.name}.json"
     partial = path.with_suffix(".part")  # a run that is stopped while it writes leaves no half of a cell
@@ -261,27 +332,42 @@ def _workplace(cell: Cell, folder: Path) -> Path:
 
 
 def _kept(cell: Cell, folder: Path) -> Found | None:
-    """The cell as it was computed before, if it was told the same, and had as much time."""
+    """The cell as it was computed before, if it was told the same, and had as much time; by whatever code."""
     path = folder / f"{cell.name}.json"
     if not path.is_file():
         return None
     content = json.loads(path.read_text(encoding="utf-8"))
-    same = json.loads(json.dumps(asdict(cell))) == content["cell"]
-    return Found(**{**content, "cell": cell}) if same else None
+    of = content["cell"].get("recipe", "")
+    same = json.loads(json.dumps(asdict(cell))) == {**content["cell"], "recipe": cell.recipe}
+    return Found(**{**content, "cell": replace(cell, recipe=of)}) if same else None
 
 
-def kept_cells(out: Path, what: str, wanted: dict[str, Any]) -> list[Found]:
-    """The cells of the last run of another experiment that have these settings, without those that failed."""
-    path = out / f"{what}.json"
+def kept_cells(options: Options, made: Any, wanted: dict[str, Any]) -> list[Found]:
+    """The cells of the last run of another experiment that have these settings, without those that failed.
+
+    Those of other code are left out, unless what is kept is asked for.
+    """
+    path = options.out / f"{made.__name__.rpartition('.')[2]}.json"
     if not path.is_file():
         return []
     content = json.loads(path.read_text(encoding="utf-8"))
     found = [Found(**{**each, "cell": Cell(**each["cell"])}) for each in content["cells"]]
+    digest = recipe(made, options.data)
     return [
         each
         for each in found
-        if not each.failed and all(each.cell.settings.get(key) == value for key, value in wanted.items())
+        if not each.failed
+        and (options.kept or each.cell.recipe == digest)
+        and all(each.cell.settings.get(key) == value for key, value in wanted.items())
     ]
+
+
+def commits(found: Iterable[Found]) -> str:
+    """The commits that cells are of, in words."""
+    count = Counter(each.facts.get("commit", "of an unknown commit") for each in found)
+    if len(count) == 1:
+        return f"commit {next(iter(count))}"
+    return "commits " + ", ".join(f"{name} ({number} cells)" for name, number in count.items())
 
 
 @contextmanager

@@ -17,7 +17,7 @@ COLOURS = {  # told apart by all eyes
     "ml": "#D55E00",
     "sml": "#E69F00",
     "ml_stochastic": "#000000",
-    "relative_ml": "#CC79A7",
+    "ml_relative": "#CC79A7",
     "ssm": "#0072B2",
     "dsm": "#009E73",
     "fdssm": "#56B4E9",
@@ -41,10 +41,10 @@ def objective_name(loss: str) -> str:
     """An objective as tables and pictures call it.
 
     Example:
-        >>> objective_name("relative_ml"), objective_name("ssm")
-        ('RelativeML', 'SSM')
+        >>> objective_name("ml_relative"), objective_name("ssm")
+        ('ML, relative gradient', 'SSM')
     """
-    return {"relative_ml": "RelativeML", "ml_stochastic": "ML without determinants"}.get(loss, loss.upper())
+    return {"ml_relative": "ML, relative gradient", "ml_stochastic": "ML without determinants"}.get(loss, loss.upper())
 
 
 def joined(curves: Sequence[Points]) -> tuple[list[float], list[list[float]]]:

@@ -66,7 +66,7 @@ def report(options: Options, found: Sequence[Found], path: Path) -> Report:
 
 def _borrowed(options: Options) -> list[Found]:
     wanted = {"data": options.data, "margin": options.margin, "quick": options.quick, "search": False}
-    kept = kept_cells(options.out, "table2", wanted)
+    kept = kept_cells(options, table2, wanted)
     return [each for each in kept if each.cell.timed]
 
 

@@ -23,15 +23,14 @@ from ebflow_examples.reproduce.common import Cell, Found, Options, workplace
 from ebflow_examples.reproduce.output import Grid, Report, beside, column, grouped
 from ebflow_examples.runs import Run, build, likelihood
 from ebflow_examples.streams import drawing_from
-from ebflow_examples.training import fit_options
-from ebflow_plugin.training.checkpoints import CheckpointFolder, write_weights
+from ebflow_examples.training import Outcome, run_trainer
+from ebflow_plugin.training.files import latest, read_first
 
 MINUTES = 9.0
 COUNT, COLUMNS = 64, 8
 TEMPERATURES = {"warm": 1.0, "cool": 0.7}
 CALIBRATION, TEST = 10_000, 2000  # rows
-EVALUATIONS = 8
-SAVES = 20  # checkpoints of a run: a stop loses a twentieth of it
+EVALUATIONS = 8  # with a checkpoint each: a stop loses an eighth of a run
 # Each objective's stages: what of the recipe is its own, and its share of the time.
 STAGES: dict[str, list[tuple[dict[str, Any], float]]] = {
     "ml": [({"loss": "ml", "lr": 1e-3}, 1.0)],
@@ -99,7 +98,7 @@ def compute(cell: Cell, folder: Path, data_root: str | None) -> dict[str, Any]:
     }
 
 
-def _train(run: Run, seconds: float, folder: Path, validation: int) -> tuple[ebf.FitResult, float]:
+def _train(run: Run, seconds: float, folder: Path, validation: int) -> tuple[Outcome, float]:
     """Trains for about so many seconds of the processor, whatever else it does; a run that was stopped goes on.
 
     The number of steps is settled by timing a few, and kept in the folder, so that the schedule of a run that goes on
@@ -113,23 +112,21 @@ def _train(run: Run, seconds: float, folder: Path, validation: int) -> tuple[ebf
         settled.write_text(f"{max(2, round(seconds / _step_seconds(run)))}\n", encoding="utf-8")
     steps = int(settled.read_text(encoding="utf-8"))
     run = replace(run, config=replace(run.config, steps=steps))
-    state = CheckpointFolder(folder).load()
-    left, began = steps - (0 if state is None else int(state["step"])), time.process_time()
-    result = ebf.fit(
+    files = latest(folder)
+    left, began = steps - (int(read_first(files)["global_step"]) if files else 0), time.process_time()
+    result = run_trainer(
+        run,
         objective_of(run.model, run.config),
-        run.data.train,
-        **{
-            **fit_options(run, folder, True, False),
-            "validation": run.data.validation[:validation],
-            "evaluate_every": -(-steps // EVALUATIONS),
-            "checkpoint_every": -(-steps // SAVES),
-        },
+        folder,
+        resume=True,
+        progress=False,
+        validation=run.data.validation[:validation],
+        evaluate_every=-(-steps // EVALUATIONS),
     )
     lasted = folder / "seconds.txt"
     if left > 0:
         lasted.write_text(f"{(time.process_time() - began) * steps / left:.2f}\n", encoding="utf-8")
-    assert result.best_state is not None
-    write_weights(run.model, result.best_state, "the best weights")
+    ebf.load_best(run.model, folder)
     return result, float(lasted.read_text(encoding="utf-8"))
 
 

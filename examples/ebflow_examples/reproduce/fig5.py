@@ -92,7 +92,7 @@ def _guesses(run: Run, gaussian: Gaussian, truth: Tensor, mask: Tensor, burn_in:
     model = run.model
     u, _ = model.preprocess(truth.repeat_interleave(DRAWS, 0), run.generator(0, "observed"))
     drawn = gaussian.draw(u, mask[0], run.generator(0, "exact"))
-    levels = model.prefix.decode((drawn,), None).unflatten(0, (len(truth), DRAWS)).float()
+    levels = model.to_data(drawn).unflatten(0, (len(truth), DRAWS)).float()
     starts = levels[:, :CHAINS].flatten(0, 1).to(truth)
     rows, hidden = truth.repeat_interleave(CHAINS, 0), mask.repeat_interleave(CHAINS, 0)
     filled = ebf.impute(

@@ -13,12 +13,14 @@ import torch
 
 from ebflow_examples.bench.report import machine
 from ebflow_examples.console import note, say, table
-from ebflow_examples.reproduce.common import Experiment, Found, Options
+from ebflow_examples.reproduce.common import Experiment, Found, Options, commits
 from ebflow_examples.reproduce.contents import EXPERIMENTS
+from ebflow_examples.reproduce.provenance import recipe
 
 __all__ = ["Grid", "Mean", "Report", "assemble", "beside", "column", "grouped", "mean", "write"]
 
 RESULTS = "RESULTS.md"
+FEW_STEPS = 30  # of a search: below, its rate may be chance
 
 
 @dataclass(frozen=True)
@@ -126,10 +128,18 @@ def write(options: Options, made: Experiment, found: Sequence[Found]) -> Report:
     """Writes NAME.json, NAME.png and NAME.md into the folder, and prints the tables."""
     out, name = options.out, options.what
     report: Report = made.report(options, found, out / f"{name}.png")
-    report = replace(report, notes=[*report.notes, *unlearnt([*found, *report.borrowed])])
+    used = [*found, *report.borrowed]
+    report = replace(
+        report,
+        notes=[
+            *report.notes,
+            *unlearnt(used),
+            *short_searches(used),
+            *of_other_code(found, recipe(made, options.data)),
+        ],
+    )
     about = {**machine(torch.device("cpu"), 1), "jobs": options.jobs}
     about.pop("load at the start")
-    used = [*found, *report.borrowed]
     wall = sum(each.wall for each in used)
     content = {
         "what": name,
@@ -138,6 +148,7 @@ def write(options: Options, made: Experiment, found: Sequence[Found]) -> Report:
         "options": {**asdict(options), "out": str(out)},
         "machine": about,
         "wall_seconds": round(wall, 1),
+        "code": commits(used),
         "rows": [_plain(row) for row in report.rows],
         "notes": list(report.notes),
         "cells": [asdict(each) for each in found],
@@ -147,6 +158,7 @@ def write(options: Options, made: Experiment, found: Sequence[Found]) -> Report:
     say("\n\n".join(grid.screen() for grid in report.grids))
     for line in report.notes:
         say(f"\n{line}")
+    note(f"computed by {commits(used)}")
     files = [f"{name}.json", f"{name}.md", *(path.name for path in report.pictures)]
     note(f"written: {', '.join(str(out / file) for file in files)}", "bold green")
     return report
@@ -164,6 +176,25 @@ def unlearnt(found: Sequence[Found]) -> list[str]:
     ]
 
 
+def short_searches(found: Sequence[Found]) -> list[str]:
+    """Says which learning rates were chosen by so few steps that chance has a say."""
+    tried = [each for each in found if each.cell.settings.get("search") and not each.failed]
+    short = {each.cell.settings["loss"]: each.result["steps"] for each in tried if each.result["steps"] < FEW_STEPS}
+    if not short:
+        return []
+    named = ", ".join(f"{loss.upper()} ({steps})" for loss, steps in short.items())
+    return [f"Of these objectives a search for the learning rate had fewer than {FEW_STEPS} steps: {named}."]
+
+
+def of_other_code(found: Sequence[Found], digest: str) -> list[str]:
+    """Says which cells are not of the code that is here: with ``--kept`` they are shown, whatever computed them."""
+    other = [each for each in found if each.cell.recipe != digest]
+    if not other:
+        return []
+    names = ", ".join(each.cell.name for each in other)
+    return [f"{len(other)} cells are of other code or data than this ({commits(other)}): {names}."]
+
+
 def _markdown(options: Options, report: Report, found: Sequence[Found], wall: float, about: dict[str, Any]) -> str:
     shares = sorted({each.cell.seconds for each in found if each.cell.timed and each.cell.part == 1.0})
     each_cell = f"; each run trains for {shares[0]:.0f} s" if shares else ""
@@ -175,7 +206,8 @@ def _markdown(options: Options, report: Report, found: Sequence[Found], wall: fl
         f"## {EXPERIMENTS[options.what]}",
         f"`{options.command}`",
         f"{named}; {count}, {wall / 60:.1f} minutes on the wall in all{each_cell}. "
-        f"{about['device']}, one thread a cell, processes: {options.jobs}, torch {about['torch']}, {about['date']}.",
+        f"{about['device']}, one thread a cell, processes: {options.jobs}, torch {about['torch']}, {about['date']}; "
+        f"{commits(found)}.",
         *(grid.markdown() for grid in report.grids),
         *report.notes,
         *(["Runs that failed:\n\n" + "\n".join(failed)] if failed else []),

@@ -14,10 +14,11 @@ import ebflow_plugin as ebf
 from ebflow_examples.config import TrainConfig
 from ebflow_examples.data import DataSet, load
 from ebflow_examples.models import preprocessing
-from ebflow_examples.reproduce.common import MARGIN, START, Cell, Options
+from ebflow_examples.reproduce.common import MARGIN, START, Cell, Options, tries, try_names
 from ebflow_examples.reproduce.table2_report import (
     GAUSSIAN,
     MODELS,
+    RELATIVE,
     STOCHASTIC,
     TEMPERATURES,
     WAYS,
@@ -75,7 +76,7 @@ def losses(way: str, model: str) -> tuple[str, ...]:
     """The objectives: the paper's five; for ours also the relative gradient of dense layers, and ML by probes."""
     if way != "ours":
         return LOSSES
-    return (*LOSSES, "relative_ml") if model == "fc" else (*LOSSES, STOCHASTIC)
+    return (*LOSSES, RELATIVE) if model == "fc" else (*LOSSES, STOCHASTIC)
 
 
 def cell_of(options: Options, what: str, way: str, model: str, loss: str, seed: int) -> Cell:
@@ -84,7 +85,8 @@ def cell_of(options: Options, what: str, way: str, model: str, loss: str, seed: 
         "data": options.data, "margin": options.margin, "model": model, "way": way, "loss": loss, "seed": seed,
         "quick": options.quick, "search": False,
     }  # fmt: skip
-    names = tuple(_search_name(model, loss, rate) for rate in rates(options, model)) if way == "ours" else ()
+    searches = [_search_name(model, loss, rate) for rate in rates(options, model)] if way == "ours" else []
+    names = tuple(name for search in searches for name in try_names(search, options.quick))
     return Cell(what, f"{model}-{way}-{loss}-seed{seed}", settings, best_of=names)
 
 
@@ -94,12 +96,12 @@ def rates(options: Options, model: str) -> tuple[float, ...]:
 
 
 def with_rates(options: Options, chosen: Sequence[Cell]) -> list[Cell]:
-    """Puts the cells that try learning rates, with the first seed, in front of those that take them."""
+    """Puts the cells that try learning rates, with two seeds, in front of those that take them."""
     search = {
         _search_name(model, loss, rate): Cell(
             cell.what,
             _search_name(model, loss, rate),
-            {**cell.settings, "seed": 0, "search": True, "lr": rate},
+            {**cell.settings, "search": True, "lr": rate},
             part=LONG_SEARCH if model == "fc" or loss == "ml" else SEARCH,
         )
         for cell in chosen
@@ -107,7 +109,7 @@ def with_rates(options: Options, chosen: Sequence[Cell]) -> list[Cell]:
         for model, loss in [(cell.settings["model"], cell.settings["loss"])]
         for rate in rates(options, model)
     }
-    return [*search.values(), *chosen]
+    return [*(each for cell in search.values() for each in tries(cell, options.quick)), *chosen]
 
 
 def _search_name(model: str, loss: str, rate: float) -> str:
@@ -171,15 +173,15 @@ def rows_of(data: DataSet, quick: bool) -> Rows:
 def recipe(cell: Cell, data_root: str | None) -> TrainConfig:
     """The paper's way: its start, RMSProp, no calibration. Ours: what ``ebflow train`` does, at a rate of the grid."""
     settings = cell.settings
-    stochastic = settings["loss"] == STOCHASTIC
+    log_det = {STOCHASTIC: "stochastic", RELATIVE: "relative"}.get(settings["loss"])
     model, cifar = settings["model"], settings["data"].startswith("cifar10")
     config = TrainConfig(
         data=settings["data"],
         data_root=data_root,
         model=model,
         layers=2 if model == "fc" else None,
-        loss="ml" if stochastic else settings["loss"],
-        log_det="stochastic" if stochastic else None,
+        loss="ml" if log_det else settings["loss"],
+        log_det=log_det,
         alpha=settings.get("margin", MARGIN),
         dequantize=settings.get("dequantize"),
         batch_size=None if settings["data"] == "digits" else 100,
@@ -234,7 +236,7 @@ def compute(cell: Cell, folder: Path, data_root: str | None) -> dict[str, Any]:
 def start_file(cell: Cell, folder: Path) -> Path:
     """Where the start of a model is kept: it is the same for all objectives, and takes minutes for fc on CIFAR-10."""
     names = ("data", "margin", "model", "seed", "dequantize")
-    told = [f"{cell.settings[name]}" for name in names if name in cell.settings]
+    told = [cell.recipe] * bool(cell.recipe) + [f"{cell.settings[name]}" for name in names if name in cell.settings]
     return folder / ("-".join((START, *told)) + ".safetensors")
 
 

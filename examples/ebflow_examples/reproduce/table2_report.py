@@ -10,15 +10,15 @@ from typing import Any
 
 from ebflow_examples import plots
 from ebflow_examples.reproduce import paper
-from ebflow_examples.reproduce.common import MARGIN, Found, Options
+from ebflow_examples.reproduce.common import MARGIN, Found, Options, judged
 from ebflow_examples.reproduce.curves import COLOURS, objective_name, race, seed_curves
 from ebflow_examples.reproduce.output import Grid, Mean, Report, beside, column, grouped, mean
 
-__all__ = ["GAUSSIAN", "MODELS", "STOCHASTIC", "TEMPERATURES", "WAYS", "draw", "notes", "report"]
+__all__ = ["GAUSSIAN", "MODELS", "RELATIVE", "STOCHASTIC", "TEMPERATURES", "WAYS", "draw", "notes", "report"]
 
 MODELS = ("fc", "cnn")
 GAUSSIAN = "gaussian"
-STOCHASTIC = "ml_stochastic"  # ML(log_det="stochastic")
+STOCHASTIC, RELATIVE = "ml_stochastic", "ml_relative"  # ML(log_det="stochastic"), ML(log_det="relative")
 WAYS = {"paper": "the paper's way", "ours": "ours"}
 TEMPERATURES = {"fc": 0.5, "cnn": 0.75}  # of the logit, in the authors' code
 RACERS = ("ml", STOCHASTIC, "dsm", "ssm")
@@ -109,25 +109,27 @@ def rate_grid(options: Options, model: str, found: Sequence[Found]) -> list[Grid
     if not tried:
         return []
     used = sorted({each["lr"] for each in tried})
-    by_place = {(each["loss"], each["lr"]): each for each in tried}
+    by_place: dict[tuple[str, float], list[Found]] = {}
+    for each in tried:
+        by_place.setdefault((each["loss"], each["lr"]), []).append(each)
     lines = []
     for loss in (loss for loss in COLOURS if any(key[0] == loss for key in by_place)):
-        values = [by_place.get((loss, rate)) for rate in used]
-        best = min((each["validation_nll"] for each in values if each and not each.failed), default=None)
-        lines.append([objective_name(loss), *(_rate_text(each, best) for each in values)])
+        values = {rate: judged(by_place.get((loss, rate), ())) for rate in used}
+        best = min((value for value in values.values() if value is not None), default=None)
+        texts = [_rate_text(value, best) if (loss, rate) in by_place else "" for rate, value in values.items()]
+        lines.append([objective_name(loss), *texts])
     lengths = sorted({each.cell.seconds for each in tried})
     long = f" ({lengths[-1]:.0f} s for exact ML, whose steps are few)" * (len(lengths) > 1)
-    title = f"{model} on {options.data}: validation NLL after {lengths[0]:.0f} s{long} by learning rate, seed 0"
+    title = (
+        f"{model} on {options.data}: validation NLL after {lengths[0]:.0f} s{long} by learning rate, mean of its seeds"
+    )
     return [Grid(title, ("objective", *(f"{rate:g}" for rate in used)), lines)]
 
 
-def _rate_text(each: Found | None, best: float | None) -> str:
-    if each is None:
-        return ""
-    if each.failed:
+def _rate_text(value: float | None, best: float | None) -> str:
+    if value is None:
         return "failed"
-    text = f"{each['validation_nll']:.1f}"
-    return f"**{text}**" if each["validation_nll"] == best else text
+    return f"**{value:.1f}**" if value == best else f"{value:.1f}"
 
 
 def notes(options: Options, runs: Sequence[Found]) -> list[str]:

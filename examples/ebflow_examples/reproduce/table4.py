@@ -69,4 +69,4 @@ def _borrowed(options: Options) -> list[Found]:
         "data": options.data, "margin": options.margin, "model": "fc", "way": "ours", "quick": options.quick,
         "search": False,
     }  # fmt: skip
-    return kept_cells(options.out, "table2", wanted)
+    return kept_cells(options, table2, wanted)

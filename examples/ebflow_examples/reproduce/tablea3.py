@@ -1,4 +1,4 @@
-"""Table A.3: log Z by importance sampling, as in the paper, and by AIS and Lanczos from the same budget."""
+"""Table A.3: log Z by importance sampling, as in the paper, and by Lanczos from the same budget."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from nflows import distributions, flows
-from torch import Generator, Tensor
+from torch import Generator
 
 import ebflow_plugin as ebf
 from ebflow_examples import plots
@@ -20,8 +20,8 @@ from ebflow_nflows import FullLinear
 
 MINUTES = 2.0
 SPREAD = 0.003  # W = I + SPREAD · G: the paper does not say what its W is; with this the errors are of its size
-METHODS = {"importance": "importance sampling", "ais": "annealed importance sampling", "lanczos": "Lanczos"}
-COLOURS = {"importance": "#D55E00", "ais": "#E69F00", "lanczos": "#0072B2"}
+METHODS = {"importance": "importance sampling", "lanczos": "Lanczos"}
+COLOURS = {"importance": "#D55E00", "lanczos": "#0072B2"}
 REPEATS = 100
 
 
@@ -44,7 +44,7 @@ def compute(cell: Cell, folder: Path, data_root: str | None) -> dict[str, Any]:
     model, generator = near_identity(settings["dim"]), stream(settings["seed"], "log_z")
     exact = model.log_z()
     found = [estimate(model, settings["method"], settings["budget"], generator) for _ in range(settings["repeats"])]
-    return {"error": float(((exact - torch.stack(found)).exp() - 1).abs().mean()), "log_z": float(exact)}
+    return {"error": float((exact - torch.tensor(found)).expm1().abs().mean()), "log_z": float(exact)}
 
 
 def near_identity(dim: int) -> ebf.EBFlow:
@@ -54,14 +54,11 @@ def near_identity(dim: int) -> ebf.EBFlow:
     return ebf.wrap(flows.Flow(layer, distributions.StandardNormal([dim])))
 
 
-def estimate(model: ebf.EBFlow, method: str, budget: int, generator: Generator) -> Tensor:
-    """An estimate of log Z from a budget of energies, gradients, or products with W and its transpose."""
-    spent: dict[str, dict[str, Any]] = {
-        "importance": {"samples": budget},
-        "ais": {"steps": 5, "chains": budget // 5, "leapfrogs": 1, "step_size": 0.4},
-        "lanczos": {"iterations": 3, "probes": budget // 6},
-    }
-    return model.log_z(method=method, generator=generator, **spent[method]).as_subclass(Tensor)
+def estimate(model: ebf.EBFlow, method: str, budget: int, generator: Generator) -> float:
+    """An estimate of log Z from a budget of energies, or of products with W and its transpose."""
+    if method == "importance":
+        return model.log_z(method="importance", samples=budget, generator=generator).value
+    return model.log_z(method="lanczos", iterations=3, probes=budget // 6, generator=generator).value
 
 
 def report(options: Options, found: Sequence[Found], path: Path) -> Report:

@@ -183,10 +183,10 @@ def test_an_interrupted_run_says_how_to_go_on(tmp_path, monkeypatch):
     def interrupt(*arguments, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(training.ebf, "fit", interrupt)
+    monkeypatch.setattr(training, "run_trainer", interrupt)
     done = ebflow("train", "--out", tmp_path / "run", *SMALL, code=130)
     assert "--resume` begins again" in done.stderr
-    (tmp_path / "run" / "step-00000010.pt").touch()
+    (tmp_path / "run" / "step-00000010.ckpt").touch()
     done = ebflow("train", "--out", tmp_path / "run", "--fresh", *SMALL, code=130)
     assert "--resume` goes on" in done.stderr
 
@@ -292,7 +292,7 @@ def test_profile_measures_every_objective_and_says_which_to_use(own_models):
     assert costs["dsm"]["megabytes"] > 0
     assert costs["dsm"]["usable"]
     assert "score jumps" in costs["ssm"]["remark"]
-    assert costs["relative_ml"]["milliseconds"] is None
+    assert costs["ml relative"]["milliseconds"] is None
     assert "NLL, samples: use ml" in found["recommendation"]  # no determinant is large here
     assert "Score, denoising: use dsm" in found["recommendation"]
     assert "ssm" not in found["recommendation"].replace("fdssm", "")  # biased on this model

@@ -1,15 +1,17 @@
 """Cells of an experiment: how they share a budget, are kept, chosen and computed side by side."""
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 
 import ebflow_examples.reproduce.common as common
 from ebflow_examples import reproduce
-from ebflow_examples.reproduce import experiment
-from ebflow_examples.reproduce.common import Cell, Options
-from ebflow_examples.reproduce.output import grouped
+from ebflow_examples.reproduce import experiment, table2
+from ebflow_examples.reproduce.common import Cell, Found, Options
+from ebflow_examples.reproduce.output import grouped, of_other_code, short_searches
+from ebflow_examples.reproduce.provenance import commit, recipe
 from ebflow_plugin.errors import InputError, TrainingError
 
 
@@ -112,6 +114,97 @@ def test_a_search_can_name_its_judge(tmp_path):
     searching = Searching()
     searching.more = {rate: {"judge": "fisher", "fisher": 1 / rate} for rate in searching.nlls}
     assert common.run(Options("counted", budget=7 / 3, out=tmp_path), searching)[-1]["lr"] == 1e-2
+
+
+class Tossing(Searching):
+    """Each rate is tried with two seeds, of which the first misleads."""
+
+    def cells(self, options):
+        made = [Cell("counted", f"dsm-rate{rate:f}", {"lr": rate}, part=0.25) for rate in self.nlls]
+        tried = [each for cell in made for each in common.tries(cell, options.quick)]
+        return [*tried, Cell("counted", "dsm-seed1", {"seed": 1}, best_of=tuple(cell.name for cell in tried))]
+
+    def compute(self, cell, folder, data_root):
+        found = super().compute(cell, folder, data_root)
+        lucky = cell.settings["lr"] == 1e-4 and cell.settings["seed"] == 0
+        return {"validation_nll": found["validation_nll"] - 2.5 * lucky}
+
+
+def test_a_rate_is_judged_by_two_seeds(tmp_path):
+    tossing = Tossing()
+    options = Options("counted", budget=1.0, out=tmp_path)
+    found = common.run(options, tossing)
+    assert [(each["lr"], each["seed"]) for each in found[:-1]] == [
+        (rate, seed) for rate in tossing.nlls for seed in (0, 1)
+    ]
+    assert found[-1]["lr"] == 1e-3
+    quick = common.run(replace(options, out=tmp_path / "quick", quick=True), tossing)
+    assert len(quick) == 4
+    assert quick[-1]["lr"] == 1e-4  # a moment for each cell, and the toss of a coin
+    tossing.fails = ("dsm-rate0.001000-again",)  # a rate that diverges with one seed of two is none to take
+    assert common.run(replace(options, fresh=True), tossing)[-1]["lr"] == 1e-4
+
+
+def test_a_search_of_few_steps_is_told():
+    few, many = (Found(Cell("a", "b", {"search": True, "loss": "ml"}), {"steps": steps}) for steps in (29, 30))
+    assert "fewer than 30 steps: ML (29)" in short_searches([few, many])[0]
+    assert short_searches([many]) == []
+
+
+# --- the code that a cell is of
+
+
+def test_a_cell_of_another_recipe_is_computed_again_and_says_its_commit(counted, tmp_path, capsys):
+    options = Options("counted", budget=2.0, out=tmp_path)
+    first = common.run(options, counted)
+    assert {each.facts["commit"] for each in first} == {commit()}
+    counted.RATES = (1e-3, 1e-2)  # a constant of the recipe
+    capsys.readouterr()
+    shown = common.run(replace(options, kept=True), counted)
+    assert shown == first  # of the code that they were computed by
+    assert len(counted.computed) == 3
+    again = common.run(options, counted)
+    said = capsys.readouterr().err
+    assert f"3 cells are of other code or data than this (commit {commit()}), and are computed again" in said
+    assert len(counted.computed) == 6
+    assert again[0].cell.recipe != first[0].cell.recipe
+    assert "cells are of other code or data than this" in of_other_code(first, again[0].cell.recipe)[0]
+    assert of_other_code(again, again[0].cell.recipe) == []
+    counted.RATES = (1e-3,)
+    common.run(options, counted)
+    assert len(counted.computed) == 9
+
+
+def test_a_cell_of_the_time_before_recipes_is_none_of_this_one(counted, tmp_path):
+    options = Options("counted", budget=2.0, out=tmp_path)
+    common.run(options, counted)
+    path = options.folder / "a-two.json"
+    content = json.loads(path.read_text())
+    del content["cell"]["recipe"], content["facts"]["commit"]
+    path.write_text(json.dumps(content))
+    (other,) = [each for each in common.run(replace(options, kept=True), counted) if each.cell.recipe == ""]
+    assert common.commits([other]) == "commit of an unknown commit"
+    common.run(options, counted)
+    assert len(counted.computed) == 4
+
+
+def test_unfinished_work_and_starts_of_another_recipe_are_not_gone_on_with(tmp_path):
+    cell = Cell("table2", "fc", {"data": "digits", "model": "fc", "seed": 0}, recipe="a")
+    (common.workplace(cell, tmp_path) / "half").touch()
+    assert (common.workplace(cell, tmp_path) / "half").exists()
+    assert not (common.workplace(replace(cell, recipe="b"), tmp_path) / "half").exists()
+    assert table2.start_file(cell, tmp_path) != table2.start_file(replace(cell, recipe="b"), tmp_path)
+
+
+def test_cells_of_another_recipe_are_not_borrowed(tmp_path, monkeypatch):
+    options = Options("table4", budget=1.0, out=tmp_path)
+    digest = recipe(table2, options.data)
+    kept = Found(Cell("table2", "fc-ours-ml-seed0", {"seed": 0}, recipe=digest), {"nll": 1.0})
+    (tmp_path / "table2.json").write_text(json.dumps({"cells": [asdict(kept)]}))
+    assert [each.result for each in common.kept_cells(options, table2, {"seed": 0})] == [{"nll": 1.0}]
+    monkeypatch.setattr(table2, "SEARCH", 0.123)
+    assert common.kept_cells(options, table2, {"seed": 0}) == []
+    assert len(common.kept_cells(replace(options, kept=True), table2, {"seed": 0})) == 1
 
 
 def test_only_some_cells(counted, tmp_path):

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import ebflow_plugin as ebf
 from ebflow_examples.defaults import settle
 from ebflow_examples.reproduce import common, fig4
 from ebflow_examples.reproduce.common import Options
@@ -79,4 +80,6 @@ def test_what_is_drawn_from_are_the_weights_with_the_best_nll(tmp_path):
     (tmp_path / "steps.txt").write_text("6\n")
     result, _ = fig4._train(wild, 1.0, tmp_path, 20)
     assert result.best_step < 6
-    assert all(torch.equal(value, result.best_state[name]) for name, value in run.model.state_dict().items())
+    drawn = {name: value.clone() for name, value in run.model.state_dict().items()}
+    assert ebf.load_best(run.model, tmp_path)["step"] == result.best_step
+    assert all(torch.equal(value, drawn[name]) for name, value in run.model.state_dict().items())

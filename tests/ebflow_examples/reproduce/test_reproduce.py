@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -19,6 +20,7 @@ from ebflow_examples.reproduce import EXPERIMENTS, OWN_DATA, paper, table2
 from ebflow_examples.reproduce.common import Cell, Found, Options
 from ebflow_examples.reproduce.curves import joined, race
 from ebflow_examples.reproduce.output import Mean, beside, mean
+from ebflow_examples.reproduce.provenance import commit
 from ebflow_plugin.errors import InputError, UnknownNameError
 from randomness import rng
 
@@ -86,13 +88,18 @@ def test_the_results_are_put_together_in_the_order_of_the_paper(out):
 
 def test_the_tables_have_their_cells(out):
     plane = content(out, "table1")["rows"]
-    assert {(row["loss"], row["metric"]) for row in plane} == {
-        (loss, metric) for loss in FIVE for metric in ("fisher", "kl", "nll", "mass")
+    assert {(row["loss"], row["recipe"], row["metric"]) for row in plane} == {
+        (loss, recipe, metric)
+        for metric in ("fisher", "kl", "nll", "mass")
+        for loss, recipe in (
+            *((loss, "paper") for loss in FIVE),
+            *((loss, "shrinking") for loss in FIVE - {"ml", "sml"}),
+        )
     }
     images = content(out, "table2")["rows"]
     assert {(row["way"], row["loss"]) for row in images} == {
         *(("paper", loss) for loss in FIVE),
-        *(("ours", loss) for loss in (*FIVE, "relative_ml")),
+        *(("ours", loss) for loss in (*FIVE, "ml_relative")),
     }
     ablation = content(out, "table3")["rows"]
     assert {(row["model"], row["loss"], row["ema"], row["map"]) for row in ablation} == {
@@ -104,7 +111,7 @@ def test_the_tables_have_their_cells(out):
     }
     related = content(out, "table4")
     assert [cell["cell"]["name"] for cell in related["cells"]] == ["gaussian"]  # the others are borrowed
-    assert {row["loss"] for row in related["rows"]} == FIVE | {"relative_ml"}
+    assert {row["loss"] for row in related["rows"]} == FIVE | {"ml_relative"}
     by_loss = {row["loss"]: row["nll"] for row in images if row["way"] == "ours"}
     assert all(row["nll"] == by_loss[row["loss"]] for row in related["rows"])
     assert [row["linear"] for row in content(out, "figA4")["rows"]] == ["full", "lower", "upper", "lu"]
@@ -119,6 +126,39 @@ def test_the_tables_have_their_cells(out):
 def test_experiments_with_data_of_their_own_take_no_others(what, tmp_path):
     with pytest.raises(InputError, match=f"{what} has data of its own; leave out --data"):
         reproduce.main(what, quick=True, data="digits", out=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "what", ["table2", "table3", "table4", "fig2", "fig4", "fig5", "deep", "dequantization", "all"]
+)
+@pytest.mark.parametrize("data", ["swirl", "autoregressive10", "textures", "rows.npy", "rows.csv", "vectors.npy"])
+def test_data_that_are_no_images_are_refused_by_what_the_user_gave(what, data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    np.save("rows.npy", np.zeros((40, 3)))
+    np.savetxt("rows.csv", np.zeros((40, 3)), delimiter=",")
+    np.save("vectors.npy", np.zeros((40, 3), dtype=np.uint8))
+    with pytest.raises(InputError, match=f"are of images with grey levels, and {data} has none") as refusal:
+        reproduce.main(what, quick=True, data=data, out=tmp_path / "out")
+    assert "alpha" not in str(refusal.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_few_images_and_margins_that_cannot_be_are_refused_before_any_work(tmp_path):
+    np.save(tmp_path / "few.npy", np.zeros((20, 8, 8), dtype=np.uint8))
+    with pytest.raises(InputError, match="has 16 images to train on; models are calibrated, which needs 20"):
+        reproduce.main("table2", quick=True, data=str(tmp_path / "few.npy"), out=tmp_path / "out")
+    with pytest.raises(InputError, match=r"margin must be below 0.5, got 0.7"):
+        reproduce.main("table2", quick=True, data="digits", margin=0.7, out=tmp_path / "out")
+    with pytest.raises(InputError, match="race has data of its own, which have no margin; leave out --margin"):
+        reproduce.main("race", quick=True, margin=0.1, out=tmp_path / "out")
+
+
+def test_every_experiment_shows_the_commit_of_its_cells(out):
+    for what in EXPERIMENTS:
+        found = content(out, what)
+        assert {cell["facts"]["commit"] for cell in found["cells"]} == {commit()}
+        assert found["code"] == f"commit {commit()}"
+        assert f"; commit {commit()}." in (out / f"{what}.md").read_text()
 
 
 def test_each_noise_between_the_grey_levels_has_cells_and_a_start_of_its_own(out):
@@ -188,7 +228,7 @@ def test_the_gaussian_that_every_model_must_beat_stands_beside_them(out):
 
 def test_each_objective_has_the_rate_that_was_best_on_validation_data(out):
     cells = {cell["cell"]["name"]: cell for cell in content(out, "table2")["cells"]}
-    for loss in (*FIVE, "relative_ml"):
+    for loss in (*FIVE, "ml_relative"):
         tried = {
             each["cell"]["settings"]["lr"]: each["result"]["validation_nll"]
             for name, each in cells.items()

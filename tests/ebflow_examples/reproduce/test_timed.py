@@ -14,7 +14,7 @@ from ebflow_examples.config import TrainConfig
 from ebflow_examples.reproduce.timed import Clock, Evaluations, train_for
 from ebflow_examples.runs import build, likelihood
 from ebflow_plugin.errors import TrainingError
-from ebflow_plugin.training.loop import Event
+from ebflow_plugin.training import Event
 
 
 def test_a_start_is_computed_once_for_all_objectives(tmp_path: Path) -> None:

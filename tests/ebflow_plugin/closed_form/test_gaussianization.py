@@ -90,7 +90,7 @@ def test_features_that_the_nonlinearity_can_make_gaussian_become_so(make, bend):
     x, entropy = bent_data(inverse_of(bend))
     white, gaussian = make((bend,)), make((bend,))
     white.initialize(x, whiten=True)
-    white.calibrate(x, shrinkage=0.0)
+    white.calibrate(x)
     report = gaussian.initialize(x.split(700), gaussianize=True)
     assert nll(gaussian, x) == pytest.approx(entropy, abs=0.03)
     assert report.layers[0].nll > report.nll + 0.1
@@ -277,8 +277,10 @@ def test_what_cannot_be_made_gaussian():
     images = torch.randn(20, 2, 4, 4, dtype=torch.float64)
     convolution = [FullConv2d(2, kernel_size=1), SmoothLeakyReLU(0.3)]
     refused(convolution, [2, 4, 4], images, "FullConv2d.*Use whiten=True alone")
-    tied = FullLinear(D)
-    refused([tied, SmoothLeakyReLU(0.3), tied], [D], data(), "parameters of its own")
+    tied, of_parameter, of_memory = (FullLinear(D).double() for _ in range(3))
+    of_parameter.weight, of_memory.weight.data = tied.weight, tied.weight.data
+    for twin in (tied, of_parameter, of_memory):
+        refused([tied, SmoothLeakyReLU(0.3), twin], [D], data(), "parameters of its own")
     refused([FullLinear(D), SinhArcsinh(D), FullLinear(D)], [D], data()[:9], "at least 10 data points")
     refused([FullLinear(D), SinhArcsinh(D), FullLinear(D)], [D], data() * float("nan"), "NaN")
 

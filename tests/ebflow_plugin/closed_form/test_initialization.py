@@ -1,11 +1,15 @@
 """The whitening start, and the Gaussianising one."""
 
+import copy
+
 import pytest
 import torch
 from nflows import distributions, flows, transforms
+from nflows.distributions.uniform import BoxUniform
 
 import ebflow_plugin as ebf
 from ebflow_nflows import FullConv2d, FullLinear, SmoothLeakyReLU
+from ebflow_plugin.closed_form import initialization
 from gaussian_models import D, data, linear_flow, nll
 from randomness import rng
 
@@ -45,6 +49,64 @@ def test_a_convolution_whitens_each_cell(options):
     rows = latents.movedim(1, -1).flatten(0, -2)
     assert torch.allclose(torch.cov(rows.T), torch.eye(shape[0], dtype=torch.float64), atol=1e-6)
     assert torch.isfinite(model.log_z())
+
+
+@pytest.mark.parametrize("tail", ["none", "lu", "actnorm"])
+def test_a_linear_model_is_fitted_to_its_base(tail):
+    """If only linear steps and a Gaussian base follow, the model is the best Gaussian, whatever these are."""
+    layers = {"none": [], "lu": [transforms.LULinear(D, identity_init=False)], "actnorm": [transforms.ActNorm(D)]}
+    base = distributions.DiagonalNormal([D])
+    torch.nn.init.constant_(base.mean_, 1.5)
+    torch.nn.init.constant_(base.log_std_, 0.7)
+    flow = flows.Flow(transforms.CompositeTransform([FullLinear(D), *layers[tail]]), base).double()
+    model, x = ebf.wrap(flow), data()
+    model.initialize([x[:150], x[150:]], whiten=True)
+    gaussian = torch.distributions.MultivariateNormal(x.mean(0), torch.cov(x.T))
+    torch.testing.assert_close(model.log_prob(x), gaussian.log_prob(x), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_a_convolution_is_fitted_to_its_base(stride):
+    """Channels with Gaussians of their own: the likelihood is that of a standard normal base."""
+    images = torch.randn(300, 2, 4, 4, dtype=torch.float64, generator=rng(0)) * torch.tensor([[[3.0]], [[0.5]]]) + 2.0
+    found = []
+    for mean, std in ((0.0, 1.0), (1.5, 0.2)):
+        layer = FullConv2d(2, kernel_size=3 if stride == 1 else 4, stride=stride)
+        shape = layer.output_shape((2, 4, 4))
+        means = mean * torch.arange(1.0, shape[0] + 1)[:, None, None].expand(shape)
+        normal = torch.distributions.Normal(means.double(), torch.full(shape, std, dtype=torch.float64))
+        model = ebf.wrap(flows.Flow(layer, torch.distributions.Independent(normal, 3)).double())
+        model.initialize(images, whiten=True)
+        found.append(nll(model, images))
+    assert found[1] == pytest.approx(found[0], abs=1e-8)
+
+
+def test_before_nonlinear_steps_and_other_bases_it_only_whitens():
+    box = BoxUniform(torch.full((D,), -9.0), torch.full((D,), 9.0))
+    normal = distributions.DiagonalNormal([D])
+    torch.nn.init.constant_(normal.mean_, 1.5)
+    for after, base in (([], box), ([SmoothLeakyReLU(0.3)], normal)):
+        flow = flows.Flow(transforms.CompositeTransform([FullLinear(D), *after]), base).double()
+        x = data()
+        ebf.wrap(flow).initialize(x, whiten=True)
+        white = flow._transform._transforms[0](x)[0]
+        torch.testing.assert_close(white.mean(0), torch.zeros(D, dtype=torch.float64))
+        torch.testing.assert_close(torch.cov(white.T), torch.eye(D, dtype=torch.float64))
+
+
+def test_processes_with_contexts_of_their_own_aim_alike(monkeypatch):
+    """The secants of conditional steps depend on the context: those of the first process count."""
+    conditional = transforms.MaskedAffineAutoregressiveTransform(D, 8, context_features=2)
+    layers = transforms.CompositeTransform([FullLinear(D), conditional])
+    first = ebf.wrap(flows.Flow(layers, distributions.StandardNormal([D])).double())
+    second, sent = copy.deepcopy(first), []
+    base = torch.zeros(D, dtype=torch.float64), torch.ones(D, dtype=torch.float64)
+    own, other = torch.randn(2, 20, 2, dtype=torch.float64, generator=rng(1))
+    monkeypatch.setattr(initialization, "broadcast", lambda *tensors: sent.append(tensors) or tensors)
+    assert initialization.aim(first.plan, 0, base, data(20), own)
+    monkeypatch.setattr(initialization, "broadcast", lambda *tensors: sent[0])
+    assert initialization.aim(second.plan, 0, base, data(20), other)
+    assert torch.equal(first.plan.steps[0].module.weight, second.plan.steps[0].module.weight)
 
 
 def test_flows_that_cannot_whiten():

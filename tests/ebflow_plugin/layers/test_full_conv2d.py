@@ -102,3 +102,23 @@ def test_transform_is_torchs_convolution(mode):
     theirs.load_state_dict(layer.state_dict())
     x = randn(2, 4, 7, 6)
     torch.testing.assert_close(layer.transform(x), theirs(x))
+
+
+@pytest.mark.parametrize("options", [{}, {"padding_mode": "circular"}, {"groups": 2}, {"stride": 2}], ids=str)
+def test_the_inverse_by_the_implicit_function(options, monkeypatch):
+    """The value and the first derivatives of the inverse, from one factorisation; a second derivative raises."""
+    layer = FullConv2d(2, kernel_size=3, init="normal", generator=rng(), dtype=torch.float64, **options)
+    y = layer.transform(randn(3, 2, 4, 4)).detach().requires_grad_()
+    v, found = randn(3, 2, 4, 4, seed=1), []
+    for invert in (layer.invert, layer.invert_once):
+        x = invert(y)
+        found.append((x, *torch.autograd.grad((v * x).sum(), [y, *layer.parameters()])))
+    for plain, implicit in zip(*found, strict=True):
+        torch.testing.assert_close(implicit, plain)
+    built, matrix = [], layer._lu._matrix
+    monkeypatch.setattr(layer._lu, "_matrix", lambda *args: built.append(args) or matrix(*args))
+    layer.invert_once(y).sum().backward()
+    assert not built  # the factors are those of the last call
+    (slope,) = torch.autograd.grad(layer.invert_once(y).square().sum(), y, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        slope.sum().backward()

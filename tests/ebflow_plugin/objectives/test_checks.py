@@ -10,13 +10,14 @@ from nflows.transforms import (
     LeakyReLU,
     LogTanh,
     LULinear,
+    PiecewiseRationalQuadraticCDF,
     Transform,
 )
 from torch import nn
 
 import ebflow_plugin as ebf
 import nflows_small
-from ebflow_nflows import SmoothLeakyReLU
+from ebflow_nflows import FullLinear, SmoothLeakyReLU
 from ebflow_plugin.adapting.rules import REGISTERED
 from ebflow_plugin.objectives import DSM, FDSSM, ML, SM, SML, SSM
 from ebflow_plugin.plan.smoothness import REGISTERED_NETWORKS
@@ -75,7 +76,7 @@ def of_levels(noise):
 def test_data_that_jump(make):
     _, (message,) = messages(lambda: make(of_levels("uniform")))
     assert message.startswith(f"{make.__name__} integrates by parts over the density of the data, which jumps here\n")
-    assert "preprocess.0  Dequantize (ebflow_plugin.plan.preprocessing): uniform noise" in message
+    assert "preprocess.0  Dequantize(levels=8): uniform noise" in message
     assert 'Dequantize(8, noise="smooth")' in message
     assert "DSM or ML" in message
 
@@ -171,14 +172,36 @@ def test_the_warning_points_at_the_users_line():
     assert caught[0].filename == __file__
 
 
+@pytest.mark.parametrize("make", [SM, SSM, DSM, FDSSM, ML, SML, partial(ML, log_det="relative")])
+def test_making_an_objective_does_no_work(make, monkeypatch):
+    """No copy, no walk, no energy, no backward pass: a constructor costs less than a step."""
+    model = ebf.wrap(flow_of(FullLinear(2), SmoothLeakyReLU(0.3), FullLinear(2)))
+
+    def forbidden(*_, **__):
+        raise AssertionError("a constructor worked")
+
+    with monkeypatch.context() as patched:  # pytest itself copies objects after the test
+        for name in ("copy.deepcopy", "torch.autograd.grad", "ebflow_plugin.planned.find_flow", "torch.randn"):
+            patched.setattr(name, forbidden)
+        patched.setattr(type(model.plan), "encode", forbidden)
+        make(model)
+
+
+def test_noise_that_leaves_the_domain_is_told():
+    model = ebf.wrap(flow_of(PiecewiseRationalQuadraticCDF([2], num_bins=4)))
+    for objective in (DSM(model, sigma=5.0, generator=rng()), FDSSM(model, eps=5.0, generator=rng())):
+        with pytest.raises(Exception) as caught:  # noqa: PT011 - nflows' own error
+            messages(lambda objective=objective: objective(torch.rand(9, 2).double()))
+        assert any("adds noise to the data" in note and "Logit" in note for note in caught.value.__notes__)
+
+
 # What the warnings claim, measured in one dimension
 
 
 def gap(objective, model, x):
     """E[L] + ½E[s²], which is 0 for data from the model itself (E[s² + s'] = 0), and its standard error."""
-    objective.reduction = "none"
     with torch.no_grad():
-        values = objective(x) + 0.5 * model.score(x).square().sum(1)
+        values = objective.losses(x) + 0.5 * model.score(x).square().sum(1)
     return values.mean().item(), values.std().item() / math.sqrt(len(x))
 
 

@@ -28,9 +28,9 @@ OBJECTIVES = {
     "sm": SM,
     "ssm": SSM,
     "ssm, sphere": lambda model: SSM(model, projection="sphere"),
-    "ssm, projected": lambda model: SSM(model, projected=True),
+    "ssm, energy": lambda model: SSM(model, energy_weight=0.1),
     "dsm": lambda model: DSM(model, sigma=0.5),
-    "dsm, list": lambda model: DSM(model, sigma=[0.5, 1.0]),
+    "dsm, range": lambda model: DSM(model, sigma_range=(0.5, 1.0)),
     "fdssm": lambda model: FDSSM(model, eps=0.5),
 }
 

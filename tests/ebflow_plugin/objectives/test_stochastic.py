@@ -16,7 +16,8 @@ import ebflow_normflows
 import ebflow_plugin as ebf
 from ebflow_nflows import FullConv2d, FullLinear, SmoothLeakyReLU
 from ebflow_plugin import testing
-from ebflow_plugin.objectives import DSM, ML, score_matching
+from ebflow_plugin.objectives import DSM, ML, stochastic
+from ebflow_plugin.plan.log_dets import log_det_methods
 from randomness import rng
 from stochastic_models import batch, gradient, nflows_model, perturbed
 
@@ -72,11 +73,11 @@ LAYERS = {
 def test_a_complete_set_of_probes_gives_the_exact_gradient(name, monkeypatch):
     model = LAYERS[name]()
     x = batch(model)
-    monkeypatch.setattr(score_matching, "rademacher", unit_probes)
-    ((step, shapes),) = model.core.plan.shapes(model.plan.event_shape)
-    size = math.prod(step.operator(step.own_shape(shapes)).out_shape)
+    monkeypatch.setattr(stochastic, "signs_like", unit_probes)
+    ((step, shapes),) = model.core.shapes(model.plan.event_shape)
+    size = math.prod(step.encoding_operator(shapes).out_shape)
     loss = ML(model, log_det="stochastic", probes=size, tolerance=1e-11, iterations=size)
-    assert set(loss.ways(model.plan.event_shape).values()) == {"stochastic"}
+    assert set(log_det_methods(model.plan, model.plan.event_shape, "stochastic").values()) == {"stochastic"}
     torch.testing.assert_close(gradient(loss, x), gradient(ML(model), x), rtol=1e-8, atol=1e-8)
     assert loss.metrics()["exact_log_dets"] == 0
 
@@ -134,17 +135,17 @@ def test_any_convolution(channels, kernel, stride, dilation, mode, cells, groupe
     if near.trace is not None:
         unit = torch.eye(size, dtype=DOUBLE)
         inverse = near.control(unit.reshape(-1, *operator.out_shape)).flatten(1).mT
-        block = operator.product(unit.reshape(-1, *operator.shape)).flatten(1).mT
+        block = operator.apply(unit.reshape(-1, *operator.shape)).flatten(1).mT
         torch.testing.assert_close(near.trace(), (inverse.mT * block).sum())
         expected = torch.autograd.grad((inverse.mT * block).sum(), layer.weight)[0]
         torch.testing.assert_close(torch.autograd.grad(near.trace(), layer.weight)[0], expected)
-    kept = score_matching.rademacher
-    score_matching.rademacher = unit_probes
+    kept = stochastic.signs_like
+    stochastic.signs_like = unit_probes
     try:
         loss = ML(model, log_det="stochastic", probes=size, tolerance=1e-9, iterations=size)
         torch.testing.assert_close(gradient(loss, x), gradient(ML(model), x), rtol=1e-5, atol=1e-5)
     finally:
-        score_matching.rademacher = kept
+        stochastic.signs_like = kept
 
 
 def deep():
@@ -174,7 +175,7 @@ def test_cheap_log_dets_are_taken_as_they_are():
     model = deep()
     x = batch(model)
     loss = ML(model, log_det="stochastic", probes=3)
-    ways = loss.ways((8,))
+    ways = log_det_methods(model.plan, (8,), "stochastic")
     assert [way for way in ways.values()] == ["exact", "stochastic", "exact", "exact", "stochastic"]
     exact, found = gradient(ML(model), x), gradient(loss, x)
     sizes = [parameter.numel() for parameter in model.parameters()]
@@ -190,7 +191,8 @@ def test_the_value_is_that_of_ml_without_the_estimated_log_dets():
     model = deep()
     x = batch(model)
     loss = ML(model, log_det="stochastic", probes=1)
-    left_out = sum(value for step, value in model.plan.log_dets((8,), x) if loss.ways((8,))[step.path] == "stochastic")
+    ways = log_det_methods(model.plan, (8,), "stochastic")
+    left_out = sum(value for step, value in model.plan.log_dets((8,), x) if ways[step] == "stochastic")
     torch.testing.assert_close(loss(x), ML(model)(x) + left_out)
     with torch.no_grad():
         torch.testing.assert_close(loss(x), ML(model)(x) + left_out)
@@ -216,16 +218,16 @@ def test_the_generator_decides_and_nothing_else_draws():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_sums_preprocessing_and_energy_weight():
+def test_sums_and_preprocessing():
     """MaP: in data space as ML, and with gradients that do not change by it."""
     flow = perturbed(Flow(FullConv2d(1, kernel_size=3), StandardNormal([1, 4, 4])))
     model = ebf.wrap(flow, preprocess=[ebf.Rescale(0.05, 0.95), ebf.Logit()])
     x = torch.rand(6, 1, 4, 4, generator=rng(), dtype=DOUBLE)
-    loss = ML(model, log_det="stochastic", probes=400, generator=rng(1), energy_weight=0.1)
-    exact = ML(model, energy_weight=0.1)
+    loss = ML(model, log_det="stochastic", probes=400, generator=rng(1))
+    exact = ML(model)
     found, expected = gradient(loss, x), gradient(exact, x)
     assert (found - expected).norm() < 0.05 * expected.norm()
-    log_z = model.core.log_z((1, 4, 4))
+    log_z = model.core.log_z((1, 4, 4), x)
     torch.testing.assert_close(loss(x), exact(x) - log_z)
     both = 0.5 * loss + 0.5 * DSM(model, generator=rng(2))
     both(x).backward()

@@ -13,7 +13,8 @@ from nflows.transforms import InverseTransform, LULinear
 
 import ebflow_plugin as ebf
 from ebflow_nflows import FullConv2d, FullLinear, SmoothLeakyReLU
-from ebflow_plugin.objectives import ML, RelativeML
+from ebflow_plugin.objectives import ML
+from ebflow_plugin.plan.log_dets import log_det_methods
 from randomness import rng
 from stochastic_models import batch, gradient, nflows_model, perturbed
 from warned import no_warnings
@@ -301,7 +302,7 @@ def test_auto_chooses_by_the_cost_and_the_report_shows_it():
         FullConv2d(3, kernel_size=1),
     ]
     model = nflows_model(*layers, shape=[3, 16, 16])
-    assert list(ML(model, log_det="auto").ways((3, 16, 16)).values()) == ["stochastic", "exact", "exact"]
+    assert list(log_det_methods(model.plan, (3, 16, 16), "auto").values()) == ["stochastic", "exact", "exact"]
     assert [row.log_det for row in model.report] == ["stochastic", "-", "exact", "exact"]
     assert 'ML(log_det="auto"): stochastic for 1 of 3 linear steps' in str(model.report)
     dense = nflows_model(FullLinear(8), InverseTransform(FullLinear(8)), shape=[8])
@@ -314,15 +315,6 @@ def test_auto_chooses_by_the_cost_and_the_report_shows_it():
     torch.testing.assert_close(rest, exact[64:])
 
 
-def test_relative_is_one_implementation():
-    model = nflows_model(FullLinear(8), SmoothLeakyReLU(0.3), shape=[8])
-    x = batch(model)
-    short, long = RelativeML(model), ML(model, log_det="relative")
-    assert torch.equal(gradient(short, x), gradient(long, x))
-    assert torch.equal(short(x), long(x))
-    assert isinstance(short, ML)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -331,7 +323,8 @@ def test_relative_is_one_implementation():
         ({"log_det": "stochastic", "tolerance": 1.5}, "tolerance is a relative residual, below 1, got 1.5"),
         ({"log_det": "auto", "iterations": 2.5}, "iterations must be an integer"),
         ({"probes": 3}, "probes, tolerance and iterations have no meaning for log_det='exact'"),
-        ({"log_det": "relative"}, "this one has none; use ML"),
+        ({"log_det": "relative"}, "log_det='relative' is for flows with FullLinear layers, and this one has none"),
+        ({"log_det": "relative", "probes": 3}, "probes, tolerance and iterations have no meaning for log_det='rel"),
     ],
 )
 def test_options_that_cannot_be(options, message):
@@ -342,9 +335,9 @@ def test_options_that_cannot_be(options, message):
 
 def test_options_are_shown():
     model = nflows_model(FullLinear(8), shape=[8])
-    assert repr(ML(model)).startswith("ML(\n  reduction='mean'")
+    assert repr(ML(model)).startswith("ML(\n  log_det='exact'\n")
     shown = repr(ML(model, log_det="stochastic"))
-    assert "log_det='stochastic', probes=chosen, tolerance=0.01, iterations=50, reduction='mean'" in shown
+    assert "log_det='stochastic', probes=chosen, tolerance=0.01, iterations=50" in shown
 
 
 def test_on_the_meta_device_nothing_is_asked():
@@ -381,5 +374,3 @@ def test_a_batch_that_is_not_finite_is_no_reason_to_choose():
     for _ in range(4):
         assert not torch.isfinite(loss(x))
     assert loss.metrics()["log_det"]["_transform._transforms.0"]["probes"] == 4
-    with pytest.raises(ebf.InputError, match="leave log_det out"):
-        RelativeML(model, log_det="exact")

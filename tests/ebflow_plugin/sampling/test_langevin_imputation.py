@@ -11,7 +11,7 @@ from nflows import distributions, flows, transforms
 import ebflow_nflows
 import ebflow_plugin as ebf
 from ebflow_plugin.sampling.langevin import denoise, impute, langevin
-from randomness import rng
+from randomness import randn, rng
 from sampling_models import assert_moments, make_gaussian
 
 WIDE = torch.float64
@@ -225,3 +225,15 @@ def test_arrays_are_refused_and_no_rows_are_fine():
         ebf.langevin(model, x, steps=1, step_size=0.1, generator=0)
     assert ebf.denoise(model, x[:0], 0.1).shape == (0, 4)
     assert ebf.denoise(model, x[:0], 0.1, batch_size=2).shape == (0, 4)
+
+
+def test_imputation_is_langevin_with_a_mask():
+    model, _, _ = make_gaussian()
+    x, mask = randn(5, 3), torch.tensor([True, False, True])
+    chains = ebf.langevin(model, x, 20, 0.1, mask=mask, generator=rng(), thin=1)
+    filled = ebf.impute(model, x, mask, steps=20, step_size=0.1, generator=rng())
+    assert torch.equal(filled[:, 0], chains.samples)
+    assert torch.equal(chains.trajectory[..., 1], x[:, 1].expand(20, 5))
+    assert bool((chains.samples[:, [0, 2]] != x[:, [0, 2]]).all())
+    with pytest.raises(ebf.InputError, match="mask must have the shape"):
+        ebf.langevin(model, x, 2, 0.1, mask=mask[:2])

@@ -1,6 +1,6 @@
-"""Trains twice with the same arguments: once in peace, once killed with SIGKILL at random moments and started again.
+"""``ebflow train`` twice: once in peace, once killed with SIGKILL at random moments and started again.
 
-Usage: killed_runs.py folder kills seed. Prints the last checkpoint at each kill of a training process.
+Usage: killed_runs.py folder kills seed. Prints the last checkpoint at each kill, and whether a file was being written.
 """
 
 import os
@@ -8,35 +8,28 @@ import random
 import signal
 import sys
 import time
+import warnings
 from contextlib import suppress
 from pathlib import Path
 
 import torch
 import torch._dynamo  # optimizers import it when they are made: here, not in each child
 
-import ebflow_plugin as ebf
-from ebflow_plugin.training import fit
-from training_models import make_data, make_model
+import ebflow_examples.records  # noqa: F401  (imports Lightning, which takes seconds: here, not in each child)
+from ebflow_examples.config import TrainConfig
+from ebflow_examples.training import train
+
+CONFIG = TrainConfig(
+    data="digits", limit=300, model="fc", loss="dsm", steps=80, batch_size=32, evaluate_every=7, device="cpu",
+    whiten=False, clip_norm=50.0, schedule="cosine", lr=1e-3, calibrate="diagonal",
+)  # fmt: skip
+fsync = os.fsync
 
 
-def train(folder):
-    model = make_model()
-    objective = 0.9 * ebf.objectives.DSM(model, sigma=0.5) + 0.1 * ebf.objectives.SSM(model)
-    fit(
-        objective,
-        make_data(300),
-        steps=100,
-        batch_size=64,
-        validation=make_data(100, seed=1),
-        evaluate_every=7,
-        checkpoint_every=5,
-        ema=True,
-        scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100),
-        clip_norm=5.0,
-        conditioning=0.01,
-        checkpoint=folder,
-        progress=False,
-    )
+def slow(descriptor):
+    """Files take a while to be written, so that some kills come in the middle."""
+    time.sleep(float(os.environ.get("SLOW_FSYNC", "0.01")))
+    fsync(descriptor)
 
 
 def last_checkpoint(folder):
@@ -48,7 +41,8 @@ def in_child(folder, wait):
     child = os.fork()
     if child == 0:
         try:
-            train(folder)
+            os.fsync = slow
+            train(CONFIG, folder, resume=True, progress=False)
             os._exit(0)
         except BaseException as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
@@ -74,15 +68,19 @@ def in_child(folder, wait):
 def main():
     folder, kills, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     random.seed(seed)
-    began = time.monotonic()
     in_child(folder / "peace", None)
-    needed = time.monotonic() - began
-    for _ in range(kills):
-        if in_child(folder / "war", random.uniform(0.0, 0.3) * needed):
-            print(last_checkpoint(folder / "war"))
-    in_child(folder / "war", None)
+    war, done = folder / "war", 0
+    while done < kills:
+        if in_child(war, random.uniform(0.0, float(os.environ.get("LONGEST_WAIT", "0.3")))):
+            done += 1
+            print(last_checkpoint(war), "torn" if list(war.glob(".*.tmp")) else "whole", flush=True)
+        else:  # it came to its end: another one
+            for path in war.iterdir():
+                path.unlink()
+    in_child(war, None)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
     main()

@@ -6,21 +6,23 @@ Usage: torchrun … lightning_runs.py folder. Each process writes what it found.
 import os
 import sys
 import warnings
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.strategies import ModelParallelStrategy
-from parallel_runs import shared_noise
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 import ebflow_plugin as ebf
 from ebflow_plugin.lightning import ConditionGuard, ExactNLL, FiniteGuard, LitObjective
+from ebflow_plugin.objectives import score_matching
 from ebflow_plugin.objectives.noise import terms_of
 from training_models import make_data, make_model
 
 ROWS = 12
+PROBES = 4 // int(os.environ.get("WORLD_SIZE", "1"))
 QUIET = {
     "logger": False,
     "enable_checkpointing": False,
@@ -34,8 +36,32 @@ OBJECTIVES = {
     "dsm": lambda model: ebf.objectives.DSM(model, sigma=0.5),
     "fdssm": lambda model: ebf.objectives.FDSSM(model, eps=0.5),
     "ml": ebf.objectives.ML,
+    "stochastic": lambda model: ebf.objectives.ML(model, log_det="stochastic", probes=PROBES, tolerance=1e-12),
     "sum": lambda model: 0.5 * ebf.objectives.SSM(model) + 0.5 * ebf.objectives.ML(model),
 }
+
+
+@contextmanager
+def shared_noise(rank, world):
+    """Lets each process draw the noise of the joined batch, and take its own rows of it."""
+
+    def slicing(draw):
+        def drawn(like, generator):
+            joined = like.new_empty((len(like) * world, *like.shape[1:]))
+            return draw(joined, generator).chunk(world)[rank].contiguous()
+
+        return drawn
+
+    gaussian, projections = score_matching.gaussian_like, dict(score_matching.PROJECTIONS)
+    score_matching.gaussian_like = slicing(gaussian)  # sphere() calls it too
+    score_matching.rademacher = slicing(projections["rademacher"])  # the probes of likelihood
+    score_matching.PROJECTIONS["rademacher"] = slicing(projections["rademacher"])
+    try:
+        yield
+    finally:
+        score_matching.gaussian_like = gaussian
+        score_matching.rademacher = projections["rademacher"]
+        score_matching.PROJECTIONS.update(projections)
 
 
 def sgd(parameters):
@@ -46,6 +72,7 @@ class SameNoise(LitObjective):
     """Draws the noise of the joined batch in every process; each takes its own rows of it."""
 
     def setup(self, stage):
+        super().setup(stage)
         self._noise = {term: torch.Generator().manual_seed(7) for term in terms_of(self.objective)}
 
     def training_step(self, batch, batch_idx):

@@ -38,6 +38,8 @@ def main():
         for _ in range(2):
             call()
     torch.save({"found": found, "weights": model.state_dict()}, Path(sys.argv[1]) / f"found-{rank}.pt")
+    distributed.barrier()
+    distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

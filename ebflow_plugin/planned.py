@@ -1,0 +1,227 @@
+"""The plans of a flow: what :class:`~ebflow_plugin.EBFlow` computes with, and how it follows changes of the flow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, nn
+
+from ebflow_plugin.adapting.adapter import Adapter
+from ebflow_plugin.adapting.discovery import find_flow
+from ebflow_plugin.adapting.watch import Watch
+from ebflow_plugin.closed_form.calibration import Calibration, CalibrationStep
+from ebflow_plugin.closed_form.moments import Rows, batches
+from ebflow_plugin.log_z.exact import Normalizer
+from ebflow_plugin.plan.inputs import check_input, refuse_non_finite
+from ebflow_plugin.plan.plan import Plan
+from ebflow_plugin.plan.preprocessing import Dequantize, boundary, preprocessing_steps, refuse_trainable
+from ebflow_plugin.report import FlowReport
+
+__all__ = ["PlannedFlow"]
+
+
+class PlannedFlow(nn.Module):
+    """A flow with its preprocessing and calibration, and two plans: of the data, and of the matched variable.
+
+    After a layer of the flow is replaced, a method patched or a hook added, the next call walks the flow again (see
+    :meth:`rebuild`).
+
+    Attributes:
+        flow: The user's own flow, the same object.
+        preprocessing: The modules of the ``preprocess`` argument of :func:`wrap`.
+        calibration: The affine map after the flow, which ``calibrate`` fits.
+        match_after, overrides, check_finite: The arguments of :func:`wrap`.
+    """
+
+    is_ebflow = True  # for modules that this one imports, and that must not mistake it for a flow
+
+    def __init__(
+        self,
+        flow: nn.Module,
+        match_after: str | int | None = "auto",
+        preprocess: Sequence[nn.Module] = (),
+        overrides: Mapping[str, str] | None = None,
+        check_finite: bool = False,
+        inside: str = "",
+    ) -> None:
+        super().__init__()
+        self.flow = flow
+        self.preprocessing = nn.ModuleList(preprocess)
+        self.calibration = Calibration()
+        self.training = flow.training
+        self.match_after, self.overrides, self.check_finite = match_after, dict(overrides or {}), check_finite
+        self._inside = inside  # where wrap found the flow, for the report
+        self._watch: Watch | None = None
+        self.rebuild()
+        self.register_load_state_dict_post_hook(_move_calibration)
+
+    def rebuild(self) -> None:
+        """Walks the flow again.
+
+        This happens automatically after a module of the flow is replaced, added, removed, hooked or patched. Call it
+        after changes that cannot be detected: after registering a class, or editing a plain list inside a module of
+        your own.
+        """
+        self._adapter = find_flow(self.flow).adapter
+        bare = self._adapter.plan(self.flow, self.overrides)
+        bare = replace(bare, steps=(*preprocessing_steps(list(self.preprocessing)), *bare.steps))
+        start = boundary(bare, self.match_after, self.dequantize is not None)
+        self._prefix, self._calibrated = bare[:start], self._calibrating(bare)
+        self._plan = replace(bare, steps=(*bare.steps, *self._calibrated))
+        self._core = self._plan[start:]
+        self._exact = Normalizer(bare[start:])
+        sizes = {name: p.numel() for name, p in self.flow.named_parameters() if p.is_floating_point()}
+        # The largest parameter has the device and dtype of the flow; others may have another dtype (the mixture of
+        # normflows, a number inside Residual). Its name, since it may be moved or swapped.
+        self._anchor = max(sizes, key=sizes.__getitem__, default=None)
+        self._watch = Watch.of(bare, self.flow, self.calibration)
+
+    def _follow(self) -> None:
+        """Walks the flow again if it has changed. Every public call does this once."""
+        if self._watch is None or not self._watch.unchanged():
+            self.rebuild()
+
+    @property
+    def plan(self) -> Plan:
+        """The steps from data (after a :class:`~ebflow_plugin.Dequantize`) to noise, and the base."""
+        self._follow()
+        return self._plan
+
+    @property
+    def core(self) -> Plan:
+        """The plan of the matched variable, which objectives train, with the same parameters.
+
+        Without preprocessing, this is :attr:`plan`.
+        """
+        self._follow()
+        return self._core
+
+    @property
+    def prefix(self) -> Plan:
+        """The fixed steps before the matched variable, which :meth:`preprocess` applies."""
+        self._follow()
+        return self._prefix
+
+    @property
+    def exact(self) -> Normalizer:
+        """The exact log Z of :attr:`core` without its calibration, cached; its ``plan`` has these steps."""
+        self._follow()
+        return self._exact
+
+    @property
+    def adapter(self) -> Adapter:
+        """The adapter of the flow's library."""
+        self._follow()
+        return self._adapter
+
+    @property
+    def dequantize(self) -> Dequantize | None:
+        """The one random part: the first module of ``preprocess``, if it is a Dequantize."""
+        first = self.preprocessing[0] if len(self.preprocessing) else None
+        return first if isinstance(first, Dequantize) else None
+
+    def _calibrating(self, bare: Plan) -> tuple[CalibrationStep, ...]:
+        """The step of the calibration, after those of the flow, if the model is calibrated."""
+        if self.calibration.mean is None:
+            return ()
+        shapes = bare.base.shapes or ((len(self.calibration.mean),),)  # one flat vector if the shapes are unknown
+        return (CalibrationStep(self.calibration, shapes),)
+
+    def _uncalibrated(self) -> Plan:
+        """The plan without the step of the calibration."""
+        plan = self.plan
+        return plan[: len(plan.steps) - len(self._calibrated)]
+
+    def _input(self, x: Tensor, context: Tensor | None, generator: Generator | None) -> tuple[Tensor, Tensor | None]:
+        """Checks data, and dequantises them if there is such a step: the input of the plan, and its log-volume."""
+        x = self.check(x, context)
+        self._plan.refuse()
+        return (x, None) if self.dequantize is None or len(x) == 0 else self.dequantize.dequantize(x, generator)
+
+    def _rows(self, data: Any, generator: Generator | None) -> Iterator[Rows]:
+        """The data in batches: the input of the plan, the context, and the log-volume of a Dequantize."""
+        return batches(data, lambda x, context: self._input(x, context, generator), self.like().device)
+
+    @torch.no_grad()
+    def preprocess(self, x: Tensor, generator: Generator | None = None) -> tuple[Tensor, Tensor]:
+        """Applies the fixed steps before the matched variable u, without gradients.
+
+        Returns:
+            u, and the log-det of these steps, with shape ``(B,)``: ``log_prob(x) == core.log_prob(u) + log_det``.
+        """
+        return self.match(x, None, generator)[1:]
+
+    @torch.no_grad()
+    def match(
+        self, x: Tensor, context: Tensor | None = None, generator: Generator | None = None
+    ) -> tuple[Plan, Tensor, Tensor]:
+        """Checks and preprocesses a batch, with one look at the flow: the first operation of a loss.
+
+        Returns:
+            The plan of the matched variable, this variable, and the log-det of the preprocessing with shape ``(B,)``.
+        """
+        u, log_volume = self._input(x, context, generator)
+        total = u.new_zeros(len(u)) if log_volume is None else log_volume
+        if self._prefix.steps:
+            refuse_trainable(self._prefix)
+            total = total - self._prefix.log_z(tuple(u.shape[1:]), u)
+            (u,), log_det = self._prefix.encode(u)
+            total = total if log_det is None else total + log_det
+        return self._core, u, total
+
+    @torch.no_grad()
+    def to_data(self, u: Tensor, context: Tensor | None = None) -> Tensor:
+        """Maps the matched variable back to data: the inverse of :meth:`preprocess`, but for the noise."""
+        x = self.prefix.decode((u,), self._plan.embed(context))
+        return x if self.dequantize is None else self.dequantize.quantize(x)
+
+    @property
+    def report(self) -> FlowReport:
+        """The report of the flow's steps, as from :func:`describe`."""
+        plan = self.plan
+        return FlowReport.of(plan, self._inside, len(self._prefix.steps), self.dequantize)
+
+    def like(self) -> Tensor:
+        """An empty tensor with the device and dtype of the flow."""
+        self._follow()
+        parameter = self._parameter()
+        if parameter is None:
+            parameter = next((buffer for buffer in self.flow.buffers() if buffer.is_floating_point()), torch.empty(0))
+        return parameter.detach().new_empty(0)
+
+    def _parameter(self) -> Tensor | None:
+        """A parameter with the device and dtype of the flow; None if it has none."""
+        if self._anchor is None:
+            return None
+        owner, _, name = self._anchor.rpartition(".")
+        parameter: Tensor | None = getattr(self.flow.get_submodule(owner), name, None)
+        return parameter
+
+    def check(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        """Raises on input that the flow cannot take. Returns x; integers for a Dequantize get the dtype of the flow.
+
+        It checks dtypes, devices and shapes, and does not synchronise with the device.
+        """
+        self._follow()
+        x = check_input(x, context, self._plan.event_shape, self._parameter(), integers=self.dequantize is not None)
+        if self.check_finite:
+            refuse_non_finite("x", x)
+            if context is not None:
+                refuse_non_finite("context", context)
+        return x
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves out what was built from the flow's modules: a copy builds its own."""
+        self.adapter.release(self.flow)
+        built = ("_adapter", "_plan", "_core", "_prefix", "_calibrated", "_exact")
+        return {name: value for name, value in self.__dict__.items() if name not in built} | {"_watch": None}
+
+
+def _move_calibration(model: nn.Module, keys: Any) -> None:
+    """Moves a loaded calibration to the device and dtype of the model."""
+    assert isinstance(model, PlannedFlow)
+    like = model.like()
+    model.calibration.to(device=like.device, dtype=like.dtype)

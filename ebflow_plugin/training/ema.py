@@ -1,0 +1,228 @@
+r"""Exponential moving average of a model's parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from ebflow_plugin.errors import EBFlowError, InputError
+from ebflow_plugin.linalg.random import at_least
+from ebflow_plugin.model import EBFlow
+from ebflow_plugin.plan.inputs import flag
+
+__all__ = ["EMA", "averaging", "write_parameters"]
+
+
+def averaging(decay: float, updates: Callable[[], int], warmup: bool = True) -> Callable[..., None]:
+    """The ``multi_avg_fn`` of an :class:`~torch.optim.swa_utils.AveragedModel`, with the warm-up of :class:`EMA`.
+
+    torch passes the number of updates as a tensor on the device of the weights; ``updates`` returns it as an integer,
+    so that nothing waits for the device.
+    """
+    if not isinstance(decay, Real) or isinstance(decay, bool) or not 0.0 <= float(decay) < 1.0:
+        raise InputError(f"decay must be a number, at least 0 and below 1, got {decay!r}")
+
+    def update(averages: list[Tensor], current: list[Tensor], _: object) -> None:
+        n = updates()
+        torch._foreach_lerp_(averages, current, 1.0 - (min(decay, (1 + n) / (10 + n)) if warmup else decay))
+
+    return update
+
+
+class EMA:
+    r"""An exponential moving average of a model's parameters.
+
+    .. math:: \bar\theta \leftarrow d_n \bar\theta + (1 - d_n)\, \theta, \qquad
+              d_n = \min\left(d, \frac{1 + n}{10 + n}\right)
+
+    with n the number of updates so far; without warm-up :math:`d_n = d`. Create it after ``model.initialize(x)``:
+    values from before the data-dependent start would stay in the average for a while. Buffers are not averaged: inside
+    :meth:`applied` they are the model's current ones.
+
+    An update is a few fused operations on all parameters at once, and never synchronises with the device. Averages of
+    half-precision parameters are in single precision.
+
+    Arguments:
+        model: A wrapped flow (:func:`~ebflow_plugin.wrap`).
+        decay: The decay d, at least 0 and below 1.
+        warmup: Whether early updates forget faster.
+
+    Example:
+        >>> import ebflow_plugin as ebf
+        >>> from nflows import distributions, flows, transforms
+        >>> model = ebf.wrap(flows.Flow(transforms.LULinear(2), distributions.StandardNormal([2])))
+        >>> ema = EMA(model, decay=0.999)
+        >>> with torch.no_grad():
+        ...     _ = model.flow._transform.bias.add_(1.0)  # an optimiser's step
+        >>> ema.update()
+        >>> with ema.applied():
+        ...     model.flow._transform.bias.detach()
+        tensor([0.9000, 0.9000])
+        >>> model.flow._transform.bias.detach()
+        tensor([1., 1.])
+    """
+
+    def __init__(self, model: EBFlow, decay: float = 0.999, warmup: bool = True) -> None:
+        if not isinstance(model, EBFlow):
+            kind = f"{type(model).__module__}.{type(model).__qualname__}"
+            raise InputError(f"EMA needs an EBFlow, got {kind}; wrap it first: EMA(ebflow_plugin.wrap(flow))")
+        self._update = averaging(decay, lambda: self.updates, flag("warmup", warmup))
+        self.model, self.decay, self.warmup = model, float(decay), warmup
+        self._applied = False
+        self.restart()
+
+    def restart(self) -> None:
+        """Restarts the average from the model's current values."""
+        self._refuse_applied("restart() inside applied() would start from the average")
+        # The average holds a list of parameters, not the model: its buffers come and go with a calibration.
+        with torch.inference_mode(False), torch.no_grad():
+            own = nn.ParameterList(map(_wide, _averaged(self.model).values()))
+            self._average = AveragedModel(own, multi_avg_fn=lambda *lists: self._update(*lists))
+        self._average.n_averaged += 1  # the current values are the first ones: torch would replace them otherwise
+
+    @property
+    def updates(self) -> int:
+        """The number of updates so far."""
+        return int(self._average.n_averaged) - 1  # on the CPU
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Updates the average with the model's current parameters."""
+        self._refuse_applied("update() inside applied() would average the average")
+        parameters = _averaged(self.model)
+        self._followed(parameters)
+        if parameters:
+            self._average.update_parameters(_Current(map(_wide, parameters.values())))  # type: ignore[arg-type]
+
+    @contextmanager
+    def applied(self) -> Iterator[EBFlow]:
+        """Loads the averaged values into the model inside a ``with`` block, and restores its own values exactly.
+
+        The values are written into the same parameters, so that optimisers stay valid. The model's own values are
+        restored even after an error; changes to the parameters inside the block are lost.
+
+        Example:
+            >>> import ebflow_plugin as ebf
+            >>> from nflows import distributions, flows, transforms
+            >>> model = ebf.wrap(flows.Flow(transforms.LULinear(2), distributions.StandardNormal([2])))
+            >>> with EMA(model).applied() as averaged:
+            ...     averaged.log_prob(torch.randn(5, 2)).shape
+            torch.Size([5])
+        """
+        if self._applied:
+            raise EBFlowError("the average is applied already")
+        named = _averaged(self.model)
+        averages, parameters = self._followed(named), list(named.values())
+        with torch.inference_mode(False), torch.no_grad():
+            own = [parameter.clone() for parameter in parameters]
+        self._applied = True
+        try:
+            write_parameters(self.model, parameters, list(averages.values()))
+            yield self.model
+        finally:
+            write_parameters(self.model, parameters, own)
+            self._applied = False
+
+    def copy_to(self, model: EBFlow | None = None) -> None:
+        """Copies the averaged values into a model: the EMA's own, or another with the same parameters."""
+        self._refuse_applied("copy_to() inside applied() would be undone at its end")
+        model = self.model if model is None else model
+        if not isinstance(model, EBFlow):
+            raise InputError(f"copy_to() needs an EBFlow, got {type(model).__name__}")
+        averages, targets = self._followed(), _averaged(model)
+        _compare("the model", targets, averages)
+        write_parameters(model, [targets[name] for name in averages], list(averages.values()))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state: plain tensors and numbers, which ``torch.load(weights_only=True)`` accepts.
+
+        The tensors are the averages themselves, as in ``nn.Module.state_dict``: clone them to keep them.
+        """
+        state = {"decay": self.decay, "warmup": self.warmup, "updates": self.updates}
+        return {**state, "averages": self._followed()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores the state of :meth:`state_dict`, for a model with the same parameters.
+
+        Raises:
+            InputError: If names or shapes differ; nothing is loaded then.
+        """
+        names = ("decay", "warmup", "updates", "averages")
+        missing = [name for name in names if not isinstance(state, Mapping) or name not in state]
+        if missing:
+            raise InputError(f"this is no state of an EMA: it lacks {', '.join(missing)}")
+        averages, found = self._followed(), state["averages"]
+        if not isinstance(found, Mapping) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
+            raise InputError(f"averages must be tensors by name, got {found!r:.60}")
+        _compare("the state", found, averages)
+        updates = at_least(0, "updates", state["updates"])
+        self._update = averaging(state["decay"], lambda: self.updates, flag("warmup", state["warmup"]))
+        self.decay, self.warmup = state["decay"], state["warmup"]
+        for name, average in averages.items():
+            average.copy_(found[name])
+        self._average.n_averaged.fill_(updates + 1)
+
+    def _refuse_applied(self, why: str) -> None:
+        if self._applied:
+            raise EBFlowError(f"{why}; leave the block first")
+
+    def _followed(self, parameters: dict[str, nn.Parameter] | None = None) -> dict[str, Tensor]:
+        """The averages by name, on the device and in the dtype of the model, which may have been moved or cast."""
+        parameters = _averaged(self.model) if parameters is None else parameters
+        averages = list(self._average.parameters())
+        if [each.shape for each in averages] != [each.shape for each in parameters.values()]:
+            raise EBFlowError("the model has other parameters than when its average began: call restart()")
+        for average, parameter in zip(averages, parameters.values(), strict=True):
+            wide = _wide_type(parameter)
+            if average.device != parameter.device or average.dtype != wide:
+                average.data = average.data.to(parameter.device, wide)
+        return dict(zip(parameters, (average.detach() for average in averages), strict=True))
+
+
+class _Current(list[Tensor]):
+    """What an AveragedModel asks a module for; a ParameterList would take longer to make than an update."""
+
+    def parameters(self) -> Iterator[Tensor]:
+        return iter(self)
+
+    def buffers(self) -> Iterator[Tensor]:
+        return iter(())
+
+
+def _averaged(model: EBFlow) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.is_floating_point() or p.is_complex()}
+
+
+def _wide_type(parameter: Tensor) -> torch.dtype:
+    """At least single precision, so that an update by 0.001 of a difference is not rounded away."""
+    return torch.promote_types(parameter.dtype, torch.float32)
+
+
+def _wide(parameter: nn.Parameter) -> Tensor:
+    wide = _wide_type(parameter)
+    return parameter if parameter.dtype == wide else parameter.detach().to(wide)
+
+
+def write_parameters(model: EBFlow, targets: list[Any], sources: list[Tensor]) -> None:
+    """Writes in place, which raises version counters, and empties the flow's caches of the old values."""
+    with torch.inference_mode(False), torch.no_grad():
+        if targets:
+            torch._foreach_copy_(targets, sources)
+    model.adapter.release(model.flow)
+
+
+def _compare(what: str, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+    odd = [f"{name}: lacking" for name in wanted if name not in found]
+    odd += [f"{name}: not in the average" for name in found if name not in wanted]
+    for name, tensor in wanted.items():
+        if name in found and found[name].shape != tensor.shape:
+            odd.append(f"{name}: shape {tuple(found[name].shape)}, not {tuple(tensor.shape)}")
+    if odd:
+        raise InputError(f"{what} does not have the parameters of this average\n  " + "\n  ".join(odd))

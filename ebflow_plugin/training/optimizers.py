@@ -1,0 +1,125 @@
+"""The optimizer and the scheduler of a training run, and the checks of what it trains."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+
+from torch import Tensor, nn
+from torch.optim import Adam, Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from ebflow_plugin.errors import InputError
+from ebflow_plugin.model import EBFlow
+from ebflow_plugin.objectives import Objective
+from ebflow_plugin.plan.inputs import refuse_non_finite
+from ebflow_plugin.plan.preprocessing import Dequantize
+
+__all__ = ["check_batch", "fusible", "optimizer_of", "scalar_objective", "scheduler_of"]
+
+
+def check_batch(model: EBFlow, name: str, x: Tensor, context: Tensor | None) -> None:
+    """Checks the first batch before training starts: shapes, types and NaN."""
+    try:
+        model.check(x, context)
+        if x.is_floating_point():
+            refuse_non_finite("its first batch", x)
+        for step in model.preprocessing:
+            if isinstance(step, Dequantize):
+                step.refuse(x)
+    except InputError as error:
+        raise InputError(f"{name}: {error}") from error
+
+
+def scalar_objective(caller: str, objective: object) -> Objective:
+    """Returns an objective whose value is a scalar, or raises an error that names the caller."""
+    if not isinstance(objective, Objective):
+        kind = type(objective).__name__
+        raise InputError(f"{caller} needs an objective, such as ebf.objectives.SSM(model), got {kind}")
+    return objective
+
+
+def optimizer_of(
+    objective: Objective, optimizer: Optimizer | Callable[[list[nn.Parameter]], Optimizer] | None
+) -> Optimizer:
+    """The user's optimizer, or that of the user's function, or Adam. Raises unless it has all trainable parameters."""
+    named = {name: parameter for name, parameter in objective.model.named_parameters() if parameter.requires_grad}
+    parameters = list(named.values())
+    known = {id(parameter) for parameter in objective.model.parameters()}
+    own = [name for name, p in objective.named_parameters() if p.requires_grad and id(p) not in known]
+    if own:
+        raise InputError(
+            f"{type(objective).__name__} has parameters besides those of its model, which fit does not train: "
+            f"{_some(own)}. Put them in the flow (an embedding_net, say), or freeze them."
+        )
+    if not parameters:
+        raise InputError("the model has no parameters that require a gradient: there is nothing to train")
+    if optimizer is None:
+        return Adam(parameters, lr=1e-3, fused=fusible(parameters))
+    built = optimizer if isinstance(optimizer, Optimizer) else None
+    if built is None:
+        if not callable(optimizer):
+            raise InputError(f"optimizer must be an Optimizer, or a function that builds one, got {optimizer!r}")
+        built = optimizer(parameters)
+        if not isinstance(built, Optimizer):
+            raise InputError(f"the function passed as optimizer must return a torch.optim.Optimizer, got {built!r}")
+    held = {id(parameter) for group in built.param_groups for parameter in group["params"]}
+    missing = [name for name, parameter in named.items() if id(parameter) not in held]
+    if len(missing) == len(parameters):
+        raise InputError("the optimizer holds none of the model's parameters; build it from objective.parameters()")
+    if missing:
+        raise InputError(
+            f"the optimizer lacks {len(missing)} of {len(parameters)} trainable parameters of the model: "
+            f"{_some(missing)}. Build it from objective.parameters(), or freeze the others: requires_grad_(False)."
+        )
+    if held - known:
+        raise InputError(
+            f"the optimizer holds {len(held - known)} parameters that are not the model's, which fit does not train; "
+            "put them in the flow (an embedding_net, say), or train them in a loop of your own"
+        )
+    closure = inspect.signature(type(built).step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise InputError(
+            f"{type(built).__name__} computes the loss of a step several times, which fit does not do: each batch has "
+            "noise of its own, computed once. Use an optimizer such as Adam or SGD, or a loop of your own with "
+            "optimizer.step(closure)."
+        )
+    return built
+
+
+def fusible(parameters: Iterable[Tensor]) -> bool | None:
+    """The ``fused`` of Adam and AdamW: True on the CPU, where it is 3 to 8 times as fast, else None, torch's choice.
+
+    There it reads a gradient in the memory order of its parameter without a look at its strides. Autograd gives
+    gradients that order, but only where a parameter has no gaps in memory: it is None for those that are not
+    contiguous. It knows no complex numbers, and on other devices it refuses some gradients.
+
+    Example:
+        >>> import torch
+        >>> fusible([torch.ones(2, 3)]), fusible([torch.ones(2, 3), torch.ones(2, 6)[:, ::2]])
+        (True, None)
+    """
+    plain = (each.device.type == "cpu" and each.is_contiguous() and each.is_floating_point() for each in parameters)
+    return True if all(plain) else None
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def scheduler_of(
+    optimizer: Optimizer, scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None, validated: bool
+) -> LRScheduler | None:
+    """The user's scheduler, or that of the user's function."""
+    if scheduler is None:
+        return None
+    built = scheduler if isinstance(scheduler, LRScheduler) else scheduler(optimizer) if callable(scheduler) else None
+    if not isinstance(built, LRScheduler):
+        raise InputError(
+            f"scheduler must be a torch learning-rate scheduler, or a function that builds one, got {scheduler!r}"
+        )
+    if built.optimizer is not optimizer:
+        raise InputError("the scheduler is of another optimizer; pass a function: scheduler=lambda optimizer: …")
+    if isinstance(built, ReduceLROnPlateau) and not validated:
+        raise InputError("ReduceLROnPlateau uses the NLL of validation data: pass validation=")
+    return built

@@ -1,0 +1,217 @@
+"""What a run of ``ebflow train`` records and shows: the metrics file, lines, and a live display. Imports Lightning."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch import Tensor
+
+from ebflow_plugin.errors import InputError
+from ebflow_plugin.lightning import ConditionGuard, ExactNLL, FiniteGuard
+from ebflow_plugin.training.events import Event, Record, describe
+from ebflow_plugin.training.files import atomic_write, not_written
+
+__all__ = ["METRICS", "JsonLines", "LiveDisplay", "Records", "display"]
+
+METRICS = "metrics.jsonl"
+SHOWN_LAYERS = 8
+
+
+class Records(Callback):
+    """One record for each validation: kept for the summary, written as a JSON line, and shown.
+
+    It is part of the checkpoints, so that a resumed run has the records of an uninterrupted one.
+
+    Attributes:
+        history: The records so far.
+    """
+
+    def __init__(self, folder: Path, progress: bool) -> None:
+        self.history: list[Record] = []
+        self._path, self._progress = folder / METRICS, progress
+        self._seconds, self._counted, self._loss = 0.0, 0, 0.0
+        self._sum: Tensor | None = None
+        self._lines: JsonLines | None = None
+        self._context: AbstractContextManager[object] = nullcontext()
+
+    def state_dict(self) -> dict[str, Any]:
+        """All but what is shown."""
+        loss = self._loss + (0.0 if self._sum is None else float(self._sum))
+        seconds = self._seconds + (time.monotonic() - self._mark[0] if self._counted else 0.0)
+        return {"history": self.history, "seconds": seconds, "counted": self._counted, "loss": loss}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on from there."""
+        self.history, self._seconds = state_dict["history"], state_dict["seconds"]
+        self._counted, self._loss = state_dict["counted"], state_dict["loss"]
+
+    def on_fit_start(self, trainer: Trainer, module: Any) -> None:
+        """Writes the file anew, with the records so far: a killed run may have written more."""
+        if trainer.is_global_zero:
+            self._lines = JsonLines(self._path, self.history)
+
+    def on_train_start(self, trainer: Trainer, module: Any) -> None:
+        """Shows the NLL of the start."""
+        self._began = self._mark = time.monotonic(), trainer.global_step
+        self._show: Callable[[Event], object] = lambda event: None
+        if self._progress and trainer.is_global_zero:
+            self._show, self._context = display()
+            self._context.__enter__()
+        start = next(c.start_nll for c in trainer.callbacks if isinstance(c, ExactNLL))  # type: ignore[attr-defined]
+        if start is not None and not trainer.global_step:
+            self._show(Event(0, {"nll": start}, module.objective.model, steps=trainer.max_steps))
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        """Sums the loss, on the device."""
+        loss = module.last[1].double()
+        self._sum = loss if self._sum is None else self._sum + loss
+        self._counted += 1
+
+    def on_validation_start(self, trainer: Trainer, module: Any) -> None:
+        """Stops the clock: validation is no training."""
+        now = time.monotonic()
+        self._seconds += now - self._mark[0]
+        self._speed = (trainer.global_step - self._mark[1]) / max(now - self._mark[0], 1e-9)
+
+    def on_validation_end(self, trainer: Trainer, module: Any) -> None:
+        """Makes the record."""
+        pieces: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        found, calibration = module.evaluated[1:]
+        loss = self._loss + (0.0 if self._sum is None else float(self._sum))
+        sums = trainer.strategy.reduce(torch.tensor([loss, float(self._counted)], dtype=torch.float64), reduce_op="sum")
+        norms = next(piece.norms for piece in pieces if isinstance(piece, FiniteGuard))
+        start = next(piece.start_nll for piece in pieces if isinstance(piece, ExactNLL))
+        best = min(each for each in (start, found.nll, *(r["nll"] for r in self.history)) if each is not None)
+        record: Record = {
+            "step": trainer.global_step,
+            "epoch": trainer.current_epoch,
+            "loss": float(sums[0] / sums[1]),
+            "grad_norm": float(torch.linalg.vector_norm(norms)),
+            "lr": float(trainer.optimizers[0].param_groups[0]["lr"]),
+            "nll": found.nll,
+            "bits_per_dim": found.bits_per_dim,
+            "best_nll": best,
+            "seconds": self._seconds,
+            "steps_per_second": self._speed,
+        }
+        if calibration is not None:
+            record["nll_uncalibrated"] = found.uncalibrated
+        spectra = next((piece.spectra for piece in pieces if isinstance(piece, ConditionGuard)), {})
+        if spectra:
+            record["condition"] = {
+                path: {"smallest": one.smallest, "condition": one.condition} for path, one in spectra.items()
+            }
+        record.update(module.objective.metrics())
+        self.history.append(record)
+        if self._lines is not None:
+            self._lines(record)
+        passed, taken = time.monotonic() - self._began[0], trainer.global_step - self._began[1]
+        left = passed / taken * (trainer.max_steps - trainer.global_step)
+        event = Event(trainer.global_step, record, module.objective.model, None, trainer.max_steps, left)
+        self._show(event)
+        self._sum, self._counted, self._loss = None, 0, 0.0
+        self._mark = time.monotonic(), trainer.global_step
+
+    def teardown(self, trainer: Trainer, module: Any, stage: str) -> None:
+        """Leaves the last state on the screen."""
+        self._context.__exit__(None, None, None)
+        self._context = nullcontext()
+
+    def on_exception(self, trainer: Trainer, module: Any, exception: BaseException) -> None:
+        """The same."""
+        self.teardown(trainer, module, "fit")
+
+
+class LiveDisplay:
+    """A live display on a rich Console: a bar with speed and time left, metrics, and condition numbers."""
+
+    def __init__(self, console: Any = None) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._live = Live(console=console or Console(stderr=True), refresh_per_second=4)
+
+    def __enter__(self) -> LiveDisplay:
+        self._live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Leaves the last state on the screen."""
+        self._live.stop()
+
+    def __call__(self, event: Event) -> None:
+        """Shows an evaluation."""
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+
+        bar, (step, *pace) = Table.grid(padding=(0, 2, 0, 0)), event.pace()
+        bar.add_row(step, ProgressBar(event.steps, event.step, width=40), *pace)
+        parts: list[Any] = [bar, "  ".join(describe(event.record, conditions=False))]
+        conditions = event.record.get("condition") or {}
+        if conditions:
+            table = Table("full layer", "smallest σ", "condition ≥", box=None, padding=(0, 2, 0, 0))
+            worst = sorted(conditions, key=lambda path: -conditions[path]["condition"])
+            for path in worst[:SHOWN_LAYERS]:
+                table.add_row(path, *(f"{conditions[path][name]:.1e}" for name in ("smallest", "condition")))
+            if len(worst) > SHOWN_LAYERS:
+                table.add_row(f"and {len(worst) - SHOWN_LAYERS} better ones", "", "")
+            parts.append(table)
+        self._live.update(Group(*parts), refresh=True)
+
+
+class JsonLines:
+    r"""Writes records to a file, one JSON object per line. It replaces an existing file, and starts with ``records``.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     lines = JsonLines(Path(folder) / "metrics.jsonl", [{"step": 1}])
+        ...     lines({"step": 2, "loss": 0.5})
+        ...     (Path(folder) / "metrics.jsonl").read_text()
+        '{"step": 1}\n{"step": 2, "loss": 0.5}\n'
+    """
+
+    def __init__(self, path: Path, records: Iterable[Record] = ()) -> None:
+        self.path = path
+        text = "".join(_line(record) for record in records).encode()
+        try:
+            atomic_write(path, lambda file: file.write(text))
+        except OSError as error:
+            raise InputError(f"the metrics file {path} cannot be written: {error}") from error
+
+    def __call__(self, record: Record) -> None:
+        """Appends a line."""
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(_line(record))
+        except OSError as error:
+            raise not_written(self.path, error) from error
+
+
+def display() -> tuple[Callable[[Event], object], AbstractContextManager[object]]:
+    """What shows a run, and its context: live on a terminal, else a line for each evaluation."""
+    if sys.stderr.isatty():
+        live = LiveDisplay()
+        return live, live
+    return lambda event: print(event, file=sys.stderr, flush=True), nullcontext()
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    return json.dumps(_plain(record), allow_nan=False) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    """The same value for JSON, with NaN and inf as strings."""
+    if isinstance(value, Mapping):
+        return {key: _plain(part) for key, part in value.items()}
+    return str(value) if isinstance(value, float) and not isfinite(value) else value

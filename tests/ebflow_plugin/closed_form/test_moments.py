@@ -1,0 +1,129 @@
+"""The data of a start and of a calibration: on which device they are, and in which mode of autograd they are read."""
+
+import copy
+
+import normflows
+import pytest
+import torch
+import zuko
+from nflows import distributions, flows, transforms
+
+import ebflow_normflows
+import ebflow_plugin as ebf
+import ebflow_zuko
+from ebflow_nflows import FullLinear, SinhArcsinh
+from ebflow_plugin.closed_form.moments import Moments, batches
+from gaussian_models import nll
+from randomness import rng
+
+D = 3
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor that says it is on another device, until it is moved. No test has a second device to use."""
+
+    device = torch.device("cuda", 0)
+
+    def to(self, device, **options):
+        assert device == torch.device("cpu")
+        return self.as_subclass(torch.Tensor).clone()
+
+
+def skewed(n=300):
+    return torch.randn(n, D, dtype=torch.float64, generator=rng()).exp() + 1.0
+
+
+def nflows_model(context=None):
+    layers = [transforms.ActNorm(D), FullLinear(D), SinhArcsinh(D), FullLinear(D)]
+    if context is not None:
+        layers.append(transforms.MaskedAffineAutoregressiveTransform(D, 8, context_features=2))
+    flow = flows.Flow(transforms.CompositeTransform(layers), distributions.DiagonalNormal([D]))
+    return ebf.wrap(flow.double())
+
+
+def normflows_model():
+    layers = [ebflow_normflows.FullLinear(D), ebflow_normflows.SinhArcsinh(D), normflows.flows.ActNorm((D,))]
+    layers.append(ebflow_normflows.FullLinear(D))
+    return ebf.wrap(normflows.NormalizingFlow(normflows.distributions.DiagGaussian(D), layers[::-1]).double())
+
+
+def zuko_model():
+    base = zuko.lazy.UnconditionalDistribution(zuko.distributions.DiagNormal, torch.zeros(D), torch.ones(D))
+    layers = [ebflow_zuko.FullLinear(D), ebflow_zuko.SinhArcsinh(D), ebflow_zuko.FullLinear(D)]
+    return ebf.wrap(zuko.lazy.Flow(layers, base).double())
+
+
+CALLS = {
+    "initialize": lambda model, data: model.initialize(*(data if isinstance(data, tuple) else (data,))),
+    "whiten": lambda model, data: model.initialize(data, whiten=True),
+    "gaussianize": lambda model, data: model.initialize(data, gaussianize=True),
+    "calibrate": lambda model, data: model.calibrate(data),
+    "diagonal": lambda model, data: model.calibrate(data, "diagonal"),
+}
+
+
+# Devices
+
+
+FORMS = [(call, form) for call in CALLS for form in ("tensor", "pair", "loader")]
+
+
+@pytest.mark.parametrize(("call", "form"), [both for both in FORMS if both != ("initialize", "loader")])
+def test_batches_are_moved_to_the_device_of_the_flow(call, form):
+    torch.manual_seed(0)
+    context = torch.randn(300, 2, dtype=torch.float64, generator=rng(1)) if form == "pair" else None
+    here, x = nflows_model(context), skewed()
+    there = copy.deepcopy(here)
+    away = x.as_subclass(Elsewhere)
+    given = {
+        "tensor": lambda: (x, away),
+        "pair": lambda: ((x, context), (away, context.as_subclass(Elsewhere))),
+        "loader": lambda: (list(x.split(100)), [part.as_subclass(Elsewhere) for part in x.split(100)]),
+    }[form]()
+    for model, rows in zip((here, there), given, strict=True):
+        CALLS[call](model, rows)
+    assert torch.equal(here.log_prob(x, context), there.log_prob(x, context))
+
+
+def test_a_flow_without_storage_takes_batches_of_the_cpu():
+    x, _, _ = next(batches([torch.zeros(2, D)], lambda x, _: (x, None), torch.device("meta")))
+    assert x.is_meta
+    nflows_model().to("meta").initialize(skewed(5))
+
+
+# Modes
+
+
+@pytest.mark.parametrize("made", [torch.enable_grad, torch.inference_mode])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("make", [nflows_model, normflows_model, zuko_model])
+def test_each_call_works_in_each_mode(make, call, mode, made):
+    x = skewed()
+    expected = make()
+    CALLS[call](expected, x)
+    with made():
+        model = make()
+    with mode():
+        CALLS[call](model, x.clone())
+    assert nll(model, x) == pytest.approx(nll(expected, x), abs=1e-9)
+    if made is torch.enable_grad:  # and what it wrote can be trained
+        ebf.objectives.ML(model)(x).backward()
+        assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_processes_without_rows_have_nothing_to_merge(first, monkeypatch):
+    rows = skewed(20)
+    one, other = Moments(), Moments()
+    one.add(rows)
+
+    def gather(every, mine):
+        every[:] = [(0, other.mean, other.scatter), mine][:: 1 if first else -1]
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    one.reduce()
+    assert one.count == 20
+    torch.testing.assert_close(one.covariance(), torch.cov(rows.T))
