@@ -35,8 +35,8 @@ __all__ = [
     "UnsupportedStepError",
     "VerificationError",
     "WriteError",
-    "blame",
     "no_inverse",
+    "raise_from_step",
     "refuse_inference_tensors",
     "suggest",
     "warn",
@@ -136,7 +136,7 @@ class EstimateWarning(EBFlowWarning):
     """An estimate is unreliable, and its standard error cannot be trusted."""
 
 
-def blame(error: Exception, part: Any, value: Any, context: Any) -> NoReturn:
+def raise_from_step(error: Exception, part: Any, value: Any, context: Any) -> NoReturn:
     """Raises an error from a step or a base again, with a note that says where it happened. Its type does not change.
 
     The exception is a missing context, which torch reports as a mismatch of shapes: it raises a ContextError.

@@ -13,7 +13,7 @@ from torch import Generator, Tensor
 from ebflow_plugin.closed_form import calibration, gaussianization, initialization
 from ebflow_plugin.closed_form.calibration import CalibrationReport
 from ebflow_plugin.closed_form.gaussianization import StartReport
-from ebflow_plugin.closed_form.moments import in_memory, meet, refuse_one_shot, writable
+from ebflow_plugin.closed_form.moments import barrier, in_memory, refuse_one_shot, writable
 from ebflow_plugin.closed_form.passes import Passes
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.log_z.estimate import Estimate
@@ -215,14 +215,14 @@ class EBFlow(PlannedFlow):
         with writable(self._parameter()):
             if gaussianize:
                 refuse_one_shot(data)
-                meet("model.initialize(gaussianize=True)")
+                barrier("model.initialize(gaussianize=True)")
                 passes = Passes(plan, lambda: self._rows(data, generator), in_memory(data))
                 report = gaussianization.gaussianize(passes, self._calibrated, progress)
                 if report.kept:
                     self.calibration.set()  # it belongs to the old weights
                 return report
             if whiten:
-                meet("model.initialize(whiten=True)")
+                barrier("model.initialize(whiten=True)")
                 initialization.whiten(plan, self._rows(data, generator))
                 self.calibration.set()
             else:
@@ -260,7 +260,7 @@ class EBFlow(PlannedFlow):
         one_of("kind", kind, ("full", "diagonal"))
         plan = self._uncalibrated()
         plan.refuse()
-        meet("model.calibrate()")
+        barrier("model.calibrate()")
         with writable(self._parameter()):
             tensors, report = calibration.calibrate_plan(plan, self._rows(data, generator), self.like(), kind)
             self.calibration.set(**tensors)

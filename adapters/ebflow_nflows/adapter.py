@@ -25,15 +25,15 @@ from ebflow_plugin.adapting import (
     Rule,
     drop_caches,
     is_a,
+    register_networks,
     resolve,
-    see_into,
 )
 from ebflow_plugin.errors import UnsupportedStepError
 
 # nflows, its forks, a package that uses its parts, and our own layers
 PACKAGES = ("nflows", "glasflow", "enflows", "flowcon", "nessai", "ebflow_nflows")
 # Networks, and steps that are as smooth as their networks: all hold their activations as modules or attributes.
-see_into(
+register_networks(
     (*PACKAGES, "sbi"),
     *("MLP", "ResidualBlock", "ResidualNet", "ConvResidualBlock", "ConvResidualNet", "ContextSplineMap", "MADE"),
     *("MixtureOfGaussiansMADE", "MADEMoG", "MaskedLinear", "MaskedFeedforwardBlock", "MaskedResidualBlock"),

@@ -198,7 +198,7 @@ class SVDLinearStep(FactorsStep):
 class SplitStep(OrthogonalStep):
     """One split of a MultiscaleCompositeTransform: the first half is done, the second is transformed further."""
 
-    gives = 2
+    n_out = 2
     reason = "splits off latents"
 
     def apply(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -225,7 +225,7 @@ class CollectStep(OrthogonalStep):
     reason = "joins the latents"
 
     def __init__(self, module: Any, path: str, inverted: bool = False) -> None:
-        self.takes = len(module._transforms)
+        self.n_in = len(module._transforms)
         super().__init__(module, path, inverted)
 
     def apply(self, x: Any) -> Tensor:

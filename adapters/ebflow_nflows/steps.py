@@ -17,15 +17,15 @@ from ebflow_plugin.adapting import (
     VOLUME_PRESERVING,
     BoundedStep,
     ConditionedStep,
-    Curve,
+    ElementwiseMap,
     ElementwiseStep,
     NonlinearStep,
     OpaqueStep,
     SigmoidStep,
     Smoothness,
     SplineStep,
-    clamped_logit_curve,
-    sigmoid_curve,
+    clamped_logit_map,
+    sigmoid_map,
 )
 
 
@@ -92,19 +92,19 @@ class IntegratedStep(NflowsStep):
 
     reason = "UMNN: score is right, second derivatives are not; train it with ML, SML or FDSSM"
 
-    smoothness = Smoothness.FALSE
+    smoothness = Smoothness.WRONG
 
 
 class TanhStep(BoundedStep):
     """y = tanh(x)."""
 
-    def forward_curve(self, x: Tensor, context: Tensor | None) -> Curve:
+    def forward_map(self, x: Tensor, context: Tensor | None) -> ElementwiseMap:
         y = torch.tanh(x)
         # log(1 - tanh²) in a form that is finite for large x, where nflows returns -inf
-        return Curve(y, lambda: 2.0 * (log(2.0) - x + F.logsigmoid(2.0 * x)), lambda: tanh_slopes(y))
+        return ElementwiseMap(y, lambda: 2.0 * (log(2.0) - x + F.logsigmoid(2.0 * x)), lambda: tanh_slopes(y))
 
-    def inverse_curve(self, y: Tensor, context: Tensor | None) -> Curve:
-        return Curve(torch.atanh(y), lambda: -torch.log1p(-(y**2)), lambda: atanh_slopes(y))
+    def inverse_map(self, y: Tensor, context: Tensor | None) -> ElementwiseMap:
+        return ElementwiseMap(torch.atanh(y), lambda: -torch.log1p(-(y**2)), lambda: atanh_slopes(y))
 
 
 class LogTanhStep(ElementwiseStep):
@@ -114,7 +114,7 @@ class LogTanhStep(ElementwiseStep):
 
     smoothness = Smoothness.JUMPS
 
-    def forward_curve(self, x: Tensor, context: Tensor | None) -> Curve:
+    def forward_map(self, x: Tensor, context: Tensor | None) -> ElementwiseMap:
         t = self.module
         middle = x.abs() <= t.cut_point
         # Arguments outside the domain of a piece are replaced, since torch.where would pass on their NaN gradients.
@@ -125,13 +125,13 @@ class LogTanhStep(ElementwiseStep):
         def slopes() -> tuple[Tensor, Tensor, Tensor]:
             return pieces(middle, tanh_slopes(inner), (t.alpha / outer, -sign / outer, outer**-2))
 
-        return Curve(
+        return ElementwiseMap(
             torch.where(middle, inner, sign * t.alpha * torch.log(t.beta * outer)),
             lambda: torch.where(middle, torch.log1p(-(inner**2)), log(t.alpha) - torch.log(outer)),
             slopes,
         )
 
-    def inverse_curve(self, y: Tensor, context: Tensor | None) -> Curve:
+    def inverse_map(self, y: Tensor, context: Tensor | None) -> ElementwiseMap:
         t = self.module
         middle = y.abs() <= float(t.inv_cut_point)
         inner = torch.where(middle, y, torch.zeros_like(y))
@@ -142,7 +142,7 @@ class LogTanhStep(ElementwiseStep):
             tail = grown / t.alpha, sign / t.alpha, torch.zeros_like(y)
             return pieces(middle, atanh_slopes(inner), tail)
 
-        return Curve(
+        return ElementwiseMap(
             torch.where(middle, torch.atanh(inner), sign * grown),
             lambda: torch.where(middle, -torch.log1p(-(inner**2)), outer / t.alpha - log(t.alpha * t.beta)),
             slopes,
@@ -156,15 +156,15 @@ class LeakyReLUStep(ElementwiseStep):
 
     smoothness = Smoothness.JUMPS
 
-    def forward_curve(self, x: Tensor, context: Tensor | None) -> Curve:
+    def forward_map(self, x: Tensor, context: Tensor | None) -> ElementwiseMap:
         return self._curve(x, self.module.negative_slope)
 
-    def inverse_curve(self, y: Tensor, context: Tensor | None) -> Curve:
+    def inverse_map(self, y: Tensor, context: Tensor | None) -> ElementwiseMap:
         return self._curve(y, 1.0 / self.module.negative_slope)
 
     @staticmethod
-    def _curve(x: Tensor, slope: float) -> Curve:
-        return Curve(
+    def _curve(x: Tensor, slope: float) -> ElementwiseMap:
+        return ElementwiseMap(
             F.leaky_relu(x, slope),
             lambda: (x < 0).to(x) * log(slope),
             lambda: (torch.where(x > 0, torch.ones_like(x), slope), 0.0, 0.0),
@@ -182,30 +182,30 @@ class ScaledSigmoidStep(SigmoidStep):
         result: Tensor = self.module.temperature.to(x)
         return result
 
-    def forward_curve(self, x: Tensor, context: Tensor | None) -> Curve:
+    def forward_map(self, x: Tensor, context: Tensor | None) -> ElementwiseMap:
         temperature = self.temperature(x)
-        return sigmoid_curve(temperature * x).of_scaled(temperature, torch.log(temperature))
+        return sigmoid_map(temperature * x).of_scaled(temperature, torch.log(temperature))
 
-    def inverse_curve(self, y: Tensor, context: Tensor | None) -> Curve:
+    def inverse_map(self, y: Tensor, context: Tensor | None) -> ElementwiseMap:
         temperature, eps = self.temperature(y), self.module.eps
         inside = (y >= 0) & (y <= 1)
-        curve = clamped_logit_curve(torch.where(inside, y, torch.full_like(y, float("nan"))), eps, 1 - eps)
+        curve = clamped_logit_map(torch.where(inside, y, torch.full_like(y, float("nan"))), eps, 1 - eps)
         return curve.moved(curve.value / temperature, 1.0 / temperature, -torch.log(temperature))
 
 
 class CauchyCDFStep(BoundedStep):
     """y = atan(x)/π + 1/2."""
 
-    def forward_curve(self, x: Tensor, context: Tensor | None) -> Curve:
+    def forward_map(self, x: Tensor, context: Tensor | None) -> ElementwiseMap:
         square = x**2
 
         def slopes() -> tuple[Tensor, Tensor, Tensor]:
             fraction = 1.0 / (1.0 + square)
             return fraction / pi, -2.0 * x * fraction, 2.0 * (square - 1.0) * fraction**2
 
-        return Curve(torch.atan(x) / pi + 0.5, lambda: -log(pi) - torch.log1p(square), slopes)
+        return ElementwiseMap(torch.atan(x) / pi + 0.5, lambda: -log(pi) - torch.log1p(square), slopes)
 
-    def inverse_curve(self, y: Tensor, context: Tensor | None) -> Curve:
+    def inverse_map(self, y: Tensor, context: Tensor | None) -> ElementwiseMap:
         inside = (y >= 0) & (y <= 1)
         x = torch.tan(pi * (torch.where(inside, y, torch.full_like(y, float("nan"))) - 0.5))
 
@@ -213,7 +213,7 @@ class CauchyCDFStep(BoundedStep):
             slope = pi * (1.0 + x**2)
             return slope, 2.0 * pi * x, 2.0 * pi * slope
 
-        return Curve(x, lambda: log(pi) + torch.log1p(x**2), slopes)
+        return ElementwiseMap(x, lambda: log(pi) + torch.log1p(x**2), slopes)
 
 
 class ExpStep(NflowsStep):
@@ -221,7 +221,7 @@ class ExpStep(NflowsStep):
 
     reason = "elementwise"
 
-    sensitive = True
+    match_after = True
 
 
 class GatedLinearUnitStep(ElementwiseStep):
@@ -229,14 +229,16 @@ class GatedLinearUnitStep(ElementwiseStep):
 
     reason = DEPENDS_ON_CONTEXT
 
-    def forward_curve(self, x: Tensor, context: Tensor | None) -> Curve:
+    def forward_map(self, x: Tensor, context: Tensor | None) -> ElementwiseMap:
         gate = self._gate(x, context)
-        return Curve(x * torch.sigmoid(gate), lambda: F.logsigmoid(gate), lambda: (torch.sigmoid(gate), 0.0, 0.0))
+        return ElementwiseMap(
+            x * torch.sigmoid(gate), lambda: F.logsigmoid(gate), lambda: (torch.sigmoid(gate), 0.0, 0.0)
+        )
 
-    def inverse_curve(self, y: Tensor, context: Tensor | None) -> Curve:
+    def inverse_map(self, y: Tensor, context: Tensor | None) -> ElementwiseMap:
         gate = self._gate(y, context)
         share = torch.sigmoid(gate)
-        return Curve(y / share, lambda: -F.logsigmoid(gate), lambda: (1.0 / share, 0.0, 0.0))
+        return ElementwiseMap(y / share, lambda: -F.logsigmoid(gate), lambda: (1.0 / share, 0.0, 0.0))
 
     @staticmethod
     def _gate(x: Tensor, context: Tensor | None) -> Tensor:
@@ -246,7 +248,7 @@ class GatedLinearUnitStep(ElementwiseStep):
 
 
 def tanh_slopes(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The slopes of tanh, as in :class:`Curve`, where its value is y."""
+    """The slopes of tanh, as in :class:`ElementwiseMap`, where its value is y."""
     slope = 1.0 - y**2
     return slope, -2.0 * y, -2.0 * slope
 

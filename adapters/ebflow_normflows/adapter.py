@@ -33,13 +33,13 @@ from ebflow_plugin.adapting import (
     Step,
     drop_caches,
     is_a,
+    register_networks,
     resolve,
-    see_into,
 )
 from ebflow_plugin.errors import InputError, NotAFlowError, UnsupportedStepError
 
 # Networks, and steps that are as smooth as their networks: all hold their activations as modules or attributes.
-see_into(
+register_networks(
     steps.PACKAGES,
     *("MLP", "ConvNet2d", "LipschitzMLP", "LipschitzCNN", "InducedNormLinear", "InducedNormConv2d", "Swish", "MADE"),
     *("ResidualBlock", "ResidualNet", "ConvResidualBlock", "ConvResidualNet", "MaskedLinear", "ActNorm"),

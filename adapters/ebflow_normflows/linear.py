@@ -205,7 +205,7 @@ class LUVectorStep(LUConvolutionStep):
 class SplitStep(OrthogonalStep):
     """Split, and the inverse of Merge: halves of the channels, or the two colours of a checkerboard."""
 
-    gives = 2
+    n_out = 2
     reason = "splits the features"
 
     def apply(self, x: Tensor) -> tuple[Tensor, Tensor]:

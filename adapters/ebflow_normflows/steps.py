@@ -18,7 +18,7 @@ from ebflow_plugin.adapting import (
     DEPENDS_ON_CONTEXT,
     VOLUME_PRESERVING,
     ConditionedStep,
-    Curve,
+    ElementwiseMap,
     NonlinearStep,
     OpaqueStep,
     RefusedStep,
@@ -28,7 +28,7 @@ from ebflow_plugin.adapting import (
     Value,
     comes_from,
     is_a,
-    logit_curve,
+    logit_map,
     smoothness_of,
     takes_context,
 )
@@ -81,9 +81,9 @@ class UnknownStep(OpaqueStep, NormflowsStep):
 
     def __init__(self, module: Any, path: str, inverted: bool = False) -> None:
         if is_a(module, ("AffineCoupling", "Merge"), PACKAGES):
-            self.takes = 2
+            self.n_in = 2
         if is_a(module, ("AffineCoupling", "Split"), PACKAGES) and not is_a(module, ("Merge",), PACKAGES):
-            self.gives = 2
+            self.n_out = 2
         super().__init__(module, path, inverted)
 
 
@@ -91,7 +91,7 @@ class UnknownLevelStep(UnknownStep):
     """A merge of a MultiscaleFlow that is no plain Merge. Its forward takes the finished latents second."""
 
     def __init__(self, module: Any, path: str, inverted: bool = False) -> None:
-        self.takes = 2
+        self.n_in = 2
         super().__init__(module, path, inverted)
 
     def call_forward(self, x: tuple[Tensor, Tensor], context: Tensor | None) -> tuple[Any, Any]:
@@ -125,8 +125,8 @@ class MaskedAffineStep(NetworkStep):
 class CouplingStep(NetworkStep):
     """AffineCoupling, on a pair: the second half is transformed, conditioned on the first."""
 
-    takes = 2
-    gives = 2
+    n_in = 2
+    n_out = 2
 
     def __init__(self, module: Any, path: str, inverted: bool = False) -> None:
         super().__init__(module, path, inverted)
@@ -142,8 +142,8 @@ def whole_coupling(mode: str) -> type[CouplingStep]:
     """
 
     class WholeCouplingStep(CouplingStep):
-        takes = 1
-        gives = 1
+        n_in = 1
+        n_out = 1
 
         def _call(self, flow: Callable[..., Any], name: str, x: Any, context: Tensor | None) -> tuple[Value, Any]:
             (first, second), log_det = super()._call(flow, name, halves(x, mode), context)
@@ -186,14 +186,14 @@ class RadialStep(NormflowsStep):
 class LogitStep(SigmoidStep):
     """transforms.Logit: the inverse is logit(α + (1 - 2α) x), elementwise."""
 
-    def forward_curve(self, x: Tensor, context: Tensor | None) -> Curve:
+    def forward_map(self, x: Tensor, context: Tensor | None) -> ElementwiseMap:
         alpha, beta = self.module.alpha, 1 - 2 * self.module.alpha
-        curve = super().forward_curve(x, context)
+        curve = super().forward_map(x, context)
         return curve.moved((curve.value - alpha) / beta, 1.0 / beta, -log(beta))
 
-    def inverse_curve(self, y: Tensor, context: Tensor | None) -> Curve:
+    def inverse_map(self, y: Tensor, context: Tensor | None) -> ElementwiseMap:
         alpha, beta = self.module.alpha, 1 - 2 * self.module.alpha
-        return logit_curve(alpha + beta * y).of_scaled(beta, log(beta))
+        return logit_map(alpha + beta * y).of_scaled(beta, log(beta))
 
 
 class ClassAffineStep(NormflowsStep):

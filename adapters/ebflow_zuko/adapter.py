@@ -27,7 +27,7 @@ from ebflow_plugin.adapting import (
     Step,
     comes_from,
     is_a,
-    see_into,
+    register_networks,
 )
 from ebflow_plugin.errors import InputError
 from ebflow_zuko import linear, steps
@@ -35,7 +35,7 @@ from ebflow_zuko.base import base_of
 from ebflow_zuko.linear import built_name, factory_of
 from ebflow_zuko.transforms import PACKAGES, known_name
 
-see_into(("zuko", "sbi"))  # all of their networks hold their activations as modules
+register_networks(("zuko", "sbi"))  # all of their networks hold their activations as modules
 
 
 def members(name: str) -> Container:

@@ -15,14 +15,14 @@ from ebflow_plugin.adapting import (
     DEPENDS_ON_CONTEXT,
     VOLUME_PRESERVING,
     BoundedStep,
-    Curve,
+    ElementwiseMap,
     ElementwiseStep,
     NonlinearStep,
     OpaqueStep,
     RefusedStep,
     SigmoidStep,
     Smoothness,
-    clamped_logit_curve,
+    clamped_logit_map,
     registered_smoothness,
     smoothness_of,
     worst_of,
@@ -140,7 +140,7 @@ class UnivariateStep(LazyStep):
         return "hyper" in getattr(self.module, "_modules", ())
 
     @property
-    def sensitive(self) -> bool:
+    def match_after(self) -> bool:
         return self.kind == "PowerTransform" or (self.inverted and self.kind in BOUNDED)
 
     def build(self, context: Tensor | None = None) -> Any:
@@ -215,43 +215,43 @@ class SoftclipStep(LazyPart, BoundedStep):
 
     smoothness = Smoothness.KINKED
 
-    def forward_curve(self, x: Tensor, context: Tensor | None) -> Curve:
+    def forward_map(self, x: Tensor, context: Tensor | None) -> ElementwiseMap:
         return self._curve(x, self.build().bound, 1.0)
 
-    def inverse_curve(self, y: Tensor, context: Tensor | None) -> Curve:
+    def inverse_map(self, y: Tensor, context: Tensor | None) -> ElementwiseMap:
         return self._curve(y, self.build().bound, -1.0)
 
     @staticmethod
-    def _curve(x: Tensor, bound: float, sign: float) -> Curve:
+    def _curve(x: Tensor, bound: float, sign: float) -> ElementwiseMap:
         """The curve x / (1 ± |x| / B)."""
         share = 1.0 / (1.0 + sign * torch.abs(x) / bound)
 
         def slopes() -> tuple[Tensor, Tensor, Tensor]:
             return share**2, -2.0 * sign / bound * torch.sign(x) * share, 2.0 * (share / bound) ** 2
 
-        return Curve(x * share, lambda: 2.0 * torch.log(share), slopes)
+        return ElementwiseMap(x * share, lambda: 2.0 * torch.log(share), slopes)
 
 
 class LogisticStep(SigmoidStep, LazyPart):
     """torch's SigmoidTransform. Its inverse is a logit that clamps its input to (0, 1), as in torch."""
 
-    def inverse_curve(self, y: Tensor, context: Tensor | None) -> Curve:
+    def inverse_map(self, y: Tensor, context: Tensor | None) -> ElementwiseMap:
         info = torch.finfo(y.dtype)
-        return clamped_logit_curve(y, info.tiny, 1.0 - info.eps)
+        return clamped_logit_map(y, info.tiny, 1.0 - info.eps)
 
 
 class ExpStep(LazyPart, ElementwiseStep):
     """torch's ExpTransform, and the logarithm that is its inverse."""
 
-    sensitive = True
+    match_after = True
 
-    def forward_curve(self, x: Tensor, context: Tensor | None) -> Curve:
+    def forward_map(self, x: Tensor, context: Tensor | None) -> ElementwiseMap:
         y = torch.exp(x)
-        return Curve(y, lambda: x, lambda: (y, 1.0, 0.0))
+        return ElementwiseMap(y, lambda: x, lambda: (y, 1.0, 0.0))
 
-    def inverse_curve(self, y: Tensor, context: Tensor | None) -> Curve:
+    def inverse_map(self, y: Tensor, context: Tensor | None) -> ElementwiseMap:
         x = torch.log(y)
-        return Curve(x, lambda: -x, lambda: (1.0 / y, -1.0 / y, y**-2))
+        return ElementwiseMap(x, lambda: -x, lambda: (1.0 / y, -1.0 / y, y**-2))
 
 
 class IntegratedFlowStep(LazyPart, RefusedStep):

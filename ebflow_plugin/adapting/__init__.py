@@ -7,7 +7,8 @@ An adapter imports the core only from here, :mod:`ebflow_plugin.errors` and :mod
 - :class:`Adapter`, and the rules of classes: :class:`Child`, :class:`Container`, :class:`Rule`, or a class of steps;
 - the kinds of steps: :class:`LinearStep` and its subclasses, :class:`NonlinearStep`, :class:`ElementwiseStep`,
   :class:`OpaqueStep`, :class:`RefusedStep`; the base density, :class:`Base`;
-- the building blocks of steps and bases: :class:`Linearization`, :class:`Curve`, :class:`Smoothness`, some functions.
+- the building blocks of steps and bases: :class:`Linearization`, :class:`ElementwiseMap`, :class:`Smoothness`,
+  some functions.
 
 Modules of the core, in this package too, import a name from where it is defined.
 """
@@ -39,11 +40,11 @@ from ebflow_plugin.adapting.shared import (
 from ebflow_plugin.linalg.memo import Memo
 from ebflow_plugin.plan.elementwise import (
     ActivationStep,
-    Curve,
+    ElementwiseMap,
     ElementwiseStep,
-    clamped_logit_curve,
-    logit_curve,
-    sigmoid_curve,
+    clamped_logit_map,
+    logit_map,
+    sigmoid_map,
 )
 from ebflow_plugin.plan.linear import (
     ElementwiseAffineStep,
@@ -58,7 +59,7 @@ from ebflow_plugin.plan.linear import (
 from ebflow_plugin.plan.matrices import FullConvStep, FullLinearStep, MatrixStep, MixingStep, TriangularStep
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.registry import changes_the_map, resolve
-from ebflow_plugin.plan.smooth_modules import Smoothness, see_into, worst_of
+from ebflow_plugin.plan.smooth_modules import Smoothness, register_networks, worst_of
 from ebflow_plugin.plan.smoothness import smoothness_of
 from ebflow_plugin.plan.step import (
     Base,
@@ -85,8 +86,8 @@ __all__ = [
     "Child",
     "ConditionedStep",
     "Container",
-    "Curve",
     "ElementwiseAffineStep",
+    "ElementwiseMap",
     "ElementwiseStep",
     "FullConvStep",
     "FullLinearStep",
@@ -122,19 +123,19 @@ __all__ = [
     "TriangularStep",
     "Value",
     "changes_the_map",
-    "clamped_logit_curve",
+    "clamped_logit_map",
     "comes_from",
     "density_smoothness",
     "drop_caches",
     "gaussian_mean",
     "is_a",
     "lazy_layers",
-    "logit_curve",
+    "logit_map",
     "per_sample",
+    "register_networks",
     "registered_smoothness",
     "resolve",
-    "see_into",
-    "sigmoid_curve",
+    "sigmoid_map",
     "smoothness_of",
     "summed",
     "takes_context",

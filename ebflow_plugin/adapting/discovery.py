@@ -17,7 +17,7 @@ from torch import nn
 from ebflow_plugin.adapting.adapter import Adapter
 from ebflow_plugin.errors import AdapterError, AdapterWarning, InputError, NotAFlowError, warn
 
-__all__ = ["Found", "adapters", "find_flow"]
+__all__ = ["FoundFlow", "adapters", "find_flow"]
 
 
 @cache
@@ -39,7 +39,7 @@ def adapters() -> tuple[Adapter, ...]:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundFlow:
     """A flow, its adapter, and its path in the user's object (empty if it is the object)."""
 
     flow: nn.Module
@@ -47,7 +47,7 @@ class Found:
     inside: str = ""
 
 
-def find_flow(model: object) -> Found:
+def find_flow(model: object) -> FoundFlow:
     """Finds the flow that an object is, or the only one that it holds.
 
     Raises:
@@ -73,7 +73,7 @@ def _wanted(adapter: Adapter) -> str:
     return f"{adapter.name}: {adapter.flows}{hint}"
 
 
-def _flows_in(model: object, depth: int = 2) -> Iterator[Found]:
+def _flows_in(model: object, depth: int = 2) -> Iterator[FoundFlow]:
     """The outermost flows: the object, or those in its submodules, and in the attributes of objects without modules."""
     if getattr(type(model), "is_ebflow", False):
         raise InputError(
@@ -83,7 +83,7 @@ def _flows_in(model: object, depth: int = 2) -> Iterator[Found]:
     for adapter in adapters():
         if adapter.is_flow(model):
             assert isinstance(model, nn.Module)
-            yield Found(model, adapter)
+            yield FoundFlow(model, adapter)
             return
     if isinstance(model, nn.Module):
         members: list[tuple[str, object]] = list(model.named_children())

@@ -94,7 +94,7 @@ class SeenShapesStep(Step):
         return value, log_det
 
     def encoded_shapes(self, shapes: Shapes) -> Shapes:
-        if shapes not in self._seen and self.gives != self.takes:
+        if shapes not in self._seen and self.n_out != self.n_in:
             raise InputError(
                 f"{self.where} has unknown output shapes until data pass through it: compute an energy first"
             )

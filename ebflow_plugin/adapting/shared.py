@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ebflow_plugin.adapting.adapter import comes_from
-from ebflow_plugin.plan.elementwise import Curve, ElementwiseStep, sigmoid_curve
+from ebflow_plugin.plan.elementwise import ElementwiseMap, ElementwiseStep, sigmoid_map
 from ebflow_plugin.plan.linear import PermutationStep
 from ebflow_plugin.plan.matrices import TriangularStep
 from ebflow_plugin.plan.smoothness import Smoothness, smoothness_of
@@ -59,7 +59,7 @@ class BoundedStep(ElementwiseStep):
     """An elementwise map into an interval: the derivative of its inverse explodes at the ends."""
 
     @property
-    def sensitive(self) -> bool:
+    def match_after(self) -> bool:
         return self.inverted
 
 
@@ -70,8 +70,8 @@ class SigmoidStep(BoundedStep):
     def class_name(self) -> str:
         return "Logit" if self.inverted else super().class_name
 
-    def forward_curve(self, x: Tensor, context: Tensor | None) -> Curve:
-        return sigmoid_curve(x)
+    def forward_map(self, x: Tensor, context: Tensor | None) -> ElementwiseMap:
+        return sigmoid_map(x)
 
 
 class IndexedPermutationStep(PermutationStep):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ebflow_plugin.adapting.adapter import Adapter
-from ebflow_plugin.adapting.discovery import Found, find_flow
+from ebflow_plugin.adapting.discovery import FoundFlow, find_flow
 from ebflow_plugin.errors import InputError, UnknownNameError, suggest
 from ebflow_plugin.plan.linear import PermutationStep
 from ebflow_plugin.plan.smoothness import kinked_parts
@@ -251,7 +251,7 @@ def _list_for(changes: list[Replaced] | None) -> list[Replaced]:
     return [] if changes is None else changes
 
 
-def _target(found: Found, in_place: bool) -> nn.Module:
+def _target(found: FoundFlow, in_place: bool) -> nn.Module:
     if in_place:
         return found.flow
     found.adapter.release(found.flow)

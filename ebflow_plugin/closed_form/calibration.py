@@ -81,7 +81,7 @@ class CalibrationStep(LinearStep):
     def __init__(self, module: Calibration, shapes: tuple[Shape, ...]) -> None:
         super().__init__(module, "calibration")
         self._shapes = shapes
-        self.takes = self.gives = len(shapes)
+        self.n_in = self.n_out = len(shapes)
 
     def apply(self, x: Any) -> Any:
         c = self.module

@@ -51,7 +51,7 @@ from ebflow_plugin.closed_form.moments import Moments, held_out
 from ebflow_plugin.closed_form.passes import HELD_OUT, Passes, Thinned
 from ebflow_plugin.errors import InputError, SingularError
 from ebflow_plugin.layers import FullLinear
-from ebflow_plugin.linalg.random import shown
+from ebflow_plugin.linalg.random import with_progress
 from ebflow_plugin.plan.elementwise import ElementwiseStep
 from ebflow_plugin.plan.linear import InitialisedAffineStep, IsometryStep
 from ebflow_plugin.plan.matrices import FullStep
@@ -75,18 +75,18 @@ class LayerStart:
             rows; nor was the last whitening, nor any if there are fewer than ten rows per feature.
         shrinkage: How far the covariance was shrunk towards its diagonal, 0 to 1: the best value for the held-out
             rows, or 0 for a hidden layer if there are enough rows.
-        bent: The number of features that the nonlinearity after the layer is fitted to; None if there is no
+        fitted_features: The number of features that the nonlinearity after the layer is fitted to; None if there is no
             nonlinearity to fit.
 
     Example:
-        >>> LayerStart("0  FullLinear", nll=7.5, shrinkage=0.0, bent=3).nll
+        >>> LayerStart("0  FullLinear", nll=7.5, shrinkage=0.0, fitted_features=3).nll
         7.5
     """
 
     where: str
     nll: float
     shrinkage: float
-    bent: int | None
+    fitted_features: int | None
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class StartReport:
     def __str__(self) -> str:
         lines = ["held-out NLL, no gradient step taken", f"  {self.before:.2f} nats before"]
         for layer in self.layers:
-            bends = "" if layer.bent is None else f", bends {layer.bent} features"
+            bends = "" if layer.fitted_features is None else f", bends {layer.fitted_features} features"
             lines.append(f"  {layer.nll:.2f} nats after {layer.where} (shrinkage {layer.shrinkage:.3g}{bends})")
         if not self.kept:
             lines.append("  the start made held-out rows less likely: the model is as it was")
@@ -172,7 +172,7 @@ def _next_layer(plan: Plan, places: list[int]) -> int | None:
             return place if fit and not tied else None
         trainable = isinstance(step.module, nn.Module) and any(p.requires_grad for p in step.module.parameters())
         allowed = isinstance(step, (InitialisedAffineStep, IsometryStep))
-        if not isinstance(step, LinearStep) or step.takes != 1 or step.gives != 1 or (trainable and not allowed):
+        if not isinstance(step, LinearStep) or step.n_in != 1 or step.n_out != 1 or (trainable and not allowed):
             return None
     return None
 
@@ -202,9 +202,12 @@ class Arrived:
             moments.reduce()
         self.sample, self.others = sample.rows(), others.rows()
 
-    def fit_to_all(self) -> None:
-        """Adds the held-out rows to those to fit to."""
-        self.fit.merge(self.held.count, self.held.mean, self.held.scatter)
+    def everything(self) -> Moments:
+        """The moments of all rows, those held out included."""
+        merged = Moments()
+        for part in (self.fit, self.held):
+            merged.merge(part.count, part.mean, part.scatter)
+        return merged
 
     def judge(self, where: str) -> tuple[float, float]:
         """The shrinkage that minimises the held-out NLL of a Gaussian with the moments of ``fit``, and that NLL."""
@@ -278,35 +281,33 @@ def _fit(passes: Passes, places: list[int], progress: bool) -> list[LayerStart]:
     plan, started = passes.plan, list[LayerStart]()
     linear, since = 0.0, 0  # the log-det of the linear steps so far; where the last pass ended
     shape: tuple[int, ...] | None = None
-    white: tuple[Tensor, Tensor] | None = None  # weight and bias of the last layer, before its marginal map
-    for number, place in enumerate(shown(places, progress, "Gaussianising start")):
+    judged: tuple[FullStep, Moments, float] | None = None  # the last layer, and the whitening of it that was judged
+    for number, place in enumerate(with_progress(places, progress, "Gaussianising start")):
         step, last = plan.steps[place], place == places[-1]
         assert isinstance(step, FullStep)
         arrived = Arrived(step, passes.to(place))
         between = _linear_log_det(plan, since, place, shape or passes.event_shape, arrived)
         rho, nll = arrived.judge(step.where)
         nll -= linear + between
-        if white is not None and not nll <= started[-1].nll:
-            layer = plan.steps[since - 1].module
-            layer.weight.copy_(white[0])
-            layer.bias.copy_(white[1])
-            started += _straighten(plan, places[number - 1 :], passes, arrived.shape, started.pop())
+        if judged is not None and not nll <= started[-1].nll:
+            whiten_layer(*judged)  # what follows will be affine, so that this is the last whitening
+            kept = replace(started.pop(), shrinkage=judged[2])
+            started += _straighten(plan, places[number - 1 :], passes, arrived.shape, kept)
             passes.restart()
             nll, _ = _settle(passes, places[-1])
             return [*started[:-1], replace(started[-1], nll=nll)]
         enough = arrived.fit.count >= ENOUGH * len(arrived.fit.mean)
+        judged, moments = (step, arrived.fit, rho), arrived.fit
         if enough and not last:  # few held-out rows must stay unseen, since they judge later layers too
-            arrived.fit_to_all()
+            moments = arrived.everything()
             rho = 0.0  # shrinkage keeps the basis near that of the layer before, whose features are Gaussian already
-        linear += between + arrived.times * whiten_layer(step, arrived.fit, rho)
+        linear += between + arrived.times * whiten_layer(step, moments, rho)
         if last:
             nll, aimed = _settle(passes, place)
-            arrived.fit_to_all()  # the model is judged: nothing is left to hold rows out for
-            whiten_layer(step, arrived.fit, rho)
+            whiten_layer(step, arrived.everything(), rho)  # the model is judged: no row is left to hold out for
             if aimed:
-                passes.aim(place)
+                passes.fit_to_base(place)
             return [*started, LayerStart(step.where, nll, rho, None)]
-        white = step.module.weight.clone(), step.module.bias.clone()
         nonlinearity = _nonlinearity(plan, place)
         sample, others = step.module.transform(arrived.sample), step.module.transform(arrived.others)
         own = fit_marginals(nonlinearity, sample, others)
@@ -329,7 +330,7 @@ def _settle(passes: Passes, place: int) -> tuple[float, bool]:
     linear = is_linear(plan, place + 1)
     unaimed = inf if linear and passes.base is not None else passes.nll()
     white = layer.weight.clone(), layer.bias.clone()
-    aimed = passes.aim(place)
+    aimed = passes.fit_to_base(place)
     nll = passes.nll() if aimed or linear else inf
     if linear or nll <= unaimed:
         return nll, aimed
@@ -356,11 +357,11 @@ def _straighten(
     Returns:
         The starts of these layers; ``last`` is that of the first one so far.
     """
-    started = [replace(last, bent=0)]
+    started = [replace(last, fitted_features=0)]
     assert passes.first is not None
     for before, place in pairwise(places):
         nonlinearity, layer = _nonlinearity(plan, before), plan.steps[place].module
-        straight = MarginalMap.straight(nonlinearity, layer.bias)
+        straight = MarginalMap.nearly_linear(nonlinearity, layer.bias)
         straight.write(nonlinearity, plan.steps[before].module)
         start_together(plan[:place], *passes.first)
         part, size = plan[before + 1 : place], layer.features

@@ -22,9 +22,9 @@ from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.step import LinearStep, own_tensors
 
 __all__ = [
-    "aim",
     "broadcast",
     "first_full_layer",
+    "fit_to_base",
     "is_linear",
     "refuse_dependent",
     "rows_of",
@@ -47,7 +47,7 @@ def first_full_layer(plan: Plan) -> int:
         if isinstance(step, FullStep):
             _refuse_unfit(step)
             return index
-        if step.takes != 1 or step.gives != 1:
+        if step.n_in != 1 or step.n_out != 1:
             raise InputError(f"the whitening start needs a full layer that sees all data; {step.where} comes first")
         trainable = isinstance(step.module, nn.Module) and any(p.requires_grad for p in step.module.parameters())
         if trainable and not isinstance(step, (InitialisedAffineStep, IsometryStep)):
@@ -122,7 +122,7 @@ def whiten(plan: Plan, stream: Iterable[Rows]) -> None:
             base = gaussian_of(plan.base, shapes, latents[0].new_empty(0), "whiten=True")
         except InputError:
             return  # nothing to fit to in closed form: the layer whitens, and no more was promised
-        aim(plan, index, base, *first)
+        fit_to_base(plan, index, base, *first)
 
 
 def is_linear(plan: Plan, start: int) -> bool:
@@ -131,7 +131,7 @@ def is_linear(plan: Plan, start: int) -> bool:
 
 
 @torch.no_grad()
-def aim(plan: Plan, place: int, base: tuple[Tensor, Tensor], x: Tensor, context: Tensor | None) -> bool:
+def fit_to_base(plan: Plan, place: int, base: tuple[Tensor, Tensor], x: Tensor, context: Tensor | None) -> bool:
     r"""Lets a full layer whose output is white map to the base's own Gaussian, through the steps after the layer.
 
     If u = M y + c are the steps after it, N(μ, σ²) the base, and y = T w + t with w white, then T and t minimise the

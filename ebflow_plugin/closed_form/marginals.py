@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.layers import FullLinear, SinhArcsinh
-from ebflow_plugin.plan.elementwise import Curve, ElementwiseStep
+from ebflow_plugin.plan.elementwise import ElementwiseMap, ElementwiseStep
 
 __all__ = ["MarginalMap", "condense", "fit_marginals"]
 
@@ -59,10 +59,10 @@ class MarginalMap:
     skewness: Tensor
     helps: Tensor
 
-    def curve(self, step: ElementwiseStep, y: Tensor) -> Curve:
+    def curve(self, step: ElementwiseStep, y: Tensor) -> ElementwiseMap:
         """The nonlinearity at a y + b. Sets δ and ε of a SinhArcsinh."""
         self._set(step)
-        return (step.inverse_curve if step.inverted else step.forward_curve)(y * self.scale + self.shift, None)
+        return (step.inverse_map if step.inverted else step.forward_map)(y * self.scale + self.shift, None)
 
     def write(self, step: ElementwiseStep, layer: FullLinear) -> float:
         """Writes a and b into the layer before the nonlinearity, and δ and ε into the nonlinearity.
@@ -82,7 +82,7 @@ class MarginalMap:
             step.module.skewness.copy_(self.skewness)
 
     @classmethod
-    def straight(cls, step: ElementwiseStep, like: Tensor) -> MarginalMap:
+    def nearly_linear(cls, step: ElementwiseStep, like: Tensor) -> MarginalMap:
         """The nearly affine map: the identity for a SinhArcsinh, else f where its slope is nearly constant."""
         zero, none = torch.zeros_like(like), torch.zeros_like(like, dtype=torch.bool)
         if learnable(step):
@@ -180,7 +180,7 @@ def fit_marginals(step: ElementwiseStep, y: Tensor, held_out: Tensor) -> Margina
     moves = (*OUTER, *INNER) if learnable(step) else OUTER
     limits = (-inf, inf) if learnable(step) else (log(LEAST), log(MOST))
     numbers = _search(lambda tried: nll(tried, sign), numbers, best, moves, limits)
-    fitted, straight = marginal(numbers, sign), MarginalMap.straight(step, sign)
+    fitted, straight = marginal(numbers, sign), MarginalMap.nearly_linear(step, sign)
     margin = len(OUTER[0]) / len(held_out)  # the gain that this many fitted parameters can have by chance
     better = _held_out_nll(step, fitted, y, held_out) + margin < _held_out_nll(step, straight, y, held_out)
     return fitted.where(better, straight)

@@ -14,7 +14,7 @@ from torch import Tensor, distributed
 from ebflow_plugin.errors import EBFlowError, InputError
 from ebflow_plugin.plan.inputs import pair, to_device
 
-__all__ = ["Moments", "Rows", "batches", "held_out", "in_memory", "meet", "refuse_one_shot", "writable"]
+__all__ = ["Moments", "Rows", "barrier", "batches", "held_out", "in_memory", "refuse_one_shot", "writable"]
 
 Rows = tuple[Tensor, Tensor | None, Tensor | None]  # the input of a plan, its context, and its log-volume
 CHUNK = 1000  # rows per forward pass, and per update of a scatter matrix
@@ -121,7 +121,7 @@ class Moments:
 _met: Counter[str] = Counter()  # meetings per call so far: each meeting needs a new key in the store
 
 
-def meet(call: str, patience: timedelta = PATIENCE) -> None:
+def barrier(call: str, patience: timedelta = PATIENCE) -> None:
     """Waits for all processes of a distributed run, before a collective call.
 
     A process that makes the call alone raises an error, where the collective itself would hang. The processes meet
@@ -135,7 +135,7 @@ def meet(call: str, patience: timedelta = PATIENCE) -> None:
         EBFlowError: If some processes do not arrive in time; the message names them.
 
     Example:
-        >>> meet("model.calibrate()")  # a single process does not wait
+        >>> barrier("model.calibrate()")  # a single process does not wait
     """
     if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
         return

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ebflow_plugin.closed_form.calibration import gaussian_of
-from ebflow_plugin.closed_form.initialization import aim, start_together
+from ebflow_plugin.closed_form.initialization import fit_to_base, start_together
 from ebflow_plugin.closed_form.moments import Moments, Rows, held_out
 from ebflow_plugin.plan.inputs import Batch
 from ebflow_plugin.plan.plan import Plan
@@ -97,11 +97,11 @@ class Passes:
         assert self.first is not None
         return plan.log_z(self.event_shape, self.first[0].new_empty(0, dtype=torch.float64)).item() - losses.mean.item()
 
-    def aim(self, place: int) -> bool:
-        """Aims a layer at the base, after :meth:`nll` (:func:`~ebflow_plugin.closed_form.initialization.aim`)."""
+    def fit_to_base(self, place: int) -> bool:
+        """Fits a layer to the base, after :meth:`nll` (:func:`.initialization.fit_to_base`)."""
         assert self.first is not None
         assert self.base is not None
-        return aim(self.plan, place, self.base, *self.first)
+        return fit_to_base(self.plan, place, self.base, *self.first)
 
     def restart(self) -> None:
         """Forgets cached activations, after a change of the steps that computed them."""

@@ -12,7 +12,7 @@ from ebflow_plugin.errors import InputError
 from ebflow_plugin.layers.initial_values import empty_parameters, fill_orthogonal, known_init
 from ebflow_plugin.linalg.circular import conv_operator
 from ebflow_plugin.linalg.convolution import conv_matrix
-from ebflow_plugin.linalg.dense import KeptLU
+from ebflow_plugin.linalg.dense import CachedLU
 from ebflow_plugin.linalg.geometry import Geometry, Setting, convolve, convolve_transposed
 from ebflow_plugin.linalg.operators import LinearOperator, single_at_least
 
@@ -27,7 +27,7 @@ class FullConv2d(nn.Module):
     The log-determinant is :math:`\log |\det \hat W|` of the :math:`D \times D` matrix of the convolution (Table A.2 of
     the paper, convolutional). The matrix is not built if it has structure (:mod:`ebflow_plugin.linalg.convolution`).
     ``log_det`` and the factors for ``invert`` are cached until the kernel or the size of the image changes, unless the
-    kernel requires a gradient (:class:`~ebflow_plugin.linalg.dense.KeptLU`).
+    kernel requires a gradient (:class:`~ebflow_plugin.linalg.dense.CachedLU`).
 
     Arguments:
         in_channels: The number of input channels.
@@ -93,7 +93,7 @@ class FullConv2d(nn.Module):
         self.init = known_init(init)
         shape = (self.setting.out_channels, in_channels // groups, *self.setting.kernel_size)
         self.weight, self.bias = empty_parameters(shape, bias, device, dtype)
-        self._lu = KeptLU(conv_matrix)
+        self._lu = CachedLU(conv_matrix)
         self.reset_parameters(generator)
 
     @torch.no_grad()

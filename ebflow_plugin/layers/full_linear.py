@@ -10,7 +10,7 @@ from torch import Generator, Tensor, nn
 
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.layers.initial_values import empty_parameters, fill_orthogonal, known_init
-from ebflow_plugin.linalg.dense import KeptLU
+from ebflow_plugin.linalg.dense import CachedLU
 from ebflow_plugin.linalg.geometry import positive_integer
 from ebflow_plugin.linalg.operators import DenseOperator, LinearOperator, single_at_least
 
@@ -60,7 +60,7 @@ class FullLinear(nn.Module):
         features = self.features = positive_integer("features", features)
         self.init = known_init(init)
         self.weight, self.bias = empty_parameters((features, features), bias, device, dtype)
-        self._lu = KeptLU()
+        self._lu = CachedLU()
         self.reset_parameters(generator)
 
     @torch.no_grad()

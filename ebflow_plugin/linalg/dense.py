@@ -7,7 +7,7 @@ that synchronises with the device. Inside a graph, :meth:`~Matrix.log_abs_det` i
 synchronise: a singular matrix returns ``-inf`` there, which the loss shows. A solve always checks, though in a graph it
 notices only a pivot that is exactly zero.
 
-:class:`KeptLU` chooses between the two for a weight that may or may not be trained.
+:class:`CachedLU` chooses between the two for a weight that may or may not be trained.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from ebflow_plugin.errors import SingularError
 from ebflow_plugin.linalg.memo import Memo
 
-__all__ = ["Band", "Dense", "KeptLU", "Matrix", "Solver", "is_readable", "is_traced", "without_autocast"]
+__all__ = ["Band", "CachedLU", "Dense", "Matrix", "Solver", "is_readable", "is_traced", "without_autocast"]
 
 Solver = Callable[[Tensor], Tensor]
 T = TypeVar("T")
@@ -186,7 +186,7 @@ class Band:
             row_scale, column_scale = row_scale[width:], column_scale[width:]
 
 
-class KeptLU:
+class CachedLU:
     r"""The log-determinant and the inverse of the matrix of a weight, cached until the weight changes.
 
     If the weight is differentiated, in any mode, they are computed on every call, in the weight's own precision (at
@@ -199,7 +199,7 @@ class KeptLU:
         matrix: ``matrix(weight, *setting)`` builds the matrix; a setting is anything hashable.
 
     Example:
-        >>> weight, lu = torch.eye(2) * 2, KeptLU()
+        >>> weight, lu = torch.eye(2) * 2, CachedLU()
         >>> lu.solve(weight, torch.ones(1, 2))
         tensor([[0.5000, 0.5000]])
         >>> weight.mul_(2)

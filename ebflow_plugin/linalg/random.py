@@ -17,15 +17,15 @@ __all__ = [
     "as_integer",
     "at_least",
     "check_generator",
+    "derive_seed",
     "gaussian_like",
-    "mix",
     "over_rows",
     "random_state",
     "rows_in_chunks",
     "set_random_state",
-    "shown",
     "signs_like",
     "uniform_like",
+    "with_progress",
 ]
 
 T = TypeVar("T")
@@ -73,12 +73,12 @@ def check_generator(generator: object) -> None:
         raise InputError(f"generator must be a torch.Generator or None, got {generator!r}; seed one with .manual_seed")
 
 
-def mix(*parts: object) -> int:
+def derive_seed(*parts: object) -> int:
     """Derives a seed by hashing: equal parts yield equal seeds, other parts unrelated ones.
 
     Example:
-        >>> mix(0, "epoch", 1) == mix(0, "epoch", 1), mix(0, "epoch", 1) == mix(0, "epoch", 2)
-        (True, False)
+        >>> derive_seed(0, "epoch", 1) == derive_seed(0, "epoch", 2)
+        False
     """
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big") >> 1
 
@@ -129,7 +129,7 @@ def signs_like(x: Tensor, generator: Generator | None) -> Tensor:
     return drawn.mul(2.0).sub(1.0).to(x.device, non_blocking=True)
 
 
-def shown(items: Iterable[T], progress: bool, title: str, total: int | None = None) -> Iterator[T]:
+def with_progress(items: Iterable[T], progress: bool, title: str, total: int | None = None) -> Iterator[T]:
     """Iterates over items, with a progress bar if ``progress``.
 
     Raises:

@@ -9,7 +9,7 @@ import torch
 from torch import Generator, Tensor
 
 from ebflow_plugin.errors import InputError, NoInverseError
-from ebflow_plugin.linalg.random import at_least, check_generator, over_rows, rows_in_chunks, shown
+from ebflow_plugin.linalg.random import at_least, check_generator, over_rows, rows_in_chunks, with_progress
 from ebflow_plugin.log_z.estimate import Estimate, log_mean_exp
 from ebflow_plugin.log_z.proposals import Gaussian, Proposal, draw_from, log_density
 from ebflow_plugin.plan.inverse import draw
@@ -84,7 +84,7 @@ def importance(
         return core.energy(x, None if context is None else context.expand(len(x), *context.shape[1:]))
 
     weights, sizes = [], []
-    for part in shown(list(rows_in_chunks(count, batch_size)), progress, "importance sampling"):
+    for part in with_progress(list(rows_in_chunks(count, batch_size)), progress, "importance sampling"):
         x, log_q = draw_from(q, part.stop - part.start, shape, like, generator)
         cost = energy(x)
         weights.append(-cost - log_q)

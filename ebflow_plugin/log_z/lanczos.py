@@ -23,10 +23,10 @@ from typing import NamedTuple
 import torch
 from torch import Generator, Tensor
 
-from ebflow_plugin.errors import SingularError, blame
+from ebflow_plugin.errors import SingularError, raise_from_step
 from ebflow_plugin.linalg.bidiagonal import Bands, bidiagonalise
 from ebflow_plugin.linalg.operators import Cost, LinearOperator
-from ebflow_plugin.linalg.random import at_least, check_generator, rows_in_chunks, shown, signs_like
+from ebflow_plugin.linalg.random import at_least, check_generator, rows_in_chunks, signs_like, with_progress
 from ebflow_plugin.log_z.estimate import Estimate
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.step import LinearStep, Shape
@@ -89,7 +89,7 @@ def lanczos(
         except SingularError as error:
             raise SingularError(f"a linear step has no finite log-determinant\n  {step.where}\n{error}") from error
         except RuntimeError as error:
-            blame(error, step, like, None)
+            raise_from_step(error, step, like, None)
         times = operator.times
         total += -times * found.value if step.inverted else times * found.value
         variance, bias = variance + times**2 * found.variance, bias + times * found.bias
@@ -167,7 +167,7 @@ def log_abs_det(
     group = max(1, MEMORY // (dim * iterations * like.element_size()))
     rules: list[list[_Rule]] = []
     products = 0
-    for part in shown(list(rows_in_chunks(probes, group)), progress, "Lanczos"):
+    for part in with_progress(list(rows_in_chunks(probes, group)), progress, "Lanczos"):
         start = signs_like(like.new_empty(part.stop - part.start, dim), generator)
         bands = bidiagonalise(operator, start, iterations, partial(_settled, squares, probes))
         rules.append(_rules(bands))

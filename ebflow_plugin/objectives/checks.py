@@ -31,14 +31,14 @@ EVERY_JUMP = (Smoothness.KINKED, Smoothness.JUMPS, Smoothness.UNKNOWN)
 _MEANING = {
     Smoothness.KINKED: "its score jumps",
     Smoothness.JUMPS: "its density jumps",
-    Smoothness.FALSE: "its second derivatives are wrong",
+    Smoothness.WRONG: "its second derivatives are wrong",
     Smoothness.UNKNOWN: "of unknown smoothness",
 }
 
 
 def refuse_false_derivatives(objective: Objective) -> None:
     """Raises if a step's second derivatives, in x or in x and the parameters, are silently wrong."""
-    refused = [part for part in _parts(objective.model) if part.smoothness == Smoothness.FALSE]
+    refused = [part for part in _parts(objective.model) if part.smoothness == Smoothness.WRONG]
     if refused:
         name = type(objective).__name__
         raise UnsupportedStepError(

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Generator
 
-from ebflow_plugin.linalg.random import mix
+from ebflow_plugin.linalg.random import derive_seed
 from ebflow_plugin.objectives.base import Objective, WeightedSum
 
 __all__ = ["noise_of", "terms_of", "use_generators"]
@@ -26,13 +26,13 @@ def noise_of(objective: Objective, seed: int, rank: int, device: torch.device) -
     that no two processes draw the same noise, and the user's generator is not reseeded. Terms without a generator
     share one.
     """
-    shared = Generator(device).manual_seed(mix(seed, "noise", rank))
+    shared = Generator(device).manual_seed(derive_seed(seed, "noise", rank))
     copies: dict[int, Generator] = {}
     generators = {}
     for term in terms_of(objective):
         own = term.generator
         if own is not None and rank:
-            own = copies.setdefault(id(own), Generator(own.device).manual_seed(mix(own.initial_seed(), rank)))
+            own = copies.setdefault(id(own), Generator(own.device).manual_seed(derive_seed(own.initial_seed(), rank)))
         generators[term] = shared if own is None else own
     return generators
 

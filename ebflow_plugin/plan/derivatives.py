@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ebflow_plugin.errors import blame
+from ebflow_plugin.errors import raise_from_step
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.step import Gaussian, Linearization, Step
 from ebflow_plugin.plan.values import Value, dot, pop
@@ -81,19 +81,19 @@ def derivatives(
     stack, tangents = [x.detach()], [[direction.detach()] for direction in directions]
     head: list[tuple[Step, Linearization, list[Value]]] = []  # each step, and the tangents of its input
     for step in plan.steps[: plan.closed_steps]:
-        value, *inputs = (one.pop() if step.takes == 1 else pop(one, step.takes) for one in (stack, *tangents))
+        value, *inputs = (one.pop() if step.n_in == 1 else pop(one, step.n_in) for one in (stack, *tangents))
         try:
             at = step.linearize(value, context)
             assert at is not None
             outputs = [at.push(tangent) for tangent in inputs]
         except Exception as error:
-            blame(error, step, value, context)
+            raise_from_step(error, step, value, context)
         head.append((step, at, inputs))
         for one, output in zip((stack, *tangents), (at.value, *outputs), strict=True):
             one.extend((output,) if isinstance(output, Tensor) else output)
     adjoints, curvatures, total, latents = _end(plan, len(head), tuple(stack), context, tangents, energy)
     for step, at, inputs in reversed(head):
-        adjoint = adjoints.pop() if step.gives == 1 else pop(adjoints, step.gives)
+        adjoint = adjoints.pop() if step.n_out == 1 else pop(adjoints, step.n_out)
         if at.curvature is not None:
             curvatures = [sum_ + at.curvature(adjoint, v) for sum_, v in zip(curvatures, inputs, strict=True)]
         pulled = at.pull(adjoint)
@@ -126,7 +126,7 @@ def _end(
         try:
             gaussian = plan.base.gaussian(context)
         except Exception as error:
-            blame(error, plan.base, points, context)
+            raise_from_step(error, plan.base, points, context)
         if gaussian is not None:
             total = -plan.base_log_prob(points, context) if energy else points[0]
             return *_of_gaussian(gaussian, points, tangents), total, points

@@ -14,11 +14,11 @@ from ebflow_plugin.plan.smoothness import Smoothness
 from ebflow_plugin.plan.step import Linearization, NonlinearStep
 from ebflow_plugin.plan.values import dot, summed
 
-__all__ = ["ActivationStep", "Curve", "ElementwiseStep", "clamped_logit_curve", "logit_curve", "sigmoid_curve"]
+__all__ = ["ActivationStep", "ElementwiseMap", "ElementwiseStep", "clamped_logit_map", "logit_map", "sigmoid_map"]
 
 
 @dataclass(frozen=True)
-class Curve:
+class ElementwiseMap:
     """An elementwise map f at a point, with l = log|f'|.
 
     Attributes:
@@ -38,23 +38,23 @@ class Curve:
     def _log_det(self) -> Tensor:
         return summed(self.log_slope())
 
-    def of_scaled(self, scale: Tensor | float, log_scale: Tensor | float) -> Curve:
+    def of_scaled(self, scale: Tensor | float, log_scale: Tensor | float) -> ElementwiseMap:
         """f(scale · x + shift) as a curve of x, if this is the curve of f at that point."""
 
         def slopes() -> tuple[Tensor, Tensor | float, Tensor | float]:
             slope, first, second = self.slopes()
             return slope * scale, first * scale, second * scale**2
 
-        return Curve(self.value, lambda: self.log_slope() + log_scale, slopes)
+        return ElementwiseMap(self.value, lambda: self.log_slope() + log_scale, slopes)
 
-    def moved(self, value: Tensor, scale: Tensor | float, log_scale: Tensor | float) -> Curve:
+    def moved(self, value: Tensor, scale: Tensor | float, log_scale: Tensor | float) -> ElementwiseMap:
         """The curve of scale · f + shift, with this value."""
 
         def slopes() -> tuple[Tensor, Tensor | float, Tensor | float]:
             slope, first, second = self.slopes()
             return slope * scale, first, second
 
-        return Curve(value, lambda: self.log_slope() + log_scale, slopes)
+        return ElementwiseMap(value, lambda: self.log_slope() + log_scale, slopes)
 
     def linearization(self) -> Linearization:
         """The linearization of the map, where f'' is f' l'."""
@@ -76,32 +76,32 @@ class Curve:
 class ElementwiseStep(NonlinearStep):
     """A step that acts on each element separately: y = f(x), and log|f'(x)| summed.
 
-    Subclasses implement f and its derivatives: :meth:`forward_curve` and :meth:`inverse_curve`.
+    Subclasses implement f and its derivatives: :meth:`forward_map` and :meth:`inverse_map`.
     """
 
     closed_form = "both"
     reason = "elementwise"
 
     @abstractmethod
-    def forward_curve(self, x: Tensor, context: Tensor | None) -> Curve:
+    def forward_map(self, x: Tensor, context: Tensor | None) -> ElementwiseMap:
         """The module's own forward map at x."""
 
     @abstractmethod
-    def inverse_curve(self, y: Tensor, context: Tensor | None) -> Curve:
+    def inverse_map(self, y: Tensor, context: Tensor | None) -> ElementwiseMap:
         """Its inverse at y."""
 
     def encode(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
-        curve = (self.inverse_curve if self.inverted else self.forward_curve)(x, context)
+        curve = (self.inverse_map if self.inverted else self.forward_map)(x, context)
         return curve.value, curve.log_slope().flatten(1).sum(1)
 
     def call_forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
-        return self.forward_curve(x, context).value_log_det()
+        return self.forward_map(x, context).value_log_det()
 
     def call_inverse(self, y: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
-        return self.inverse_curve(y, context).value_log_det()
+        return self.inverse_map(y, context).value_log_det()
 
     def linearize(self, x: Tensor, context: Tensor | None) -> Linearization:
-        return (self.inverse_curve if self.inverted else self.forward_curve)(x, context).linearization()
+        return (self.inverse_map if self.inverted else self.forward_map)(x, context).linearization()
 
 
 class ActivationStep(ElementwiseStep):
@@ -111,24 +111,26 @@ class ActivationStep(ElementwiseStep):
 
     smoothness = Smoothness.SMOOTH
 
-    def forward_curve(self, x: Tensor, context: Tensor | None) -> Curve:
-        return Curve(self.module.transform(x), lambda: self.module.slope(x).log(), lambda: self.module.slopes(x))
+    def forward_map(self, x: Tensor, context: Tensor | None) -> ElementwiseMap:
+        return ElementwiseMap(
+            self.module.transform(x), lambda: self.module.slope(x).log(), lambda: self.module.slopes(x)
+        )
 
-    def inverse_curve(self, y: Tensor, context: Tensor | None) -> Curve:
+    def inverse_map(self, y: Tensor, context: Tensor | None) -> ElementwiseMap:
         x = self.module.invert(y)
 
         def slopes() -> tuple[Tensor, Tensor, Tensor]:  # by the inverse function theorem
             slope, first, second = self.module.slopes(x)
             return 1.0 / slope, -first / slope, (first.square() - second) / slope.square()
 
-        return Curve(x, lambda: -self.module.slope(x).log(), slopes)
+        return ElementwiseMap(x, lambda: -self.module.slope(x).log(), slopes)
 
 
-def sigmoid_curve(x: Tensor) -> Curve:
+def sigmoid_map(x: Tensor) -> ElementwiseMap:
     """1 / (1 + exp(-x)), elementwise.
 
     Example:
-        >>> sigmoid_curve(torch.zeros(1, 1)).slopes()
+        >>> sigmoid_map(torch.zeros(1, 1)).slopes()
         (tensor([[0.2500]]), tensor([[0.]]), tensor([[-0.5000]]))
     """
     y = torch.sigmoid(x)
@@ -137,36 +139,36 @@ def sigmoid_curve(x: Tensor) -> Curve:
         slope = y * (1.0 - y)
         return slope, 1.0 - 2.0 * y, -2.0 * slope
 
-    return Curve(y, lambda: F.logsigmoid(x) + F.logsigmoid(-x), slopes)
+    return ElementwiseMap(y, lambda: F.logsigmoid(x) + F.logsigmoid(-x), slopes)
 
 
-def logit_curve(x: Tensor) -> Curve:
+def logit_map(x: Tensor) -> ElementwiseMap:
     """log(x) - log(1 - x), elementwise, for x in (0, 1).
 
     Example:
-        >>> logit_curve(torch.full((1, 1), 0.5)).slopes()
+        >>> logit_map(torch.full((1, 1), 0.5)).slopes()
         (tensor([[4.]]), tensor([[0.]]), tensor([[8.]]))
     """
     left, right = torch.log(x), torch.log1p(-x)
-    return Curve(left - right, lambda: -(left + right), lambda: logit_slopes(x))
+    return ElementwiseMap(left - right, lambda: -(left + right), lambda: logit_slopes(x))
 
 
-def clamped_logit_curve(x: Tensor, low: float, high: float) -> Curve:
+def clamped_logit_map(x: Tensor, low: float, high: float) -> ElementwiseMap:
     """The logit of x clamped to [low, high], elementwise. Its slope is zero where x is clamped.
 
     Example:
-        >>> clamped_logit_curve(torch.tensor([[0.5, 0.99]]), 0.1, 0.9).slopes()[0]
+        >>> clamped_logit_map(torch.tensor([[0.5, 0.99]]), 0.1, 0.9).slopes()[0]
         tensor([[4., 0.]])
     """
     inside = x.clamp(low, high)
-    curve = logit_curve(inside)
+    curve = logit_map(inside)
 
     def slopes() -> tuple[Tensor, Tensor, Tensor]:
         free = ((x > low) & (x < high)).to(x)
         slope, first, second = logit_slopes(inside)
         return free * slope, free * first, free * second
 
-    return Curve(curve.value, curve.log_slope, slopes)
+    return ElementwiseMap(curve.value, curve.log_slope, slopes)
 
 
 def logit_slopes(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,7 +7,7 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from ebflow_plugin.errors import InputError, blame, no_inverse
+from ebflow_plugin.errors import InputError, no_inverse, raise_from_step
 from ebflow_plugin.linalg.random import at_least, check_generator, rows_in_chunks
 from ebflow_plugin.linalg.streams import seeded_by
 from ebflow_plugin.plan.inputs import check_context, positive
@@ -72,7 +72,7 @@ def draw_latents(
     except NotImplementedError as error:
         no_inverse("its base density cannot", plan.base.where, error, like.dtype)
     except Exception as error:
-        blame(error, plan.base, like, context)
+        raise_from_step(error, plan.base, like, context)
 
 
 def reparametrised(plan: Plan, count: int, generator: torch.Generator | None, like: Tensor) -> tuple[Tensor, ...]:

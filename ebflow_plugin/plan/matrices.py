@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ebflow_plugin.errors import InputError
-from ebflow_plugin.linalg.dense import Dense, KeptLU, is_traced
+from ebflow_plugin.linalg.dense import CachedLU, Dense, is_traced
 from ebflow_plugin.linalg.operators import DenseOperator, LinearOperator, single_at_least
 from ebflow_plugin.plan.step import Linearization, LinearStep, Shape, Shapes
 
@@ -99,7 +99,7 @@ class MatrixStep(MixingStep):
 
     def __init__(self, module: Any, path: str, inverted: bool = False) -> None:
         super().__init__(module, path, inverted)
-        self._lu = KeptLU(lambda weight: Dense(weight.mT if self.transposed else weight))
+        self._lu = CachedLU(lambda weight: Dense(weight.mT if self.transposed else weight))
 
     @abstractmethod
     def weight(self) -> Tensor:

@@ -27,8 +27,8 @@ from ebflow_plugin.errors import (
     InputError,
     SingularError,
     UnsupportedStepError,
-    blame,
     no_inverse,
+    raise_from_step,
     refuse_inference_tensors,
 )
 from ebflow_plugin.linalg.dense import is_readable
@@ -110,7 +110,7 @@ class Plan:
         try:
             return per_sample(self.base.log_prob(latents, context), latents[0])
         except Exception as error:
-            blame(error, self.base, latents, context)
+            raise_from_step(error, self.base, latents, context)
 
     def encode(
         self,
@@ -130,13 +130,13 @@ class Plan:
         stack = [x] if isinstance(x, Tensor) else list(x)
         total: Tensor | None = None
         for step in self.steps[start:]:
-            value: Value = stack.pop() if step.takes == 1 else pop(stack, step.takes)
+            value: Value = stack.pop() if step.n_in == 1 else pop(stack, step.n_in)
             try:
                 if visit is not None:
                     visit(step, value)
                 value, log_det = step.encode(value, context)
             except Exception as error:
-                blame(error, step, value, context)
+                raise_from_step(error, step, value, context)
             stack.extend((value,) if isinstance(value, Tensor) else value)
             if log_det is not None:
                 total = log_det if total is None else total + log_det
@@ -146,13 +146,13 @@ class Plan:
         """Maps noise to data, through the inverse of each step. The context is the embedded one."""
         stack = list(latents)
         for step in reversed(self.steps):
-            value = pop(stack, step.gives)
+            value = pop(stack, step.n_out)
             try:
                 value = step.decode(value, context)
             except NotImplementedError as error:
                 no_inverse("one of its steps has no inverse", step.where, error, latents[0].dtype)
             except Exception as error:
-                blame(error, step, value, context)
+                raise_from_step(error, step, value, context)
             stack.extend((value,) if isinstance(value, Tensor) else value)
         return stack[0]
 
@@ -186,7 +186,7 @@ class Plan:
         """Each step, and the event shapes of its input for data of this event shape."""
         stack = [event_shape]
         for step in self.steps:
-            shapes, stack = tuple(stack[-step.takes :]), stack[: -step.takes]
+            shapes, stack = tuple(stack[-step.n_in :]), stack[: -step.n_in]
             yield step, shapes
             stack.extend(step.encoded_shapes(shapes))
 
@@ -194,7 +194,7 @@ class Plan:
         """The event shapes of the outputs of the last step, for data of this event shape."""
         stack = [event_shape]
         for step in self.steps:
-            shapes, stack = tuple(stack[-step.takes :]), stack[: -step.takes]
+            shapes, stack = tuple(stack[-step.n_in :]), stack[: -step.n_in]
             stack.extend(step.encoded_shapes(shapes))
         return tuple(stack)
 
@@ -240,7 +240,7 @@ class Plan:
             return None
         stack = list(self.base.shapes)
         for step in reversed(self.steps):
-            shapes, stack = tuple(stack[-step.gives :]), stack[: -step.gives]
+            shapes, stack = tuple(stack[-step.n_out :]), stack[: -step.n_out]
             stack.extend(step.decoded_shapes(shapes))
         return stack[0]
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from ebflow_plugin.errors import InputError, UnknownNameError, suggest
 from ebflow_plugin.linalg.random import at_least, gaussian_like, uniform_like
 from ebflow_plugin.plan.derivatives import transformed
-from ebflow_plugin.plan.elementwise import Curve, ElementwiseStep, logit_curve, sigmoid_curve
+from ebflow_plugin.plan.elementwise import ElementwiseMap, ElementwiseStep, logit_map, sigmoid_map
 from ebflow_plugin.plan.inputs import is_number, one_of
 from ebflow_plugin.plan.linear import ElementwiseAffineStep
 from ebflow_plugin.plan.plan import Plan
@@ -241,7 +241,7 @@ class RescaleStep(ElementwiseAffineStep):
 class StandardizeStep(ElementwiseAffineStep):
     """A :class:`Standardize` in front of a flow."""
 
-    sensitive = True  # only after it do all features have the same scale, so that one noise level fits them
+    match_after = True  # only after it do all features have the same scale, so that one noise level fits them
 
     def scale_shift(self, dim: int) -> tuple[Tensor, Tensor]:
         return 1.0 / self.module.std, -self.module.mean / self.module.std
@@ -269,13 +269,13 @@ class StandardizeStep(ElementwiseAffineStep):
 class LogitStep(ElementwiseStep):
     """A :class:`Logit` in front of a flow."""
 
-    sensitive = True
+    match_after = True
 
-    def forward_curve(self, x: Tensor, context: Tensor | None) -> Curve:
-        return logit_curve(x)
+    def forward_map(self, x: Tensor, context: Tensor | None) -> ElementwiseMap:
+        return logit_map(x)
 
-    def inverse_curve(self, y: Tensor, context: Tensor | None) -> Curve:
-        return sigmoid_curve(y)
+    def inverse_map(self, y: Tensor, context: Tensor | None) -> ElementwiseMap:
+        return sigmoid_map(y)
 
 
 _STEPS: dict[type, type[Step]] = {Rescale: RescaleStep, Logit: LogitStep, Standardize: StandardizeStep}
@@ -323,9 +323,9 @@ def boundary(plan: Plan, match_after: str | int | None, dequantized: bool = Fals
     if match_after == "auto":
         count = 0
         for place, step in enumerate(plan.steps):
-            if any(True for _ in _parameters(step)) or step.takes != 1 or step.gives != 1:
+            if any(True for _ in _parameters(step)) or step.n_in != 1 or step.n_out != 1:
                 break
-            if step.sensitive:
+            if step.match_after:
                 count = place + 1
         return count
     before = ["preprocess.0"] if dequantized else []
@@ -342,7 +342,7 @@ def boundary(plan: Plan, match_after: str | int | None, dequantized: bool = Fals
             raise UnknownNameError(f"match_after names no step {match_after!r}. {suggest(str(match_after), paths)}")
         last = inside[-1]
     count = last + 1 - len(before)
-    if any(step.takes != 1 or step.gives != 1 for step in plan.steps[:count]):
+    if any(step.n_in != 1 or step.n_out != 1 for step in plan.steps[:count]):
         raise InputError(f"match_after={match_after!r} is after a split: the matched variable must be one tensor")
     return count
 

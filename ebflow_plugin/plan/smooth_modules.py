@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-__all__ = ["FUNCTIONS", "Smoothness", "known_smoothness", "see_into", "worst_of"]
+__all__ = ["FUNCTIONS", "Smoothness", "known_smoothness", "register_networks", "worst_of"]
 
 
 class Smoothness(str, Enum):
@@ -23,7 +23,7 @@ class Smoothness(str, Enum):
     SMOOTH = "smooth"
     KINKED = "score jumps"
     JUMPS = "density jumps"
-    FALSE = "2nd derivative is wrong"
+    WRONG = "2nd derivative is wrong"
     UNKNOWN = "unknown"
 
     __str__ = str.__str__
@@ -37,7 +37,7 @@ def worst_of(parts: Iterable[Smoothness]) -> Smoothness:
         'score jumps'
     """
     kinds = set(parts)
-    order = (Smoothness.FALSE, Smoothness.JUMPS, Smoothness.KINKED, Smoothness.UNKNOWN)
+    order = (Smoothness.WRONG, Smoothness.JUMPS, Smoothness.KINKED, Smoothness.UNKNOWN)
     return next((kind for kind in order if kind in kinds), Smoothness.SMOOTH)
 
 
@@ -126,7 +126,7 @@ def known_smoothness(cls: type) -> Callable[[Any], Smoothness] | None:
     return None
 
 
-def see_into(packages: Iterable[str], *networks: str) -> None:
+def register_networks(packages: Iterable[str], *networks: str) -> None:
     """Declares that networks hold all of their activations as modules or attributes, where they can be inspected.
 
     Adapters declare this for the networks of their libraries. All other networks have unknown smoothness.
@@ -136,7 +136,7 @@ def see_into(packages: Iterable[str], *networks: str) -> None:
         networks: The names of the classes; all classes of the packages by default.
 
     Example:
-        >>> see_into(["my_flows"], "MyResidualNet")
+        >>> register_networks(["my_flows"], "MyResidualNet")
     """
     for package in packages:
         _NETWORKS.setdefault(package, set()).update(networks or (_EVERY,))

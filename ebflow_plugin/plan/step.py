@@ -126,7 +126,7 @@ class Step(Part, ABC):
 
     A class of steps defines how one class of modules acts in the modules' *own* forward direction; ``inverted`` says
     that data pass through the module's inverse on the way to noise. Steps work on a stack of tensors: nearly all pop
-    one tensor and push one, a split pushes two, a merge pops two (``takes`` and ``gives``).
+    one tensor and push one, a split pushes two, a merge pops two (``n_in`` and ``n_out``).
 
     Attributes:
         inverted: Whether the density direction is the module's inverse.
@@ -137,8 +137,8 @@ class Step(Part, ABC):
 
     linearity: ClassVar[Linearity]
     closed_form: ClassVar[Literal["none", "forward", "both"]] = "none"  # the module's directions that linearize() knows
-    takes: int = 1
-    gives: int = 1
+    n_in: int = 1
+    n_out: int = 1
     reason: str = ""
     cost: str = "-"
     known: bool = True
@@ -147,7 +147,7 @@ class Step(Part, ABC):
         super().__init__(module, path)
         self.inverted = inverted
         if inverted:
-            self.takes, self.gives = self.gives, self.takes
+            self.n_in, self.n_out = self.n_out, self.n_in
 
     @property
     def closed(self) -> bool:
@@ -159,7 +159,7 @@ class Step(Part, ABC):
         return None
 
     @property
-    def sensitive(self) -> bool:
+    def match_after(self) -> bool:
         """Whether the derivative explodes at an edge of the domain (logit, log): MaP matches after such steps."""
         return False
 

@@ -9,7 +9,7 @@ import torch
 from torch import Generator, Tensor
 
 from ebflow_plugin.errors import EBFlowError, InputError
-from ebflow_plugin.linalg.random import gaussian_like, shown, uniform_like
+from ebflow_plugin.linalg.random import gaussian_like, uniform_like, with_progress
 from ebflow_plugin.sampling.preconditioning import Preconditioner, check_covariance
 
 __all__ = ["Chains", "run_chains"]
@@ -83,7 +83,7 @@ def run_chains(
         raise InputError(f"the energy is NaN or inf at {int((~torch.isfinite(value)).sum())} of {len(x)} starts")
     energies, kept = [value], []
     accepted, tuned, counted = torch.zeros_like(sizes), torch.zeros_like(sizes), 0
-    for t in shown(range(burn_in + steps), progress, "Langevin"):
+    for t in with_progress(range(burn_in + steps), progress, "Langevin"):
         noise = gaussian_like(x, generator)
         noise = noise if frozen is None else noise.masked_fill(frozen, 0.0)
         alpha = sizes.reshape(wide)

@@ -13,7 +13,14 @@ from torch import Generator, Tensor
 
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.linalg.dense import is_readable
-from ebflow_plugin.linalg.random import at_least, check_generator, over_rows, rows_in_chunks, shown, uniform_like
+from ebflow_plugin.linalg.random import (
+    at_least,
+    check_generator,
+    over_rows,
+    rows_in_chunks,
+    uniform_like,
+    with_progress,
+)
 from ebflow_plugin.log_z.estimate import Estimate, log_mean_exp, pareto_k
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.plan.inputs import refuse_other_models
@@ -194,7 +201,7 @@ def importance(
         return log_f - log_q
 
     samples, weights, sizes = [], [], []
-    for part in shown(list(rows_in_chunks(count, batch_size)), progress, "importance sampling"):
+    for part in with_progress(list(rows_in_chunks(count, batch_size)), progress, "importance sampling"):
         x = model.sample(part.stop - part.start, generator=generator)
         samples.append(x)
         log_f, log_q = both(x)

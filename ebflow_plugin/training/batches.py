@@ -11,7 +11,7 @@ from torch import Generator, Tensor, distributed
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 from ebflow_plugin.errors import InputError
-from ebflow_plugin.linalg.random import at_least, mix
+from ebflow_plugin.linalg.random import at_least, derive_seed
 from ebflow_plugin.plan.inputs import Batch, pair, refuse_non_finite
 
 __all__ = ["Loader", "once", "pairs_of", "process"]
@@ -84,7 +84,9 @@ class Loader:
             self.set_epoch(self.epoch + 1)
         size, order = self._size(world), torch.arange(self.rows)
         if self.shuffle:
-            order = torch.randperm(self.rows, generator=Generator().manual_seed(mix(self.seed, "order", self.epoch)))
+            order = torch.randperm(
+                self.rows, generator=Generator().manual_seed(derive_seed(self.seed, "order", self.epoch))
+            )
         while self.place < len(self):
             begin = (self.place * world + rank) * size
             self.place += 1

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from ebflow_plugin.errors import EBFlowError, InputError, TrainingError
-from ebflow_plugin.linalg.random import at_least, mix
+from ebflow_plugin.linalg.random import at_least, derive_seed
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives import Objective, ReverseKL
 from ebflow_plugin.objectives.evaluation import LikelihoodSum, calibrated
@@ -190,7 +190,7 @@ def fit(
     device = model.like().device
     with ExitStack() as stack, torch.inference_mode(False), torch.enable_grad():
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
-        torch.manual_seed(mix(seed, "global", 0))
+        torch.manual_seed(derive_seed(seed, "global", 0))
         stack.enter_context(use_generators(noise_of(objective, seed, 0, device)))
         loader, first = None, None
         if data is not None:
@@ -205,7 +205,7 @@ def fit(
         schedule = scheduler_of(made, scheduler, validated=held_out is not None)
         plan = model.core
         if plan.uninitialised() and first is not None:
-            model.initialize(*first, generator=Generator(device).manual_seed(mix(seed, "start")))
+            model.initialize(*first, generator=Generator(device).manual_seed(derive_seed(seed, "start")))
         average = _average(model, ema)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         parameters, watch, summed = list(trained.values()), FiniteWatch(list(trained)), _zero(device)
@@ -222,7 +222,7 @@ def fit(
                 nullcontext() if average is None else average.applied(),
                 calibrated(model, None if loader is None else once(loader), kind),
             ):
-                likelihood = LikelihoodSum(model, Generator(device).manual_seed(mix(seed, "validation", 0)))
+                likelihood = LikelihoodSum(model, Generator(device).manual_seed(derive_seed(seed, "validation", 0)))
                 for x, context in once(held_out):
                     likelihood.add(x, context)
                 nll, bits, uncalibrated = likelihood.mean()

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DistributedSampler
 
 from ebflow_plugin.errors import InputError
-from ebflow_plugin.linalg.random import mix, random_state, set_random_state
+from ebflow_plugin.linalg.random import derive_seed, random_state, set_random_state
 from ebflow_plugin.objectives import Objective
 from ebflow_plugin.objectives.evaluation import Likelihood, LikelihoodSum, calibrated
 from ebflow_plugin.objectives.noise import noise_of, use_generators
@@ -101,7 +101,7 @@ class LitObjective(LightningModule):
                 )
         device, seed = self.trainer.strategy.root_device, torch.initial_seed()
         self._noise = noise_of(self.objective, seed, self.global_rank, device)
-        self._probes = Generator(device).manual_seed(mix(seed, "probes", self.global_rank))
+        self._probes = Generator(device).manual_seed(derive_seed(seed, "probes", self.global_rank))
 
     def configure_callbacks(self) -> list[Callback]:
         given: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
@@ -128,7 +128,7 @@ class LitObjective(LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         generator, (x, context) = Generator(self.device), pair(batch)
-        generator.manual_seed(mix("validation", self.global_rank, batch_idx))
+        generator.manual_seed(derive_seed("validation", self.global_rank, batch_idx))
         if len(x):  # the last rows may be those of other processes
             loss = self.objective(x, context, generator=generator)
             self.log("val_loss", loss, batch_size=len(x), sync_dist=True)
@@ -282,7 +282,9 @@ class ExactNLL(Callback):
                     found = {name: getattr(calibration, name) for name in calibration.names}
                     self._calibration = {name: tensor for name, tensor in found.items() if tensor is not None}
                     for loader in _loaders(trainer):
-                        noise = Generator(module.device).manual_seed(mix(self._seed, "validation", process()[0]))
+                        noise = Generator(module.device).manual_seed(
+                            derive_seed(self._seed, "validation", process()[0])
+                        )
                         self._sums.append(LikelihoodSum(model, noise, _own_rows(loader)))
             self._sums[place].add(*pair(batch))
 

@@ -16,7 +16,7 @@ from ebflow_examples.kits import Conditioner, ImageNetwork, Shape, Split, no_lay
 from ebflow_examples.triangular import Triangular
 from ebflow_nflows import FullConv2d, FullLinear, SinhArcsinh, SmoothLeakyReLU
 from ebflow_nflows.steps import NetworkStep
-from ebflow_plugin.adapting import Child, see_into
+from ebflow_plugin.adapting import Child, register_networks
 
 __all__ = ["NflowsKit", "TriangularLinear"]
 
@@ -58,7 +58,7 @@ class ImageCoupling(AffineCouplingTransform):
 
 
 # It acts as its parent does, and is as smooth as the network that it holds.
-see_into(("ebflow_examples",), "ImageCoupling")
+register_networks(("ebflow_examples",), "ImageCoupling")
 ebf.register_container(ImageCoupling, lambda coupling: [Child("", coupling, step=NetworkStep)])
 
 

@@ -188,11 +188,11 @@ def draw(
             words = f"{CONTENDERS[name].name}\n{ends[name]:,.0f} nats, {steps[name]:,.0f} steps"
             axes.text(1.03 * last, place, words, color=COLOURS[name], va="center", fontsize=9)
         panels = right.subplots(2, columns, squeeze=False).flatten()
-        plots.images(panels[0], data.shown(data.test[:SAMPLES]), 3, f"the data, D = {data.train[0].numel()}")
+        plots.images(panels[0], data.with_progress(data.test[:SAMPLES]), 3, f"the data, D = {data.train[0].numel()}")
         for place in panels[1:]:
             place.set_axis_off()
         for place, name in zip(panels[1:], sorted(samples, key=ends.__getitem__), strict=False):
-            plots.images(place, data.shown(samples[name]), 3)
+            plots.images(place, data.with_progress(samples[name]), 3)
             place.set_title(f"by {CONTENDERS[name].name}", color=COLOURS[name])
 
 

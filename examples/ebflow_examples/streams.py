@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Generator
 
-from ebflow_plugin.linalg.random import mix
+from ebflow_plugin.linalg.random import derive_seed
 
 __all__ = ["drawing_from", "stream", "stream_seed"]
 
@@ -24,7 +24,7 @@ def stream_seed(seed: int, *name: object) -> int:
         >>> stream_seed(0, "test") == stream_seed(0, "test"), stream_seed(0, "test") == stream_seed(0, "start")
         (True, False)
     """
-    return mix(seed, "ebflow", *name)
+    return derive_seed(seed, "ebflow", *name)
 
 
 def stream(seed: int, *name: object, device: torch.device | str = "cpu") -> Generator:

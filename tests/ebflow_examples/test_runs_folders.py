@@ -20,7 +20,7 @@ from ebflow_examples.config import TrainConfig
 from ebflow_examples.data import load
 from ebflow_examples.defaults import usual_loss
 from ebflow_examples.pictures import draw_samples, unseen_features
-from ebflow_examples.reproduce.common import Cell, Found
+from ebflow_examples.reproduce.common import Cell, CellResult
 from ebflow_examples.reproduce.output import unlearnt
 from ebflow_examples.runs import build, open_run
 from ebflow_plugin.errors import InputError
@@ -282,7 +282,9 @@ def test_a_full_disk_names_options_of_the_command_alone(command, words):
 
 
 def test_tables_name_the_cells_that_learnt_nothing():
-    cells = [Found(Cell("table2", name, {}), {"best_step": step}) for name, step in (("a", 0), ("b", 5), ("c", None))]
+    cells = [
+        CellResult(Cell("table2", name, {}), {"best_step": step}) for name, step in (("a", 0), ("b", 5), ("c", None))
+    ]
     (note,) = unlearnt(cells)
     assert note.endswith("nothing was learnt: a.")
     assert unlearnt(cells[1:]) == []

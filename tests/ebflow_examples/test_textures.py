@@ -14,7 +14,7 @@ from ebflow_examples.config import TrainConfig
 from ebflow_examples.data import OF_TEXTURES, load
 from ebflow_examples.models import flow_for
 from ebflow_examples.reproduce import common, race
-from ebflow_examples.reproduce.common import Found, Options
+from ebflow_examples.reproduce.common import CellResult, Options
 from ebflow_examples.runs import Floor, build, standard_error
 from ebflow_examples.textures import Textures
 from ebflow_plugin.errors import InputError, TrainingError
@@ -100,7 +100,7 @@ def test_the_data_set(textures16):
     again, other = load("textures16"), load("textures16", seed=1)
     assert torch.equal(again.test, textures16.test)
     assert not torch.equal(other.test, textures16.test)
-    shown = textures16.shown(textures16.test)
+    shown = textures16.with_progress(textures16.test)
     assert shown.min() == 0
     assert shown.max() == 1
     assert 0.4 < shown.mean() < 0.6
@@ -226,7 +226,7 @@ def test_the_report_of_the_race(tmp_path):
         curve = [(0.0, 100.0), (2.0, above)]
         result = {"above_floor": above, "error": 0.1, "lr": 1e-3, "steps": 5, "seconds": 2.0, "spread": 1.0}
         np.save(options.folder / f"{cell.name}.npy", np.zeros((racing.SAMPLES, 3, 16, 16), dtype=np.float32))
-        found.append(Found(cell, {**result, "curve": curve}))
+        found.append(CellResult(cell, {**result, "curve": curve}))
     made = race.report(options, found, tmp_path / "race.png")
     assert [line[0] for line in made.grids[0].rows] == [each.name for each in racing.CONTENDERS.values()]
     assert made.grids[0].rows[0][3:6] == ["78", "55", "10.0 ± 0.0"]

@@ -278,7 +278,7 @@ def test_smoothness(make, smoothness: str):
 def test_logit_is_sensitive_where_data_passes_through_it():
     for turn, sensitive in ((lambda flow: flow, True), (flows.Reverse, False)):
         (step,) = ebf.wrap(model_of(turn(nf.transforms.Logit()))).plan.steps
-        assert step.sensitive is sensitive
+        assert step.match_after is sensitive
 
 
 # Coverage

@@ -35,7 +35,7 @@ class NoWaiting(TorchDispatchMode):
 
 
 def waits(model, x, context):
-    false = any(part.smoothness == Smoothness.FALSE for part in model.plan.parts())
+    false = any(part.smoothness == Smoothness.WRONG for part in model.plan.parts())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about jumps of the score
         calls = [model.energy, FDSSM(model, eps=1e-3)]  # which stays in the domain of a spline

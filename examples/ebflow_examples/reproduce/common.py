@@ -24,8 +24,20 @@ from ebflow_examples.training import versions
 from ebflow_plugin.errors import InputError, SingularError, TrainingError
 
 __all__ = [
-    "MARGIN", "START", "Cell", "Experiment", "Found", "Options", "check_images", "commits", "judged", "kept_cells",
-    "run", "tries", "try_names", "workplace",
+    "MARGIN",
+    "START",
+    "Cell",
+    "CellResult",
+    "Experiment",
+    "Options",
+    "check_images",
+    "commits",
+    "judged",
+    "kept_cells",
+    "run",
+    "tries",
+    "try_names",
+    "workplace",
 ]  # fmt: skip
 
 TRAINING = 0.75  # of the budget; the rest is for data, evaluations, calibrations and pictures
@@ -99,7 +111,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Found:
+class CellResult:
     """A cell that was computed.
 
     Attributes:
@@ -139,7 +151,7 @@ class Experiment(Protocol):
         What is not finished goes into the cell's :func:`workplace`, which ``--fresh`` clears.
         """
 
-    def report(self, options: Options, found: Sequence[Found], path: Path) -> Any:
+    def report(self, options: Options, found: Sequence[CellResult], path: Path) -> Any:
         """Makes the tables, and the picture at the path; an :class:`~ebflow_examples.reproduce.output.Report`."""
 
 
@@ -163,7 +175,7 @@ def check_images(data: str) -> None:
         )
 
 
-def run(options: Options, made: Experiment) -> list[Found]:
+def run(options: Options, made: Experiment) -> list[CellResult]:
     """Computes the cells of an experiment that are not there yet, and returns all of them in order.
 
     Raises:
@@ -191,16 +203,16 @@ def run(options: Options, made: Experiment) -> list[Found]:
     ]
     hopeless = [cell for cell in waiting if rates[cell.name] is None]
     if not options.kept:
-        found |= {cell.name: Found(cell, {}, "training failed at every rate of the grid") for cell in hopeless}
+        found |= {cell.name: CellResult(cell, {}, "training failed at every rate of the grid") for cell in hopeless}
     found |= _round(options, made, ready)
     if not found:
         raise InputError(f"no cell of {options.what} is in {options.folder}; leave out --kept to compute them")
     return [found[cell.name] for cell in cells if cell.name in found]
 
 
-def _round(options: Options, made: Experiment, cells: Sequence[Cell]) -> dict[str, Found]:
+def _round(options: Options, made: Experiment, cells: Sequence[Cell]) -> dict[str, CellResult]:
     """Computes those of some cells that are not there yet: all of them by name."""
-    found: dict[str, Found] = {}
+    found: dict[str, CellResult] = {}
     stale = []
     for cell in cells:
         kept = None if options.fresh else _kept(cell, options.folder)
@@ -244,7 +256,7 @@ def try_names(name: str, quick: bool) -> tuple[str, ...]:
     return (name,) if quick else (name, f"{name}-again")
 
 
-def judged(tried: Iterable[Found]) -> float | None:
+def judged(tried: Iterable[CellResult]) -> float | None:
     """What a learning rate led to on validation data, over its seeds: the lowest is the best. None if one failed."""
     found = list(tried)
     if not found or any(each.failed for each in found):
@@ -252,9 +264,9 @@ def judged(tried: Iterable[Found]) -> float | None:
     return sum(each.result[each.result.get("judge", "validation_nll")] for each in found) / len(found)
 
 
-def _best_rate(cell: Cell, found: Mapping[str, Found]) -> float | None:
+def _best_rate(cell: Cell, found: Mapping[str, CellResult]) -> float | None:
     """The learning rate that validation data like best; None if training failed at every one."""
-    rates: dict[float, list[Found]] = {}
+    rates: dict[float, list[CellResult]] = {}
     for name in cell.best_of:
         if name in found:
             rates.setdefault(found[name]["lr"], []).append(found[name])
@@ -271,7 +283,7 @@ def _shared(options: Options, cells: list[Cell]) -> list[Cell]:
     return [replace(cell, seconds=round(part[cell.name] * share, 2)) if cell.timed else cell for cell in cells]
 
 
-def _computed(options: Options, made: Experiment, cells: Sequence[Cell]) -> Iterator[Found]:
+def _computed(options: Options, made: Experiment, cells: Sequence[Cell]) -> Iterator[CellResult]:
     code = commit()  # before the work: the files may change in the meantime
     if options.jobs == 1:
         with one_thread():
@@ -284,7 +296,9 @@ def _computed(options: Options, made: Experiment, cells: Sequence[Cell]) -> Iter
             yield task.result()
 
 
-def compute(work: Callable[[Cell, Path, str | None], dict[str, Any]], cell: Cell, options: Options, code: str) -> Found:
+def compute(
+    work: Callable[[Cell, Path, str | None], dict[str, Any]], cell: Cell, options: Options, code: str
+) -> CellResult:
     """Computes a cell by the function of its experiment, and keeps it with the commit of its code.
 
     A run that failed is a result, too.
@@ -304,7 +318,7 @@ def compute(work: Callable[[Cell, Path, str | None], dict[str, Any]], cell: Cell
         "threads": torch.get_num_threads(),
         "versions": versions(),
     }
-    found = Found(cell, result, failed, round(time.monotonic() - started, 2), facts)
+    found = CellResult(cell, result, failed, round(time.monotonic() - started, 2), facts)
     path = options.folder / f"{cell.name}.json"
     partial = path.with_suffix(".part")  # a run that is stopped while it writes leaves no half of a cell
     partial.write_text(json.dumps(asdict(found), indent=1) + "\n", encoding="utf-8")
@@ -331,7 +345,7 @@ def _workplace(cell: Cell, folder: Path) -> Path:
     return folder / f"{cell.name}-work"
 
 
-def _kept(cell: Cell, folder: Path) -> Found | None:
+def _kept(cell: Cell, folder: Path) -> CellResult | None:
     """The cell as it was computed before, if it was told the same, and had as much time; by whatever code."""
     path = folder / f"{cell.name}.json"
     if not path.is_file():
@@ -339,10 +353,10 @@ def _kept(cell: Cell, folder: Path) -> Found | None:
     content = json.loads(path.read_text(encoding="utf-8"))
     of = content["cell"].get("recipe", "")
     same = json.loads(json.dumps(asdict(cell))) == {**content["cell"], "recipe": cell.recipe}
-    return Found(**{**content, "cell": replace(cell, recipe=of)}) if same else None
+    return CellResult(**{**content, "cell": replace(cell, recipe=of)}) if same else None
 
 
-def kept_cells(options: Options, made: Any, wanted: dict[str, Any]) -> list[Found]:
+def kept_cells(options: Options, made: Any, wanted: dict[str, Any]) -> list[CellResult]:
     """The cells of the last run of another experiment that have these settings, without those that failed.
 
     Those of other code are left out, unless what is kept is asked for.
@@ -351,7 +365,7 @@ def kept_cells(options: Options, made: Any, wanted: dict[str, Any]) -> list[Foun
     if not path.is_file():
         return []
     content = json.loads(path.read_text(encoding="utf-8"))
-    found = [Found(**{**each, "cell": Cell(**each["cell"])}) for each in content["cells"]]
+    found = [CellResult(**{**each, "cell": Cell(**each["cell"])}) for each in content["cells"]]
     digest = recipe(made, options.data)
     return [
         each
@@ -362,7 +376,7 @@ def kept_cells(options: Options, made: Any, wanted: dict[str, Any]) -> list[Foun
     ]
 
 
-def commits(found: Iterable[Found]) -> str:
+def commits(found: Iterable[CellResult]) -> str:
     """The commits that cells are of, in words."""
     count = Counter(each.facts.get("commit", "of an unknown commit") for each in found)
     if len(count) == 1:

@@ -12,7 +12,7 @@ import torch
 
 from ebflow_examples import plots
 from ebflow_examples.config import TrainConfig
-from ebflow_examples.reproduce.common import Cell, Found, Options
+from ebflow_examples.reproduce.common import Cell, CellResult, Options
 from ebflow_examples.reproduce.output import Grid, Report, column, grouped
 from ebflow_examples.runs import build, likelihood
 
@@ -64,7 +64,7 @@ def compute(cell: Cell, folder: Path, data_root: str | None) -> dict[str, Any]:
     }
 
 
-def report(options: Options, found: Sequence[Found], path: Path) -> Report:
+def report(options: Options, found: Sequence[CellResult], path: Path) -> Report:
     """NLL of test data and seconds by model, and samples of each."""
     groups = grouped(found, "kind")
     kinds = [kind for kind in MODELS if (kind,) in groups]

@@ -11,7 +11,7 @@ from typing import Any
 from ebflow_examples import plots
 from ebflow_examples.config import CHOICES
 from ebflow_examples.reproduce import table2
-from ebflow_examples.reproduce.common import Cell, Found, Options
+from ebflow_examples.reproduce.common import Cell, CellResult, Options
 from ebflow_examples.reproduce.curves import COLOURS, objective_name, seed_curves
 from ebflow_examples.reproduce.output import Grid, Mean, Report, column, grouped, mean
 from ebflow_examples.reproduce.table2_report import STOCHASTIC
@@ -46,7 +46,7 @@ def compute(cell: Cell, folder: Path, data_root: str | None) -> dict[str, Any]:
     return table2.compute(cell, folder, data_root)
 
 
-def report(options: Options, found: Sequence[Found], path: Path) -> Report:
+def report(options: Options, found: Sequence[CellResult], path: Path) -> Report:
     """The bounds of both noises at the start and at the end, and their difference, paired by seed; curves."""
     runs = [each for each in found if not each.cell.settings["search"]]
     groups = grouped(runs, "model", "loss", "dequantize")
@@ -78,14 +78,14 @@ def report(options: Options, found: Sequence[Found], path: Path) -> Report:
     return Report([grid], rows, _notes(), [path])
 
 
-def _paired(uniform: Sequence[Found], smooth: Sequence[Found]) -> Mean | None:
+def _paired(uniform: Sequence[CellResult], smooth: Sequence[CellResult]) -> Mean | None:
     """The mean over seeds of what smooth noise adds to the calibrated NLL; None without a seed of both."""
     before = {each["seed"]: each.result["nll"] for each in uniform}
     both = [each.result["nll"] - before[each["seed"]] for each in smooth if each["seed"] in before]
     return mean(both) if both else None
 
 
-def _draw(options: Options, groups: dict[tuple[Any, ...], list[Found]], path: Path) -> None:
+def _draw(options: Options, groups: dict[tuple[Any, ...], list[CellResult]], path: Path) -> None:
     """NLL of validation data against training time: a row for each model, a column for each noise, the same heights."""
     models = [model for model in LOSSES if any(key[0] == model for key in groups)]
     with plots.figure(path, 13.2, 3.6 * max(1, len(models))) as figure:

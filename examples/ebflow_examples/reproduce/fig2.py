@@ -11,7 +11,7 @@ from ebflow_examples.bench import report as bench_report
 from ebflow_examples.bench.results import Settings, Table
 from ebflow_examples.bench.timing import Spread
 from ebflow_examples.reproduce import table2
-from ebflow_examples.reproduce.common import Cell, Found, Options, kept_cells
+from ebflow_examples.reproduce.common import Cell, CellResult, Options, kept_cells
 from ebflow_examples.reproduce.output import Grid, Report
 
 MINUTES = 15.0
@@ -39,7 +39,7 @@ def compute(cell: Cell, folder: Path, data_root: str | None) -> dict[str, Any]:
     return next(growth.growth(Settings(quick=cell.settings["quick"], seed=cell.settings["seed"]))).as_dict()
 
 
-def report(options: Options, found: Sequence[Found], path: Path) -> Report:
+def report(options: Options, found: Sequence[CellResult], path: Path) -> Report:
     """The exponents, and two pictures."""
     grids, rows, pictures = [], [], []
     for timing in (each for each in found if each.cell.name == GROWTH):
@@ -64,7 +64,7 @@ def report(options: Options, found: Sequence[Found], path: Path) -> Report:
     return Report(grids, rows, notes, pictures, borrowed)
 
 
-def _borrowed(options: Options) -> list[Found]:
+def _borrowed(options: Options) -> list[CellResult]:
     wanted = {"data": options.data, "margin": options.margin, "quick": options.quick, "search": False}
     kept = kept_cells(options, table2, wanted)
     return [each for each in kept if each.cell.timed]

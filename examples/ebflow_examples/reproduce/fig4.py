@@ -19,7 +19,7 @@ from ebflow_examples.bench.contenders import training_step
 from ebflow_examples.config import TrainConfig
 from ebflow_examples.defaults import objective_of, settle
 from ebflow_examples.reproduce import paper
-from ebflow_examples.reproduce.common import Cell, Found, Options, workplace
+from ebflow_examples.reproduce.common import Cell, CellResult, Options, workplace
 from ebflow_examples.reproduce.output import Grid, Report, beside, column, grouped
 from ebflow_examples.runs import Run, build, likelihood
 from ebflow_examples.streams import drawing_from
@@ -143,7 +143,7 @@ def _step_seconds(run: Run) -> float:
     return min(taken[1:])
 
 
-def report(options: Options, found: Sequence[Found], path: Path) -> Report:
+def report(options: Options, found: Sequence[CellResult], path: Path) -> Report:
     """NLL, and grids of images for each objective, beside the data."""
     lines, rows, panels = [], [], {}
     for (objective,), group in grouped(found, "objective").items():
@@ -165,7 +165,7 @@ def report(options: Options, found: Sequence[Found], path: Path) -> Report:
     return Report([Grid(f"Glow on {options.data}", head, lines)], rows, _notes(found), [path] if panels else [])
 
 
-def _notes(found: Sequence[Found]) -> list[str]:
+def _notes(found: Sequence[CellResult]) -> list[str]:
     sizes = {(each["blocks"], each["hidden"]) for each in found}
     built = "".join(f"Two levels of {blocks} blocks, networks {width} wide (the authors: 16 and 512). "
                     for blocks, width in sizes)  # fmt: skip

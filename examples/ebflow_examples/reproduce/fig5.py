@@ -20,7 +20,7 @@ from ebflow_examples.config import TrainConfig
 from ebflow_examples.defaults import settle
 from ebflow_examples.gaussian import Gaussian
 from ebflow_examples.pictures import missing
-from ebflow_examples.reproduce.common import Cell, Found, Options
+from ebflow_examples.reproduce.common import Cell, CellResult, Options
 from ebflow_examples.reproduce.output import Grid, Report
 from ebflow_examples.runs import Run, build, likelihood, standard_error
 from ebflow_examples.streams import stream
@@ -108,7 +108,7 @@ def _guesses(run: Run, gaussian: Gaussian, truth: Tensor, mask: Tensor, burn_in:
     }
 
 
-def report(options: Options, found: Sequence[Found], path: Path) -> Report:
+def report(options: Options, found: Sequence[CellResult], path: Path) -> Report:
     """The errors of the missing pixels, and the pictures."""
     (each,) = found
     with plots.figure(path, 13.0, 3.7) as figure:

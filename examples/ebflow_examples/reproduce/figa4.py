@@ -12,7 +12,7 @@ from ebflow_examples import plots
 from ebflow_examples.config import TrainConfig
 from ebflow_examples.data import load
 from ebflow_examples.models import flow_for
-from ebflow_examples.reproduce.common import Cell, Found, Options
+from ebflow_examples.reproduce.common import Cell, CellResult, Options
 from ebflow_examples.reproduce.curves import seed_curves
 from ebflow_examples.reproduce.output import Grid, Report, column, grouped
 from ebflow_examples.reproduce.timed import train_for
@@ -63,7 +63,7 @@ def compute(cell: Cell, folder: Path, data_root: str | None) -> dict[str, Any]:
     }
 
 
-def report(options: Options, found: Sequence[Found], path: Path) -> Report:
+def report(options: Options, found: Sequence[CellResult], path: Path) -> Report:
     """NLL by the kind of layer, and curves."""
     groups = grouped(found, "linear")
     kinds = [kind for kind in KINDS if (kind,) in groups]

@@ -13,7 +13,7 @@ import torch
 
 from ebflow_examples.bench.report import machine
 from ebflow_examples.console import note, say, table
-from ebflow_examples.reproduce.common import Experiment, Found, Options, commits
+from ebflow_examples.reproduce.common import CellResult, Experiment, Options, commits
 from ebflow_examples.reproduce.contents import EXPERIMENTS
 from ebflow_examples.reproduce.provenance import recipe
 
@@ -77,9 +77,9 @@ def beside(ours: str, paper: tuple[float, float] | float | None, digits: int = 2
     return f"{ours} ({theirs})"
 
 
-def grouped(found: Iterable[Found], *keys: str) -> dict[tuple[Any, ...], list[Found]]:
+def grouped(found: Iterable[CellResult], *keys: str) -> dict[tuple[Any, ...], list[CellResult]]:
     """Those that differ in their seed alone, by the settings that tell them apart; without those that failed."""
-    groups: dict[tuple[Any, ...], list[Found]] = {}
+    groups: dict[tuple[Any, ...], list[CellResult]] = {}
     for each in found:
         if not each.failed:
             groups.setdefault(tuple(each.cell.settings.get(key) for key in keys), []).append(each)
@@ -121,10 +121,10 @@ class Report:
     rows: Sequence[dict[str, Any]]
     notes: Sequence[str] = ()
     pictures: Sequence[Path] = ()
-    borrowed: Sequence[Found] = ()
+    borrowed: Sequence[CellResult] = ()
 
 
-def write(options: Options, made: Experiment, found: Sequence[Found]) -> Report:
+def write(options: Options, made: Experiment, found: Sequence[CellResult]) -> Report:
     """Writes NAME.json, NAME.png and NAME.md into the folder, and prints the tables."""
     out, name = options.out, options.what
     report: Report = made.report(options, found, out / f"{name}.png")
@@ -164,7 +164,7 @@ def write(options: Options, made: Experiment, found: Sequence[Found]) -> Report:
     return report
 
 
-def unlearnt(found: Sequence[Found]) -> list[str]:
+def unlearnt(found: Sequence[CellResult]) -> list[str]:
     """Says which cells have their best weights at step 0: what the tables show of them is their start."""
     runs = [each for each in found if each.cell.part == 1.0 and not each.failed]  # what tries a rate is not shown
     names = [each.cell.name for each in runs if each.result.get("best_step") == 0]
@@ -176,7 +176,7 @@ def unlearnt(found: Sequence[Found]) -> list[str]:
     ]
 
 
-def short_searches(found: Sequence[Found]) -> list[str]:
+def short_searches(found: Sequence[CellResult]) -> list[str]:
     """Says which learning rates were chosen by so few steps that chance has a say."""
     tried = [each for each in found if each.cell.settings.get("search") and not each.failed]
     short = {each.cell.settings["loss"]: each.result["steps"] for each in tried if each.result["steps"] < FEW_STEPS}
@@ -186,7 +186,7 @@ def short_searches(found: Sequence[Found]) -> list[str]:
     return [f"Of these objectives a search for the learning rate had fewer than {FEW_STEPS} steps: {named}."]
 
 
-def of_other_code(found: Sequence[Found], digest: str) -> list[str]:
+def of_other_code(found: Sequence[CellResult], digest: str) -> list[str]:
     """Says which cells are not of the code that is here: with ``--kept`` they are shown, whatever computed them."""
     other = [each for each in found if each.cell.recipe != digest]
     if not other:
@@ -195,7 +195,7 @@ def of_other_code(found: Sequence[Found], digest: str) -> list[str]:
     return [f"{len(other)} cells are of other code or data than this ({commits(other)}): {names}."]
 
 
-def _markdown(options: Options, report: Report, found: Sequence[Found], wall: float, about: dict[str, Any]) -> str:
+def _markdown(options: Options, report: Report, found: Sequence[CellResult], wall: float, about: dict[str, Any]) -> str:
     shares = sorted({each.cell.seconds for each in found if each.cell.timed and each.cell.part == 1.0})
     each_cell = f"; each run trains for {shares[0]:.0f} s" if shares else ""
     seeds = sorted({each.cell.settings["seed"] for each in found})
@@ -241,6 +241,6 @@ def _number(value: Any) -> Any:
     return value
 
 
-def column(found: Sequence[Found], key: str) -> Mean:
+def column(found: Sequence[CellResult], key: str) -> Mean:
     """The mean of one of the results over seeds."""
     return mean(each.result[key] for each in found)

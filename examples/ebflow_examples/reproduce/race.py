@@ -12,7 +12,7 @@ import torch
 from ebflow_examples import racing
 from ebflow_examples.data import load
 from ebflow_examples.racing import CONTENDERS, SAMPLES, Contender
-from ebflow_examples.reproduce.common import Cell, Found, Options, tries, try_names
+from ebflow_examples.reproduce.common import Cell, CellResult, Options, tries, try_names
 from ebflow_examples.reproduce.output import Grid, Report, column, grouped, mean
 from ebflow_examples.streams import stream
 
@@ -73,7 +73,7 @@ def compute(cell: Cell, folder: Path, data_root: str | None) -> dict[str, Any]:
     return {**found, "spread": racing.spread(drawn, data)}
 
 
-def report(options: Options, found: Sequence[Found], path: Path) -> Report:
+def report(options: Options, found: Sequence[CellResult], path: Path) -> Report:
     """Nats above the floor on the way and at the end, steps, rates, and the spread of samples; curves and samples."""
     from ebflow_examples.textures import SIDES, Textures
 
@@ -128,7 +128,7 @@ def _setting(contender: Contender) -> str:
     return f"{contender.name}: {', '.join(f'{key} = {value}' for key, value in contender.options.items())}"
 
 
-def _draw(options: Options, groups: dict[str, list[Found]], path: Path, name: str, seconds: float) -> None:
+def _draw(options: Options, groups: dict[str, list[CellResult]], path: Path, name: str, seconds: float) -> None:
     first = {loss: group[0] for loss, group in groups.items()}
     data = load(name, seed=0)
     racing.draw(

@@ -23,7 +23,7 @@ from ebflow_examples.data import SIZES, load
 from ebflow_examples.divergences import fisher_divergence, kl_divergence
 from ebflow_examples.pictures import density_of
 from ebflow_examples.reproduce import paper
-from ebflow_examples.reproduce.common import Cell, Found, Options, judged, tries, try_names
+from ebflow_examples.reproduce.common import Cell, CellResult, Options, judged, tries, try_names
 from ebflow_examples.reproduce.output import Grid, Report, beside, column, grouped
 from ebflow_examples.reproduce.timed import train_for
 from ebflow_examples.runs import Run, build
@@ -209,7 +209,7 @@ def panel(data: str) -> plots.Panel:
     return plots.Panel.around(load(data).test)
 
 
-def report(options: Options, found: Sequence[Found], path: Path) -> Report:
+def report(options: Options, found: Sequence[CellResult], path: Path) -> Report:
     """Fisher and KL divergence and NLL beside the paper's; densities of the first seed."""
     runs = [each for each in found if each["loss"] != TRUE and not each["search"]]
     groups = grouped(runs, "data", "loss", "recipe")
@@ -256,9 +256,9 @@ def _title(loss: str, way: str) -> str:
     return loss.upper() if way == PAPER else f"{loss.upper()}, {way}"
 
 
-def _rates(found: Sequence[Found], losses: Sequence[str], judge: str | None = None) -> list[list[str]]:
+def _rates(found: Sequence[CellResult], losses: Sequence[str], judge: str | None = None) -> list[list[str]]:
     """What each rate led to in the short runs, by what it is judged by, or by another result."""
-    tried: dict[tuple[str, float, str], list[Found]] = {}
+    tried: dict[tuple[str, float, str], list[CellResult]] = {}
     for each in found:
         if each["search"]:
             tried.setdefault((each["data"], each["lr"], each["loss"]), []).append(each)
@@ -273,11 +273,11 @@ def _rates(found: Sequence[Found], losses: Sequence[str], judge: str | None = No
     return lines
 
 
-def _by(judge: str, found: Found) -> Found:
+def _by(judge: str, found: CellResult) -> CellResult:
     return replace(found, result={**found.result, "judge": judge})
 
 
-def _notes(groups: dict[tuple[Any, ...], list[Found]], ways: Sequence[tuple[str, str]]) -> list[str]:
+def _notes(groups: dict[tuple[Any, ...], list[CellResult]], ways: Sequence[tuple[str, str]]) -> list[str]:
     of_way = {way: [each for key, group in groups.items() if key[1:] == way for each in group] for way in ways}
     steps = {way: column(each, "steps").value for way, each in of_way.items()}
     seconds = {way: column(each, "seconds").value for way, each in of_way.items()}
@@ -309,7 +309,7 @@ def _notes(groups: dict[tuple[Any, ...], list[Found]], ways: Sequence[tuple[str,
     ]
 
 
-def _draw(options: Options, found: Sequence[Found], ways: Sequence[tuple[str, str]], path: Path) -> bool:
+def _draw(options: Options, found: Sequence[CellResult], ways: Sequence[tuple[str, str]], path: Path) -> bool:
     """Draws the densities of the first seed beside the true ones, if all of it is there."""
     first = {
         (each["data"], each["loss"], each["recipe"]): each

@@ -10,7 +10,7 @@ from typing import Any
 
 from ebflow_examples import plots
 from ebflow_examples.reproduce import paper
-from ebflow_examples.reproduce.common import MARGIN, Found, Options, judged
+from ebflow_examples.reproduce.common import MARGIN, CellResult, Options, judged
 from ebflow_examples.reproduce.curves import COLOURS, objective_name, race, seed_curves
 from ebflow_examples.reproduce.output import Grid, Mean, Report, beside, column, grouped, mean
 
@@ -23,10 +23,10 @@ WAYS = {"paper": "the paper's way", "ours": "ours"}
 TEMPERATURES = {"fc": 0.5, "cnn": 0.75}  # of the logit, in the authors' code
 RACERS = ("ml", STOCHASTIC, "dsm", "ssm")
 
-Panel = tuple[Any, str, str, dict[str, list[Found]]]  # axes, model, way, and the runs of each objective
+Panel = tuple[Any, str, str, dict[str, list[CellResult]]]  # axes, model, way, and the runs of each objective
 
 
-def report(options: Options, found: Sequence[Found], path: Path) -> Report:
+def report(options: Options, found: Sequence[CellResult], path: Path) -> Report:
     """NLL, bits/dim and steps per second beside the paper's, a table for each model; curves."""
     grids, rows = [], []
     runs = [each for each in found if not each.cell.settings["search"]]
@@ -46,7 +46,7 @@ def report(options: Options, found: Sequence[Found], path: Path) -> Report:
 
 
 def table_of(
-    options: Options, model: str, groups: dict[tuple[Any, ...], list[Found]], found: Sequence[Found]
+    options: Options, model: str, groups: dict[tuple[Any, ...], list[CellResult]], found: Sequence[CellResult]
 ) -> tuple[Grid, list[dict[str, Any]]]:
     """A line for each way and objective, and for what others have; the paper's numbers are of converged models."""
     lines, rows = [], []
@@ -90,7 +90,7 @@ def known_data(data: str) -> str:
     return "cifar10" if data.startswith("cifar10") else data
 
 
-def _anchors(known: str, found: Sequence[Found]) -> list[list[str]]:
+def _anchors(known: str, found: Sequence[CellResult]) -> list[list[str]]:
     """Lines with what a Gaussian has, and others' models."""
     lines = [
         (f"{each['nll']:.1f}", f"{each['bits_per_dim']:.3f}", "a Gaussian on the logits, no training")
@@ -103,13 +103,13 @@ def _anchors(known: str, found: Sequence[Found]) -> list[list[str]]:
     return [["", name, "", "", "", nll, bits, "", "", ""] for nll, bits, name in lines]
 
 
-def rate_grid(options: Options, model: str, found: Sequence[Found]) -> list[Grid]:
+def rate_grid(options: Options, model: str, found: Sequence[CellResult]) -> list[Grid]:
     """Validation NLL by learning rate: a line for each objective."""
     tried = [each for each in found if each.cell.settings["search"] and each["model"] == model]
     if not tried:
         return []
     used = sorted({each["lr"] for each in tried})
-    by_place: dict[tuple[str, float], list[Found]] = {}
+    by_place: dict[tuple[str, float], list[CellResult]] = {}
     for each in tried:
         by_place.setdefault((each["loss"], each["lr"]), []).append(each)
     lines = []
@@ -132,7 +132,7 @@ def _rate_text(value: float | None, best: float | None) -> str:
     return f"**{value:.1f}**" if value == best else f"{value:.1f}"
 
 
-def notes(options: Options, runs: Sequence[Found]) -> list[str]:
+def notes(options: Options, runs: Sequence[CellResult]) -> list[str]:
     """What the numbers are, and how the two ways differ."""
     trained = [each for each in runs if each["loss"] != GAUSSIAN and not each.failed]
     ours = [each for each in trained if each["way"] == "ours"]
@@ -184,7 +184,7 @@ def notes(options: Options, runs: Sequence[Found]) -> list[str]:
     return found
 
 
-def _starts(ours: Sequence[Found]) -> str:
+def _starts(ours: Sequence[CellResult]) -> str:
     """Which start each model had."""
     words = {}
     for each in ours:
@@ -194,7 +194,7 @@ def _starts(ours: Sequence[Found]) -> str:
     return ", ".join(f"{model}: {kind}" for model, kind in words.items()) or "none here"
 
 
-def draw(options: Options, found: Sequence[Found], path: Path) -> None:
+def draw(options: Options, found: Sequence[CellResult], path: Path) -> None:
     """NLL against training time: a row for each model, a column for each way."""
     with _panels(path, found, 3.6) as panels:
         for place, model, way, made in panels:
@@ -207,7 +207,7 @@ def draw(options: Options, found: Sequence[Found], path: Path) -> None:
 
 
 @contextmanager
-def _panels(path: Path, found: Sequence[Found], height: float) -> Iterator[list[Panel]]:
+def _panels(path: Path, found: Sequence[CellResult], height: float) -> Iterator[list[Panel]]:
     """A picture with a row for each model and a column for each way: its panels, with the runs of each objective."""
     groups = grouped(found, "model", "way", "loss")
     models = [model for model in MODELS if any(key[0] == model for key in groups)]
@@ -221,7 +221,7 @@ def _panels(path: Path, found: Sequence[Found], height: float) -> Iterator[list[
         ]
 
 
-def draw_test(options: Options, found: Sequence[Found], path: Path) -> None:
+def draw_test(options: Options, found: Sequence[CellResult], path: Path) -> None:
     """NLL of test data, raw and calibrated, with intervals: a row for each model, a column for each way."""
     with _panels(path, found, 3.0) as panels:
         for place, model, way, made in panels:
@@ -245,13 +245,13 @@ def _dot(axes: Any, value: Mean, height: float, colour: str, full: bool) -> None
     axes.plot(value.value, height, "o", color=colour, markerfacecolor=colour if full else "white", markersize=6)
 
 
-def _racing(found: Sequence[Found]) -> dict[str, list[Found]]:
+def _racing(found: Sequence[CellResult]) -> dict[str, list[CellResult]]:
     """The runs of the picture on the README's first screen: cnn, ours, four objectives."""
     groups = grouped(found, "model", "way", "loss")
     return {loss: groups["cnn", "ours", loss] for loss in RACERS if ("cnn", "ours", loss) in groups}
 
 
-def draw_race(options: Options, found: Sequence[Found], path: Path) -> None:
+def draw_race(options: Options, found: Sequence[CellResult], path: Path) -> None:
     """NLL against seconds, readable on its own: cnn by exact ML, by ML without determinants, and by two scores."""
     curves = {loss: [each.result["curve"] for each in group] for loss, group in _racing(found).items()}
     name = {"mnist": "MNIST", "cifar10": "CIFAR-10"}.get(known_data(options.data), options.data)

@@ -10,7 +10,7 @@ from typing import Any
 
 from ebflow_examples import plots
 from ebflow_examples.reproduce import paper, table2
-from ebflow_examples.reproduce.common import Cell, Found, Options
+from ebflow_examples.reproduce.common import Cell, CellResult, Options
 from ebflow_examples.reproduce.curves import seed_curves
 from ebflow_examples.reproduce.output import Grid, Report, beside, column, grouped
 from ebflow_examples.reproduce.timed import train_for
@@ -22,7 +22,7 @@ RECORDS = 40  # of the norm of the gradient
 # Without MaP the noise of DSM and the finite difference of FDSSM are added to pixels in [0, 1], and what they push out
 # of it has no logit. A margin of 0.05, and noise of 0.01 a pixel, keep all of them inside.
 MARGIN, NOISE = 0.05, 0.01
-Groups = dict[tuple[Any, ...], list[Found]]
+Groups = dict[tuple[Any, ...], list[CellResult]]
 
 
 def cells(options: Options) -> list[Cell]:
@@ -60,7 +60,7 @@ def compute(cell: Cell, folder: Path, data_root: str | None) -> dict[str, Any]:
     return {"nll": average, "nll_last": last, "gradient_norms": norms, **trained.facts()}
 
 
-def report(options: Options, found: Sequence[Found], path: Path) -> Report:
+def report(options: Options, found: Sequence[CellResult], path: Path) -> Report:
     """NLL with and without either, beside the paper's, a table for each model; the norm of the gradient of SSM."""
     groups = grouped(found, "model", "loss", "map")
     grids, rows = [], []

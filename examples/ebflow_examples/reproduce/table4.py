@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ebflow_examples.reproduce import paper, table2
-from ebflow_examples.reproduce.common import Cell, Found, Options, kept_cells
+from ebflow_examples.reproduce.common import Cell, CellResult, Options, kept_cells
 from ebflow_examples.reproduce.curves import COLOURS, objective_name
 from ebflow_examples.reproduce.output import Grid, Report, beside, column, grouped
 
@@ -32,7 +32,7 @@ def compute(cell: Cell, folder: Path, data_root: str | None) -> dict[str, Any]:
     return table2.compute(cell, folder, data_root)
 
 
-def report(options: Options, found: Sequence[Found], path: Path) -> Report:
+def report(options: Options, found: Sequence[CellResult], path: Path) -> Report:
     """NLL beside the paper's."""
     borrowed = _borrowed(options)
     runs = borrowed or [each for each in found if not each.cell.settings["search"]]
@@ -63,7 +63,7 @@ def report(options: Options, found: Sequence[Found], path: Path) -> Report:
     )
 
 
-def _borrowed(options: Options) -> list[Found]:
+def _borrowed(options: Options) -> list[CellResult]:
     """The cells of Table 2, if there are any of these data and this length."""
     wanted = {
         "data": options.data, "margin": options.margin, "model": "fc", "way": "ours", "quick": options.quick,

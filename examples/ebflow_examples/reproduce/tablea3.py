@@ -13,7 +13,7 @@ from torch import Generator
 import ebflow_plugin as ebf
 from ebflow_examples import plots
 from ebflow_examples.reproduce import paper
-from ebflow_examples.reproduce.common import Cell, Found, Options
+from ebflow_examples.reproduce.common import Cell, CellResult, Options
 from ebflow_examples.reproduce.output import Grid, Report, beside, column, grouped
 from ebflow_examples.streams import stream
 from ebflow_nflows import FullLinear
@@ -61,7 +61,7 @@ def estimate(model: ebf.EBFlow, method: str, budget: int, generator: Generator) 
     return model.log_z(method="lanczos", iterations=3, probes=budget // 6, generator=generator).value
 
 
-def report(options: Options, found: Sequence[Found], path: Path) -> Report:
+def report(options: Options, found: Sequence[CellResult], path: Path) -> Report:
     """Error rates, the paper's beside those of importance sampling."""
     groups = grouped(found, "method", "budget", "dim")
     lines, rows = [], []

@@ -9,7 +9,7 @@ import torch
 import ebflow_examples.reproduce.common as common
 from ebflow_examples import reproduce
 from ebflow_examples.reproduce import experiment, table2
-from ebflow_examples.reproduce.common import Cell, Found, Options
+from ebflow_examples.reproduce.common import Cell, CellResult, Options
 from ebflow_examples.reproduce.output import grouped, of_other_code, short_searches
 from ebflow_examples.reproduce.provenance import commit, recipe
 from ebflow_plugin.errors import InputError, TrainingError
@@ -146,7 +146,7 @@ def test_a_rate_is_judged_by_two_seeds(tmp_path):
 
 
 def test_a_search_of_few_steps_is_told():
-    few, many = (Found(Cell("a", "b", {"search": True, "loss": "ml"}), {"steps": steps}) for steps in (29, 30))
+    few, many = (CellResult(Cell("a", "b", {"search": True, "loss": "ml"}), {"steps": steps}) for steps in (29, 30))
     assert "fewer than 30 steps: ML (29)" in short_searches([few, many])[0]
     assert short_searches([many]) == []
 
@@ -199,7 +199,7 @@ def test_unfinished_work_and_starts_of_another_recipe_are_not_gone_on_with(tmp_p
 def test_cells_of_another_recipe_are_not_borrowed(tmp_path, monkeypatch):
     options = Options("table4", budget=1.0, out=tmp_path)
     digest = recipe(table2, options.data)
-    kept = Found(Cell("table2", "fc-ours-ml-seed0", {"seed": 0}, recipe=digest), {"nll": 1.0})
+    kept = CellResult(Cell("table2", "fc-ours-ml-seed0", {"seed": 0}, recipe=digest), {"nll": 1.0})
     (tmp_path / "table2.json").write_text(json.dumps({"cells": [asdict(kept)]}))
     assert [each.result for each in common.kept_cells(options, table2, {"seed": 0})] == [{"nll": 1.0}]
     monkeypatch.setattr(table2, "SEARCH", 0.123)

@@ -17,7 +17,7 @@ from ebflow_examples.bench import growth, results
 from ebflow_examples.cli import app
 from ebflow_examples.data import load
 from ebflow_examples.reproduce import EXPERIMENTS, OWN_DATA, paper, table2
-from ebflow_examples.reproduce.common import Cell, Found, Options
+from ebflow_examples.reproduce.common import Cell, CellResult, Options
 from ebflow_examples.reproduce.curves import joined, race
 from ebflow_examples.reproduce.output import Mean, beside, mean
 from ebflow_examples.reproduce.provenance import commit
@@ -329,6 +329,6 @@ def test_the_command(tmp_path):
 
 
 def test_found_gives_settings_and_results():
-    found = Found(Cell("a", "b", {"loss": "ml"}), {"nll": 1.0})
+    found = CellResult(Cell("a", "b", {"loss": "ml"}), {"nll": 1.0})
     assert (found["loss"], found["nll"]) == ("ml", 1.0)
     assert Path(Options("a", 1.0).folder) == Path("runs/reproduce/cells/a")

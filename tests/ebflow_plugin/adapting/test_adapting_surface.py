@@ -12,7 +12,7 @@ import torch
 
 from ebflow_plugin import adapting
 from ebflow_plugin.adapting import lazy_layers
-from ebflow_plugin.plan.elementwise import clamped_logit_curve, logit_curve
+from ebflow_plugin.plan.elementwise import clamped_logit_map, logit_map
 
 ADAPTERS = ("ebflow_nflows", "ebflow_normflows", "ebflow_zuko")
 ALLOWED = {"ebflow_plugin.adapting", "ebflow_plugin.errors", "ebflow_plugin.layers"}
@@ -84,8 +84,8 @@ def test_a_package_of_layers_names_what_it_lacks(package):
 
 def test_a_clamped_logit_is_a_logit_inside_and_constant_outside():
     x = torch.tensor([[0.05, 0.3, 0.95]], dtype=torch.float64, requires_grad=True)
-    curve = clamped_logit_curve(x, 0.1, 0.9)
-    assert torch.equal(curve.value[:, 1], logit_curve(x).value[:, 1])
+    curve = clamped_logit_map(x, 0.1, 0.9)
+    assert torch.equal(curve.value[:, 1], logit_map(x).value[:, 1])
     (slope,) = torch.autograd.grad(curve.value.sum(), x, retain_graph=True)
     (first,) = torch.autograd.grad(curve.log_slope().sum(), x)
     torch.testing.assert_close(curve.slopes()[0], slope)

@@ -103,9 +103,9 @@ def test_processes_with_contexts_of_their_own_aim_alike(monkeypatch):
     base = torch.zeros(D, dtype=torch.float64), torch.ones(D, dtype=torch.float64)
     own, other = torch.randn(2, 20, 2, dtype=torch.float64, generator=rng(1))
     monkeypatch.setattr(initialization, "broadcast", lambda *tensors: sent.append(tensors) or tensors)
-    assert initialization.aim(first.plan, 0, base, data(20), own)
+    assert initialization.fit_to_base(first.plan, 0, base, data(20), own)
     monkeypatch.setattr(initialization, "broadcast", lambda *tensors: sent[0])
-    assert initialization.aim(second.plan, 0, base, data(20), other)
+    assert initialization.fit_to_base(second.plan, 0, base, data(20), other)
     assert torch.equal(first.plan.steps[0].module.weight, second.plan.steps[0].module.weight)
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebflow_plugin.errors import SingularError
-from ebflow_plugin.linalg.dense import Band, Dense, KeptLU
+from ebflow_plugin.linalg.dense import Band, CachedLU, Dense
 from randomness import randn
 
 double = torch.float64
@@ -190,7 +190,7 @@ def change_dtype(weight):
 @pytest.mark.parametrize("change", [change_in_place, change_data, change_by_optimiser, change_dtype])
 def test_kept_until_the_weight_changes(change):
     weight, rows, build = randn(4, 4), randn(2, 4, seed=1), Counting()
-    lu = KeptLU(build)
+    lu = CachedLU(build)
     for _ in range(3):
         lu.solve(weight, rows)
         lu.log_abs_det(weight)
@@ -207,7 +207,7 @@ def test_kept_for_one_dtype_of_an_unchanged_sum():
     layer = torch.nn.Linear(3, 3, bias=False).requires_grad_(False)
     torch.nn.init.eye_(layer.weight)
     build = Counting()
-    lu = KeptLU(build)
+    lu = CachedLU(build)
     lu.log_abs_det(layer.weight)
     layer.double()
     assert lu.log_abs_det(layer.weight).dtype == double
@@ -215,21 +215,21 @@ def test_kept_for_one_dtype_of_an_unchanged_sum():
 
 
 def test_kept_for_one_setting():
-    weight, lu = randn(3, 3), KeptLU(Counting())
+    weight, lu = randn(3, 3), CachedLU(Counting())
     once, thrice = lu.log_abs_det(weight), lu.log_abs_det(weight, 2.0)
     torch.testing.assert_close(thrice, once + 3 * torch.tensor(3.0, dtype=double).log())
     torch.testing.assert_close(lu.solve(weight, randn(1, 3), 2.0), lu.solve(weight, randn(1, 3)) / 3)
 
 
 def test_kept_value_is_safe_from_its_users():
-    weight, lu = randn(3, 3), KeptLU()
+    weight, lu = randn(3, 3), CachedLU()
     lu.log_abs_det(weight).add_(1.0)
     torch.testing.assert_close(lu.log_abs_det(weight), torch.linalg.slogdet(weight)[1])
 
 
 def test_nothing_is_kept_of_a_weight_in_training():
     weight, build = randn(3, 3).requires_grad_(), Counting()
-    lu = KeptLU(build)
+    lu = CachedLU(build)
     (gradient,) = torch.autograd.grad(lu.log_abs_det(weight), weight)
     torch.testing.assert_close(gradient, weight.detach().inverse().mT)
     lu.log_abs_det(weight)
@@ -242,29 +242,29 @@ def test_double_precision_outside_of_a_graph():
     weight = randn(300, 300).float()
     rows = randn(4, 300, seed=1).float()
     exact = torch.linalg.solve(weight.double(), rows.double().mT).mT
-    error = (KeptLU().solve(weight, rows).double() - exact).norm() / exact.norm()
+    error = (CachedLU().solve(weight, rows).double() - exact).norm() / exact.norm()
     single = (torch.linalg.solve(weight, rows.mT).mT.double() - exact).norm() / exact.norm()
     assert error < 1e-7 < single
-    assert KeptLU().log_abs_det(weight) == torch.linalg.slogdet(weight.double())[1].float()
+    assert CachedLU().log_abs_det(weight) == torch.linalg.slogdet(weight.double())[1].float()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_weights(dtype):
     weight = (torch.eye(3) + 0.1).to(dtype)
     expected = torch.linalg.slogdet(weight.double())[1].to(dtype)
-    assert KeptLU().log_abs_det(weight) == expected
-    assert KeptLU().log_abs_det(weight.requires_grad_()).dtype == dtype
+    assert CachedLU().log_abs_det(weight) == expected
+    assert CachedLU().log_abs_det(weight.requires_grad_()).dtype == dtype
 
 
 def test_kept_in_inference_mode_and_used_in_a_graph():
-    weight, rows, lu = randn(3, 3), randn(2, 3, seed=1), KeptLU()
+    weight, rows, lu = randn(3, 3), randn(2, 3, seed=1), CachedLU()
     with torch.inference_mode():
         lu.solve(weight, rows)
     assert torch.autograd.gradcheck(lambda b: lu.solve(weight, b), rows.requires_grad_())
 
 
 def test_copies_keep_nothing():
-    weight, lu = randn(3, 3), KeptLU()
+    weight, lu = randn(3, 3), CachedLU()
     expected = lu.solve(weight, randn(1, 3))
     for twin in (copy.deepcopy(lu), pickle.loads(pickle.dumps(lu))):
         assert twin._solver._cached is None
@@ -273,8 +273,8 @@ def test_copies_keep_nothing():
 
 def test_meta_device():
     weight = torch.empty(300, 300, device="meta")
-    assert KeptLU().log_abs_det(weight).device.type == "meta"
-    assert KeptLU().solve(weight, weight[:7]).shape == (7, 300)
+    assert CachedLU().log_abs_det(weight).device.type == "meta"
+    assert CachedLU().solve(weight, weight[:7]).shape == (7, 300)
     band = Band(300, 3, 3, lambda start, stop, first, width: weight[start:stop, first : first + width])
     assert band.log_abs_det().shape == ()
     assert band.inverse()(weight[:7]).shape == (7, 300)

@@ -72,7 +72,7 @@ def test_every_parameter_that_matters_gets_a_finite_gradient(case):
     assert not in_score & {f"flow.{name}" for name in unseen_parameters(model, u, context)}, "a false alarm"
     check(case, ML(model), x, context, in_likelihood)
     check(case, FDSSM(model, eps=0.02, generator=rng()), x, context, in_score)
-    if any(step.smoothness == Smoothness.FALSE for step in core.steps):
+    if any(step.smoothness == Smoothness.WRONG for step in core.steps):
         for cls in (SSM, DSM):
             with pytest.raises(ebf.UnsupportedStepError):
                 cls(model)

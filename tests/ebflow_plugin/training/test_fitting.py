@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ebflow_plugin as ebf
 from ebflow_nflows import FullLinear
-from ebflow_plugin.linalg.random import mix
+from ebflow_plugin.linalg.random import derive_seed
 from ebflow_plugin.objectives import DSM, ML, SSM, ReverseKL
 from ebflow_plugin.objectives.evaluation import LikelihoodSum
 from ebflow_plugin.objectives.noise import noise_of, use_generators
@@ -25,7 +25,7 @@ QUIET = {"progress": False}
 
 
 def evaluate(model, source, seed):
-    total = LikelihoodSum(model, rng(mix(seed, "validation", 0)))
+    total = LikelihoodSum(model, rng(derive_seed(seed, "validation", 0)))
     for x, context in once(source):
         total.add(x, context)
     return total.mean()
@@ -94,7 +94,7 @@ def test_both_likelihoods_come_from_one_pass(kind):
     source = Loader(x, 64, shuffle=False)
     before = evaluate(model, source, seed=3).nll
     model.calibrate(x, kind)
-    generator = rng(mix(3, "validation", 0))
+    generator = rng(derive_seed(3, "validation", 0))
     log_probs = torch.cat([model.log_prob(part, generator=generator) for part in x.split(64)]).detach()
     after, bits = -log_probs.mean().item(), -log_probs.mean().item() / 4 / math.log(2.0)
     assert after < before - 0.1

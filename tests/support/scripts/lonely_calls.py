@@ -12,7 +12,7 @@ import torch
 from torch import distributed
 
 from ebflow_plugin import model as models
-from ebflow_plugin.closed_form.moments import meet
+from ebflow_plugin.closed_form.moments import barrier
 from ebflow_plugin.errors import EBFlowError
 from training_models import make_data, make_model
 
@@ -20,7 +20,7 @@ from training_models import make_data, make_model
 def main():
     rank = int(os.environ["RANK"])
     distributed.init_process_group("gloo")
-    models.meet = lambda call: meet(call, timedelta(seconds=1))
+    models.barrier = lambda call: barrier(call, timedelta(seconds=1))
     x = make_data(100, dtype=torch.float64).chunk(2)[rank]
     model, found = make_model(actnorm=False, dtype=torch.float64), []
     calls = {
