@@ -8,8 +8,14 @@ from case import seeded
 torch.set_num_threads(1)  # the tests run side by side, and small tensors gain nothing from more
 
 
-@pytest.fixture(autouse=True)
-def same_random_numbers():
-    """Every test starts from the same random numbers."""
-    with seeded():
-        yield
+class SameRandomNumbers:
+    """Every test starts from the same random numbers, also the doctests, which no fixture here reaches."""
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self):
+        with seeded():
+            return (yield)
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(SameRandomNumbers())

@@ -124,11 +124,12 @@ def _variance(log_ratio: Tensor, other: Tensor) -> float:
     return float(small + large)
 
 
-def pareto_k(log_weights: Tensor) -> float:
+def pareto_k(log_weights: Tensor, rounding: float = 0.0) -> float:
     r"""The shape k̂ of a generalised Pareto distribution, fitted to the largest weights (Zhang and Stephens, 2009).
 
     Weights have about 1 / k̂ finite moments. Fitted to the largest :math:`\min(n / 5, 3 \sqrt n)` of them, with the weak
-    prior of Vehtari et al. (2024). Fewer than five distinct ones, or equal ones, have no tail: -inf.
+    prior of Vehtari et al. (2024). Fewer than five distinct ones, or equal ones, have no tail: -inf. So have weights
+    that differ by no more than a hundred times the ``rounding`` error of their logarithms, those of a perfect model.
 
     Example:
         >>> uniform = torch.rand(100_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -141,7 +142,7 @@ def pareto_k(log_weights: Tensor) -> float:
         return -math.inf
     top = torch.topk(logs, size + 1).values.flip(0)
     excess = (top[1:] - top[-1]).exp() - (top[0] - top[-1]).exp()  # over the largest weight left out
-    if not bool(excess[-1] > 1e-12) or not bool(excess[0] >= 0):
+    if not bool(excess[-1] > max(1e-12, 100.0 * rounding)) or not bool(excess[0] >= 0):
         return -math.inf
     excess = excess.clamp_min(torch.finfo(excess.dtype).tiny)
     grid = 30 + int(math.sqrt(size))

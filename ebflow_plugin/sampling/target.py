@@ -61,7 +61,7 @@ class WeightedSamples:
     @cached_property
     def pareto_k(self) -> float:
         """The shape of the tail of the weights: below 0.7 their mean can be trusted, below 0.5 their variance."""
-        return pareto_k(self.log_weights)
+        return pareto_k(self.log_weights, self.rounding)
 
     @cached_property
     def log_z(self) -> Estimate:

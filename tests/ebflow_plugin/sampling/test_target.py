@@ -181,3 +181,19 @@ def test_forward_kl_on_weighted_samples_finds_the_target():
         ML(model)(drawn.samples, weights=drawn.weights).backward()
         adam.step()
     assert ebf.importance(model, normal, 2000, generator=rng()).effective_sample_size > 1950
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_perfect_model_is_reliable(dtype):
+    """Its weights differ by rounding alone, and a tail fitted to rounding errors can be of any shape."""
+    for seed in range(60):
+        torch.manual_seed(seed)
+        model = ebf.wrap(flows.Flow(transforms.LULinear(3), distributions.StandardNormal([3])).to(dtype))
+        with torch.no_grad():
+            weight, bias = model.flow._transform.weight().double(), model.flow._transform.bias.double()
+
+        def target(x, weight=weight, bias=bias):
+            return (-0.5 * (x.double() @ weight.T + bias).square().sum(1)).to(x.dtype)
+
+        found = ebf.importance(model, target, 1000, generator=rng(seed))
+        assert found.reliable, seed
