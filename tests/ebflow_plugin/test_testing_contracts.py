@@ -34,100 +34,67 @@ def test_the_census_is_complete():
 
 
 @every_case
-def test_invariant(case: Case):
+def test_density(case: Case):
+    """Contracts 1, 2 and 4: classification, nothing of the user's changes, the invariant, batches of any size."""
     flow, x, context = case.build(), case.x(), case.context()
-    ebf.wrap(flow).initialize(x, context)
-    if not case.own_log_prob:
-        model = ebf.wrap(flow)
-        expected = -model.energy(x, context) - model.log_z(case.event_shape)
-        assert torch.allclose(model.log_prob(x, context), expected, rtol=1e-9)
-        return
-    testing.check_invariant(
-        flow, x, context, own=lambda: case.own(flow, x.clone(), context), tolerance=max(case.own_tol, 1e-9)
-    )
-
-
-@every_case
-def test_classification(case: Case):
-    report = ebf.describe(case.build())
+    report = ebf.describe(flow)
     assert all(row.known for row in report), [row for row in report if not row.known]
-    assert ("linear" if all(row.linearity == "linear" for row in report) else "nonlinear") == case.expect
+    linear = all(row.linearity == "linear" for row in report)
+    assert ("linear" if linear else "nonlinear") == case.expect, "the classification differs from the census"
+
+    testing.check_untouched(flow, x, context)
+    model = ebf.wrap(flow)
+    if case.own_log_prob:
+        own = lambda: case.own(flow, x.clone(), context)  # noqa: E731
+        testing.check_invariant(flow, x, context, own=own, tolerance=max(case.own_tol, 1e-9))
+        plain = case.build()
+        if any(isinstance(step, InitialisedAffineStep) for step in model.plan.steps):  # else the first call decides
+            ebf.wrap(plain).initialize(x, context)
+        assert torch.equal(own(), case.own(plain, x, context)), "the flow's own log_prob changed by wrapping"
+    else:
+        expected = -model.energy(x, context) - model.log_z(case.event_shape)
+        assert torch.allclose(model.log_prob(x, context), expected, rtol=1e-9), "log_prob is not -energy - log Z"
+
+    none, one = (None if context is None else context[:rows] for rows in (0, 1))
+    assert model.energy(x[:0], none).shape == model.log_prob(x[:0], none).shape == (0,), "an empty batch"
+    assert model.score(x[:0], none).shape == x[:0].shape, "the score of an empty batch"
+    alone = model.log_prob(x[:1], one)
+    assert torch.allclose(alone, model.log_prob(x, context)[:1], rtol=1e-8), "a batch of one differs"
 
 
 @every_case
-def test_nothing_of_the_users_changes(case: Case):
-    testing.check_untouched(case.build(), case.x(), case.context())
-
-
-@pytest.mark.parametrize("case", [case for case in SUPPORTED if case.own_log_prob], ids=str)
-def test_the_flows_own_log_prob_is_bit_equal_after_wrapping(case: Case):
-    x, context = case.x(), case.context()
-    plain, wrapped = case.build(), case.build()
-    model = ebf.wrap(wrapped)
-    if any(isinstance(step, InitialisedAffineStep) for step in model.plan.steps):  # else the first call decides
-        for flow in (plain, wrapped):
-            ebf.wrap(flow).initialize(x, context)
-    model.score(x, context)
-    model.log_prob(x, context)
-    assert torch.equal(case.own(wrapped, x, context), case.own(plain, x, context))
-
-
-@pytest.mark.parametrize("case", [case for case in SUPPORTED if case not in NEEDS_A_SOLVE], ids=str)
-def test_energy_computes_no_determinant(case: Case):
-    testing.check_no_determinant(case.build(), case.x(), case.context())
-
-
-@pytest.mark.parametrize("case", NEEDS_A_SOLVE, ids=str)
-def test_a_density_direction_that_needs_a_solve_asks_for_no_log_det(case: Case):
-    with pytest.raises(AssertionError, match=r"solve|lu_factor|matrix_exp"):
-        testing.check_no_determinant(case.build(), case.x(), case.context())
-
-
-@pytest.mark.parametrize("case", [case for case in SUPPORTED if case.own_inverse], ids=str)
-def test_inverse(case: Case):
-    testing.check_inverse(case.build(), case.x(), case.context(), tolerance=max(case.inverse_tol, 1e-6))
+def test_derivatives_and_inverse(case: Case):
+    """Contract 3, the score as the gradient of the energy, second derivatives, and the inverse."""
+    flow, x, context = case.build(), case.x(), case.context()
+    model = ebf.wrap(flow)
+    model.initialize(x, context)
+    point, condition = x[:3].clone().requires_grad_(), None if context is None else context[:3]
+    score = model.score(point, condition)
+    (gradient,) = torch.autograd.grad(model.energy(point, condition).sum(), point)
+    assert torch.allclose(score, -gradient, rtol=1e-10), "the score is not the negative gradient of the energy"
+    if score.requires_grad:
+        (product,) = torch.autograd.grad((score * torch.ones_like(point)).sum(), point, allow_unused=True)
+        assert product is None or torch.isfinite(product).all(), "a second derivative is not finite"
+    if case.own_inverse:
+        testing.check_inverse(flow, x, context, tolerance=max(case.inverse_tol, 1e-6))
+    if case in NEEDS_A_SOLVE:
+        with pytest.raises(AssertionError, match=r"solve|lu_factor|matrix_exp"):
+            testing.check_no_determinant(flow, x, context)
+    else:
+        testing.check_no_determinant(flow, x, context)
 
 
 @every_case
-def test_copies(case: Case):
-    testing.check_copies(case.build(), case.x(), case.context())
-
-
-@every_case
-def test_devices(case: Case):
+def test_copies_and_devices(case: Case):
+    flow, x, context = case.build(), case.x(), case.context()
+    testing.check_copies(flow, x, context)
     try:
-        testing.check_devices(case.build(), case.x(), case.context())
+        testing.check_devices(flow, x, context)
     except (RuntimeError, NotImplementedError) as error:
-        exempt = asking(ebf.wrap(case.build()))
+        exempt = asking(ebf.wrap(flow))
         if not (DECIDES_BY_VALUE.search(str(error)) and exempt):
             raise
         pytest.skip(f"{', '.join(sorted(exempt))} of the library: decides by value")
-
-
-@every_case
-def test_score_is_the_gradient_and_second_derivatives_exist(case: Case):
-    flow, x, context = case.build(), case.x(3), case.context(3)
-    model = ebf.wrap(flow)
-    model.initialize(x, context)
-    point = x.clone().requires_grad_()
-    score = model.score(point, context)
-    (gradient,) = torch.autograd.grad(model.energy(point, context).sum(), point)
-    assert torch.allclose(score, -gradient, rtol=1e-10)
-    if score.requires_grad:
-        (product,) = torch.autograd.grad((score * torch.ones_like(x)).sum(), point, allow_unused=True)
-        assert product is None or torch.isfinite(product).all()
-
-
-@every_case
-def test_batches_of_none_and_of_one(case: Case):
-    flow, x, context = case.build(), case.x(), case.context()
-    model = ebf.wrap(flow)
-    model.initialize(x, context)
-    none = None if context is None else context[:0]
-    assert model.energy(x[:0], none).shape == model.log_prob(x[:0], none).shape == (0,)
-    assert model.score(x[:0], none).shape == x[:0].shape
-    one = None if context is None else context[:1]
-    assert torch.allclose(model.log_prob(x[:1], one), model.log_prob(x, context)[:1], rtol=1e-8)
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=str)
