@@ -1,0 +1,178 @@
+"""A training step of the flows that people have: the library's own likelihood, ours, and ours compiled."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import normflows as nf
+import torch
+import zuko
+from nflows import distributions, transforms
+from nflows.flows import Flow
+from nflows.nn import nets
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import ebflow_plugin as ebf
+from ebflow_examples.bench.contenders import objective, training_step
+from ebflow_examples.bench.results import Settings, Table
+from ebflow_examples.bench.timing import ratio
+from ebflow_examples.models import build
+
+__all__ = ["MODELS", "flows", "own_step"]
+
+ROWS, IMAGES = 200, 16
+
+
+def flows(settings: Settings) -> Iterator[Table]:
+    """Each model: the library's own step of maximum likelihood, and ours as shares of it, compiled and not."""
+    names = settings.choose(("nflows NSF", "zuko MAF"), tuple(MODELS))
+    for dim in settings.choose((10,), (2, 10, 64)):
+        rows = [_row(settings, name, settings.data(ROWS, dim)) for name in names]
+        yield Table(
+            "flows", f"training step, D = {dim}, {ROWS} rows: shares of the library's own likelihood", rows, NOTE
+        )
+    if not settings.quick:
+        rows = [_row(settings, name, settings.data(IMAGES, 3, 16, 16)) for name in IMAGE_MODELS]
+        yield Table("flows", f"the same, {IMAGES} images of 3 x 16 x 16", rows, NOTE)
+
+
+NOTE = (
+    "Loss, gradients, Adam; all columns of a row interleaved in one run. Below 1, ours is faster. A compiled step is "
+    "one graph; compiling takes up to a minute, once, and is not counted."
+)
+
+
+def _row(settings: Settings, name: str, x: Tensor) -> dict[str, Any]:
+    """The times of one model. An objective that its steps rule out is left empty."""
+    flow = (MODELS | IMAGE_MODELS)[name](tuple(x.shape[1:])).to(x)
+    ebf.wrap(flow).initialize(x)  # ActNorms
+    steps = {"own": training_step(flow, own_step(flow), x)}
+    for loss in ("ML",) if settings.quick else ("ML", "DSM", "SSM"):
+        for compiled in (False, True):
+            model = ebf.wrap(flow)
+            made = objective(loss, model)
+            if compiled:
+                made.compile()
+            step = training_step(model, made, x)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ebf.BiasWarning)  # what SSM would learn is not the question here
+                step()
+            steps[f"{loss}{', compiled' * compiled}"] = step
+    times = settings.time(f"{name} {tuple(x.shape)}", steps, seconds=1.5)
+    own = times.pop("own")
+    shares = {label: ratio(each, own) for label, each in times.items()}
+    return {"model": name, "own ML, ms": 1e3 * own.median, **shares}
+
+
+def own_step(flow: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Maximum likelihood as users of the library write it."""
+    if isinstance(flow, Flow):
+        return lambda x: -flow.log_prob(x).mean()
+    if isinstance(flow, nf.MultiscaleFlow):
+        return lambda x: -flow.log_prob(x, None).mean()
+    if isinstance(flow, nf.NormalizingFlow):
+        return flow.forward_kld
+    return lambda x: -flow().log_prob(x).mean()
+
+
+def _masks(dim: int, count: int) -> Iterator[Tensor]:
+    for index in range(count):
+        mask = torch.ones(dim)
+        mask[index % 2 :: 2] = -1
+        yield mask
+
+
+def _network(hidden: int, **options: Any) -> Callable[[int, int], nn.Module]:
+    return lambda inputs, outputs: nets.ResidualNet(inputs, outputs, hidden_features=hidden, num_blocks=2, **options)
+
+
+def _nflows(steps: list[nn.Module], dim: int) -> nn.Module:
+    return Flow(transforms.CompositeTransform(steps), distributions.StandardNormal([dim]))
+
+
+def nflows_nsf(shape: tuple[int, ...]) -> nn.Module:
+    """The NSF that sbi builds by default: five rational-quadratic couplings of ten bins, with LU layers."""
+    (dim,), steps = shape, []
+    for mask in _masks(dim, 5):
+        coupling = transforms.PiecewiseRationalQuadraticCouplingTransform(
+            mask, _network(50, activation=F.relu), num_bins=10, tails="linear", tail_bound=3.0
+        )
+        steps += [coupling, transforms.LULinear(dim, identity_init=True)]
+    return _nflows(steps, dim)
+
+
+def nflows_realnvp(shape: tuple[int, ...]) -> nn.Module:
+    """Eight affine couplings."""
+    (dim,) = shape
+    return _nflows([transforms.AffineCouplingTransform(mask, _network(64)) for mask in _masks(dim, 8)], dim)
+
+
+def nflows_maf(shape: tuple[int, ...]) -> nn.Module:
+    """Five masked affine autoregressive layers with permutations."""
+    (dim,), steps = shape, []
+    for _ in range(5):
+        layer = transforms.MaskedAffineAutoregressiveTransform(dim, 64, num_blocks=2, activation=torch.tanh)
+        steps += [layer, transforms.RandomPermutation(dim)]
+    return _nflows(steps, dim)
+
+
+def _normflows(steps: list[nn.Module], dim: int) -> nn.Module:
+    return nf.NormalizingFlow(nf.distributions.DiagGaussian(dim, trainable=False), steps)
+
+
+def normflows_nsf(shape: tuple[int, ...]) -> nn.Module:
+    """Five coupled rational-quadratic splines with LU layers, as in its tutorial."""
+    (dim,), steps = shape, []
+    for _ in range(5):
+        steps += [nf.flows.CoupledRationalQuadraticSpline(dim, 2, 50), nf.flows.LULinearPermute(dim)]
+    return _normflows(steps, dim)
+
+
+def normflows_autoregressive_nsf(shape: tuple[int, ...]) -> nn.Module:
+    """Five autoregressive rational-quadratic splines with LU layers."""
+    (dim,), steps = shape, []
+    for _ in range(5):
+        steps += [nf.flows.AutoregressiveRationalQuadraticSpline(dim, 2, 50), nf.flows.LULinearPermute(dim)]
+    return _normflows(steps, dim)
+
+
+def normflows_realnvp(shape: tuple[int, ...]) -> nn.Module:
+    """Eight masked affine couplings with ActNorms, as in its tutorial."""
+    (dim,), steps = shape, []
+    for mask in _masks(dim, 8):
+        scale, shift = (nf.nets.MLP([dim, 64, 64, dim], init_zeros=True) for _ in range(2))
+        steps += [nf.flows.MaskedAffineFlow((mask > 0).float(), shift, scale), nf.flows.ActNorm(dim)]
+    return _normflows(steps, dim)
+
+
+def normflows_glow(shape: tuple[int, ...]) -> nn.Module:
+    """Two levels of four GlowBlocks, as in its tutorial."""
+    channels, height, width = shape
+    bases, merges, steps = [], [], []
+    for level in range(2):
+        wide = channels * 2 ** (3 - level)
+        steps.append([*(nf.flows.GlowBlock(wide, 32) for _ in range(4)), nf.flows.Squeeze()])
+        size = height // 2 ** (2 - level), width // 2 ** (2 - level)
+        bases.append(nf.distributions.DiagGaussian((wide if level == 0 else wide // 2, *size)))
+        if level:
+            merges.append(nf.flows.Merge())
+    return nf.MultiscaleFlow(bases, steps, merges)
+
+
+MODELS: dict[str, Callable[[tuple[int, ...]], nn.Module]] = {
+    "nflows NSF": nflows_nsf,
+    "nflows RealNVP": nflows_realnvp,
+    "nflows MAF": nflows_maf,
+    "normflows NSF, coupled": normflows_nsf,
+    "normflows NSF, autoregressive": normflows_autoregressive_nsf,
+    "normflows RealNVP": normflows_realnvp,
+    "zuko NSF": lambda shape: zuko.flows.NSF(shape[0], transforms=5, hidden_features=(50, 50)),
+    "zuko MAF": lambda shape: zuko.flows.MAF(shape[0], transforms=5, hidden_features=(64, 64)),
+}
+IMAGE_MODELS: dict[str, Callable[[tuple[int, ...]], nn.Module]] = {
+    "nflows Glow": lambda shape: build("glow", shape, levels=2, blocks=4, hidden=32),
+    "normflows Glow": normflows_glow,
+}
