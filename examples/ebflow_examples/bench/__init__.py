@@ -27,6 +27,7 @@ GROUPS = {
     "cnn": "the same for the paper's cnn, contiguous and channels_last",
     "wrapper": "energy() and log_prob() against a loop over the same modules",
     "growth": "step time against D, peak memory against depth",
+    "launches": "how many kernels a training step launches, ours and by hand",
     "flows": "the flows that people have: the library's own likelihood, ours, and ours compiled",
     "rivals": "against nflows, normflows, zuko, torchebm and torch-ema",
 }

@@ -1,0 +1,72 @@
+"""How many kernels a training step launches: what a GPU waits for where a model is made of small operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ebflow_plugin as ebf
+from ebflow_examples.architectures import CNN_KERNEL
+from ebflow_examples.bench import plain
+from ebflow_examples.bench.contenders import ALPHA, objective, plain_loss
+from ebflow_examples.bench.results import Settings, Table
+from ebflow_examples.models import build
+
+__all__ = ["count", "launches"]
+
+# Operators that compute nothing: they make a tensor without filling it, or look at one in another way.
+FREE = {"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided"}
+
+
+class _Counter(TorchDispatchMode):
+    """Counts the operators that would launch a kernel."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view and func._schema.name not in FREE and func is not torch.ops.aten.detach.default:
+            self.total += 1
+        return func(*args, **(kwargs or {}))
+
+
+def count(step: Callable[[], object]) -> int:
+    """The number of kernels that a call launches, after one call to warm up.
+
+    Example:
+        >>> a = torch.ones(3)
+        >>> count(lambda: (a + 1).view(1, 3).sum())
+        2
+    """
+    step()
+    with _Counter() as counter:
+        step()
+    return counter.total
+
+
+def launches(settings: Settings) -> Iterator[Table]:
+    """Loss and gradients, without the optimiser, which is the same for both."""
+    rows = []
+    for kind, shape, names in (
+        ("fc", (64,), ("SSM", "DSM", "FDSSM", "ML", "ML relative")),
+        ("cnn", (1, 12, 12), ("SSM", "DSM", "ML stochastic")),
+    ):
+        x = settings.data(8, *shape)
+        hand: Any = plain.FullyConnected(64, ALPHA) if kind == "fc" else plain.Convolutional(1, ALPHA, CNN_KERNEL)
+        for name in names:
+            ours = objective(name, ebf.wrap(build(kind, shape, alpha=ALPHA).to(x)))
+            other = plain_loss(name, hand.to(x)) if " " not in name else None  # nobody has these by hand
+            rows.append(_row(f"{kind} {name}", ours, other, x))
+    note = "Operators of torch that compute something, counted in one step: loss and gradients, without the optimiser."
+    yield Table("launches", "kernels that a training step launches", rows, note)
+
+
+def _row(what: str, ours: Any, by_hand: Callable[[Tensor], Tensor] | None, x: Tensor) -> dict[str, Any]:
+    return {
+        "step": what,
+        "ours": count(lambda: ours(x).backward()),
+        "by hand": None if by_hand is None else count(lambda: by_hand(x).backward()),
+    }
