@@ -39,10 +39,10 @@ __all__ = [
 ]
 
 # Words in the names of operators of torch that factorise or invert a matrix, or compute its determinant.
-_FACTORISATIONS = frozenset(
-    "cholesky det eig eigh eigvals eigvalsh exp geqrf inv inverse ldl logdet lstsq lu orgqr ormqr pinv pinverse qr "
-    "slogdet solve svd svdvals tensorinv".split()
-)
+_FACTORISATIONS = {
+    "cholesky", "det", "eig", "eigh", "eigvals", "eigvalsh", "exp", "geqrf", "inv", "inverse", "ldl", "logdet",
+    "lstsq", "lu", "orgqr", "ormqr", "pinv", "pinverse", "qr", "slogdet", "solve", "svd", "svdvals", "tensorinv",
+}  # fmt: skip
 
 
 def _factorises(name: str) -> bool:
