@@ -19,7 +19,7 @@ __all__ = ["CHOICES", "LOSS_OPTIONS", "TrainConfig", "option_types", "read_toml"
 MODEL, LOSS, OPTIMISER, EVALUATION, MACHINE = "What", "Loss", "Optimiser", "Start and finish", "Machine and data"
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "library": ("nflows", "normflows", "zuko"),
+    "library": ("nflows", "normflows"),
     "activation": ("silu", "tanh", "softplus", "relu", "leaky_relu"),
     "linear": ("full", "lu", "lower", "upper", "qr", "svd"),
     "loss": ("ssm", "dsm", "fdssm", "sm", "ml", "sml"),
