@@ -145,7 +145,7 @@ class PlannedFlow(nn.Module):
         return (x, None) if dequantize is None or len(x) == 0 else dequantize.dequantize(x, generator)
 
     def _rows(self, data: Any, generator: Generator | None) -> Iterator[Rows]:
-        """The data in batches: the input of the plan, the context, and the log-volume of a Dequantize."""
+        """The data in batches: the input of the plan, its context, weights, and the log-volume of a Dequantize."""
         return batches(data, lambda x, context: self._input(x, context, generator), self.like().device)
 
     @torch.no_grad()
