@@ -140,7 +140,7 @@ class PlannedFlow(nn.Module):
 
     def _input(self, x: Tensor, context: Tensor | None, generator: Generator | None) -> tuple[Tensor, Tensor | None]:
         """Checks data, and dequantises them if there is such a step: the input of the plan, and its log-volume."""
-        x, dequantize = self.check(x, context), self.dequantize
+        dequantize, x = self.dequantize, self.check(x, context)
         self._plan.refuse()
         return (x, None) if dequantize is None or len(x) == 0 else dequantize.dequantize(x, generator)
 
