@@ -62,7 +62,7 @@ from ebflow_plugin.report import FlowReport
 from ebflow_plugin.sampling.chains import Chains
 from ebflow_plugin.sampling.langevin import denoise, impute, langevin
 from ebflow_plugin.sampling.target import MetropolisChain, WeightedSamples, importance
-from ebflow_plugin.training import EMA, Event, FitResult, fit, load_best
+from ebflow_plugin.training import EMA, Event, FitResult, fit, load_best, parameter_groups
 from ebflow_plugin.verification import VerificationReport, verify
 from ebflow_plugin.version import __version__
 from ebflow_plugin.wrapper import describe, wrap
@@ -122,6 +122,7 @@ __all__ = [
     "load_best",
     "make_objective",
     "objectives",
+    "parameter_groups",
     "register_container",
     "register_linear",
     "register_nonlinear",

@@ -155,7 +155,7 @@ def raise_from_step(error: Exception, part: Any, value: Any, context: Any) -> No
 
 
 def refuse_inference_tensors(error: Exception, module: object, path: str) -> None:
-    """Raises if an error of torch may come from the parameters or buffers of a module that autograd cannot use.
+    """Raises if an error of torch comes from tensors of a module that autograd cannot use.
 
     Example:
         >>> with torch.inference_mode():
@@ -164,14 +164,17 @@ def refuse_inference_tensors(error: Exception, module: object, path: str) -> Non
         Traceback (most recent call last):
         ebflow_plugin.errors.InputError: flow.3.weight was made under torch.inference_mode(), and has no derivatives...
     """
-    if not isinstance(module, torch.nn.Module) or not isinstance(error, RuntimeError) or isinstance(error, EBFlowError):
+    if not isinstance(error, RuntimeError) or isinstance(error, EBFlowError):
         return
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if tensor.is_inference():
-            raise InputError(
-                f"{path}.{name} was made under torch.inference_mode(), and has no derivatives. Make or load the flow "
-                "outside of it, or wrap a copy that is made outside: copy.deepcopy(flow)."
-            ) from error
+    named = (*module.named_parameters(), *module.named_buffers()) if isinstance(module, torch.nn.Module) else ()
+    found = [f"{path}.{name}" for name, tensor in named if tensor.is_inference()]
+    if not found and "Inference tensors cannot be saved" in str(error):  # a plain tensor, or that of another module
+        found = [f"a tensor of {path}"]
+    if found:
+        raise InputError(
+            f"{found[0]} was made under torch.inference_mode(), and has no derivatives. Make or load the flow "
+            "outside of it, or wrap a copy that is made outside: copy.deepcopy(flow)."
+        ) from error
 
 
 def _may_come_from_a_missing_context(error: Exception) -> bool:

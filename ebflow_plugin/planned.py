@@ -11,16 +11,19 @@ from torch import Generator, Tensor, nn
 
 from ebflow_plugin.adapting.adapter import Adapter
 from ebflow_plugin.adapting.discovery import find_flow
-from ebflow_plugin.adapting.watch import Watch
 from ebflow_plugin.closed_form.calibration import Calibration, CalibrationStep
 from ebflow_plugin.closed_form.moments import Rows, batches
 from ebflow_plugin.log_z.exact import Normalizer
 from ebflow_plugin.plan.inputs import check_input, refuse_non_finite
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.preprocessing import Dequantize, boundary, preprocessing_steps, refuse_trainable
+from ebflow_plugin.plan.step import LinearStep
 from ebflow_plugin.report import FlowReport
 
-__all__ = ["PlannedFlow"]
+__all__ = ["PlannedFlow", "Watch"]
+
+# Values that steps read on each call: a module that counts its calls, say, does not change the plan.
+_READ_EACH_CALL = (Tensor, int, float, complex, type(None), dict, list, tuple, set)
 
 
 class PlannedFlow(nn.Module):
@@ -137,9 +140,9 @@ class PlannedFlow(nn.Module):
 
     def _input(self, x: Tensor, context: Tensor | None, generator: Generator | None) -> tuple[Tensor, Tensor | None]:
         """Checks data, and dequantises them if there is such a step: the input of the plan, and its log-volume."""
-        x = self.check(x, context)
+        x, dequantize = self.check(x, context), self.dequantize
         self._plan.refuse()
-        return (x, None) if self.dequantize is None or len(x) == 0 else self.dequantize.dequantize(x, generator)
+        return (x, None) if dequantize is None or len(x) == 0 else dequantize.dequantize(x, generator)
 
     def _rows(self, data: Any, generator: Generator | None) -> Iterator[Rows]:
         """The data in batches: the input of the plan, the context, and the log-volume of a Dequantize."""
@@ -225,3 +228,84 @@ def _move_calibration(model: nn.Module, keys: Any) -> None:
     assert isinstance(model, PlannedFlow)
     like = model.like()
     model.calibration.to(device=like.device, dtype=like.dtype)
+
+
+class Watch:
+    """Detects changes of modules: of their class, members, hooks, and attributes that decide how they act.
+
+    Arguments:
+        parts: The modules.
+        buffers: A module whose buffers are watched too.
+
+    Example:
+        >>> net = nn.Sequential(nn.Tanh())
+        >>> watch = Watch([net])
+        >>> watch.unchanged()
+        True
+        >>> net.append(nn.Tanh()) is net, watch.unchanged()
+        (True, False)
+    """
+
+    def __init__(self, parts: list[Any], buffers: nn.Module | None = None) -> None:
+        self._classes = [(part, type(part)) for part in parts]
+        self._sizes: list[tuple[dict[Any, Any], int]] = []
+        self._members: list[tuple[dict[Any, Any], Any, Any]] = []
+        for part in parts:
+            attributes = vars(part)
+            chosen = {name: value for name, value in attributes.items() if _decides(name, value)}
+            self._record(attributes, chosen)
+            if isinstance(part, nn.Module):
+                self._record(part._modules, part._modules)
+                self._record(part._forward_hooks, {})
+                self._record(part._forward_pre_hooks, {})
+        if buffers is not None:
+            self._record(buffers._buffers, buffers._buffers)
+
+    @classmethod
+    def of(cls, plan: Plan, flow: nn.Module, buffers: nn.Module) -> Watch:
+        """Watches the modules that a plan of the flow was built from."""
+        return cls(_arrangement(plan, flow), buffers)
+
+    def _record(self, held: Any, members: Any) -> None:
+        self._sizes.append((held, len(held)))
+        self._members.extend((held, name, value) for name, value in members.items())
+
+    def unchanged(self) -> bool:
+        """Whether nothing has changed."""
+        if not all(type(part) is kind for part, kind in self._classes):
+            return False
+        if not all(len(held) == size for held, size in self._sizes):
+            return False
+        return all(held.get(name) is value for held, name, value in self._members)
+
+
+def _decides(name: str, value: Any) -> bool:
+    """Whether an attribute may decide how a module acts: a string, a flag, a function, an object."""
+    if isinstance(value, bool):
+        return name != "training"  # read on each call
+    return not isinstance(value, _READ_EACH_CALL)
+
+
+def _arrangement(plan: Plan, flow: nn.Module) -> list[Any]:
+    """The flow, the containers of its steps and its base, these themselves, and the submodules of linear steps."""
+    owners = {""}
+    for part in plan.parts():
+        names = part.path.split(".")
+        owners.update(".".join(names[:depth]) for depth in range(1, len(names)))
+    known = dict(flow.named_modules(remove_duplicate=False))
+    parts: dict[int, Any] = {}
+
+    def members() -> Iterator[Any]:
+        for owner in owners:
+            if owner in known:
+                yield known[owner]
+                yield from known[owner].children()
+        for part in plan.parts():
+            yield part.module
+            if isinstance(part, LinearStep) and isinstance(part.module, nn.Module) and part.path not in owners:
+                yield from part.module.modules()
+
+    for member in members():
+        if hasattr(member, "__dict__"):
+            parts[id(member)] = member
+    return list(parts.values())

@@ -141,7 +141,7 @@ class NflowsAdapter(Adapter):
     rules = MappingProxyType(RULES)
     opaque = steps.UnknownStep
     density_methods = ("log_prob", "_log_prob")
-    inverters = ("InverseTransform",)
+    inverters = ("InverseTransform", "Inverted")
     constrained = MappingProxyType(
         {
             "LULinear": lambda module: (module.features, False),

@@ -12,7 +12,6 @@ from ebflow_plugin.adapting import (
     Gaussian,
     Shapes,
     Smoothness,
-    changes_the_map,
     density_smoothness,
     gaussian_mean,
     takes_context,
@@ -72,9 +71,8 @@ class NormalBase(NflowsBase):
 
     smoothness = Smoothness.SMOOTH  # the network of the context is no function of x
 
-    def gaussian(self, context: Tensor | None) -> Gaussian | None:
-        patched = changes_the_map(self.module, type(self.module)) is not None  # looked up: the object may be patched
-        return None if patched else (self.mean_std(context),)
+    def gaussian(self, context: Tensor | None) -> Gaussian:
+        return (self.mean_std(context),)
 
     def sample(self, n: int, context: Tensor | None, like: Tensor) -> tuple[Tensor, ...]:
         mean, std = self.mean_std(context)

@@ -11,11 +11,11 @@ from torch.nn import functional as F
 from ebflow_plugin.adapting import (
     ElementwiseAffineStep,
     InitialisedAffineStep,
-    Linearization,
     MatrixStep,
     MixingStep,
     OrthogonalStep,
     PackedLUStep,
+    Products,
     Shape,
     Shapes,
     SqueezeStep,
@@ -121,41 +121,35 @@ class FactorsStep(MixingStep):
         size: int = self.module.features
         return size
 
+    def bias(self) -> Tensor | None:
+        return getattr(self.module, "bias", None)
+
 
 class HouseholderStep(OrthogonalStep, FactorsStep):
     """HouseholderSequence: a product of reflections, with log-det 0. O(K·D)."""
 
     reason = "orthogonal"
 
-    def apply(self, x: Tensor) -> Tensor:
-        return reflect(self.checked(x), self.module.q_vectors)
+    def products(self) -> Products:
+        vectors = self.module.q_vectors
+        return lambda x: reflect(x, vectors), lambda y: reflect(y, vectors.flip(0))
 
-    def invert(self, y: Tensor) -> Tensor:
-        return reflect(self.checked(y), self.module.q_vectors.flip(0))
+    def solve(self, rows: Tensor) -> Tensor:
+        return self.products()[1](rows)
 
 
 class QRLinearStep(FactorsStep):
     """QRLinear: y = Q R x + b."""
 
-    closed_form = "forward"
     reason = "matrix held as QR factors"
 
-    def apply(self, x: Tensor) -> Tensor:
-        t = self.module
-        return reflect(F.linear(self.checked(x), t._create_upper()), t.orthogonal.q_vectors) + t.bias
-
-    def invert(self, y: Tensor) -> Tensor:
-        t = self.module
-        rows = reflect(self.checked(y) - t.bias, t.orthogonal.q_vectors.flip(0))
-        return torch.linalg.solve_triangular(t._create_upper().mT, rows, upper=False, left=False)
-
-    def linearize(self, x: Tensor, context: Tensor | None) -> Linearization:
+    def products(self) -> Products:
         upper, vectors = self.module._create_upper(), self.module.orthogonal.q_vectors
-        return Linearization(
-            value=reflect(F.linear(self.checked(x), upper), vectors) + self.module.bias,
-            push=lambda tangent: reflect(F.linear(tangent, upper), vectors),
-            pull=lambda adjoint: reflect(adjoint, vectors.flip(0)) @ upper,
-        )
+        return lambda x: reflect(F.linear(x, upper), vectors), lambda y: reflect(y, vectors.flip(0)) @ upper
+
+    def solve(self, rows: Tensor) -> Tensor:
+        turned = reflect(rows, self.module.orthogonal.q_vectors.flip(0))
+        return torch.linalg.solve_triangular(self.module._create_upper().mT, turned, upper=False, left=False)
 
     def log_abs_det(self, shape: Shape) -> Tensor:
         log_diagonal: Tensor = self.module.log_upper_diag
@@ -165,31 +159,22 @@ class QRLinearStep(FactorsStep):
 class SVDLinearStep(FactorsStep):
     """SVDLinear: y = U S V x + b."""
 
-    closed_form = "forward"
     reason = "matrix held as SVD factors"
 
-    def apply(self, x: Tensor) -> Tensor:
-        t = self.module
+    def products(self) -> Products:
+        diagonal, left, right = self._factors()
         return (
-            reflect(reflect(self.checked(x), t.orthogonal_2.q_vectors) * t.diagonal, t.orthogonal_1.q_vectors) + t.bias
+            lambda x: reflect(reflect(x, right) * diagonal, left),
+            lambda y: reflect(reflect(y, left.flip(0)) * diagonal, right.flip(0)),
         )
 
-    def invert(self, y: Tensor) -> Tensor:
+    def solve(self, rows: Tensor) -> Tensor:
+        diagonal, left, right = self._factors()
+        return reflect(reflect(rows, left.flip(0)) / diagonal, right.flip(0))
+
+    def _factors(self) -> tuple[Tensor, Tensor, Tensor]:
         t = self.module
-        x = reflect(self.checked(y) - t.bias, t.orthogonal_1.q_vectors.flip(0)) / t.diagonal
-        return reflect(x, t.orthogonal_2.q_vectors.flip(0))
-
-    def linearize(self, x: Tensor, context: Tensor | None) -> Linearization:
-        diagonal, left, right = (
-            self.module.diagonal,
-            self.module.orthogonal_1.q_vectors,
-            self.module.orthogonal_2.q_vectors,
-        )
-        return Linearization(
-            value=self.apply(x),
-            push=lambda tangent: reflect(reflect(tangent, right) * diagonal, left),
-            pull=lambda adjoint: reflect(reflect(adjoint, left.flip(0)) * diagonal, right.flip(0)),
-        )
+        return t.diagonal, t.orthogonal_1.q_vectors, t.orthogonal_2.q_vectors
 
     def log_abs_det(self, shape: Shape) -> Tensor:
         return torch.log(self.module.diagonal).sum() * self.copies(shape)

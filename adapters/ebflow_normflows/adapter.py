@@ -153,7 +153,7 @@ RULES: dict[str, Rule] = {
     "HamiltonianMonteCarlo": steps.StochasticStep,
 }
 
-BACKWARDS = ("Invertible1x1Conv", "InvertibleAffine")  # classes whose steps describe the inverse
+BACKWARDS = ("Invertible1x1Conv", "InvertibleAffine", "FullConv2d")  # classes whose steps describe the inverse
 
 # The models, a subclass before its parent.
 MODELS = ("ConditionalNormalizingFlow", "NormalizingFlow", "ClassCondFlow", "MultiscaleFlow", "NormalizingFlowVAE")

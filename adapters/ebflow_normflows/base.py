@@ -46,7 +46,7 @@ class NormflowsBase(Base):
     """
 
     def __init__(self, module: Any, path: str, conditional: bool) -> None:
-        self._known, why = resolve(module, lambda cls: BASES.get(cls.__name__) if _ours(cls) else None)
+        self._kind, why = resolve(module, lambda cls: cls.__name__ if _ours(cls) and cls.__name__ in BASES else None)
         super().__init__(module, path, None if "overrides" in why else _shapes(module))
         self.classes: int | None = getattr(module, "num_classes", None)
         self.needs_context = self.classes is not None or hasattr(module, "context_encoder")
@@ -55,7 +55,7 @@ class NormflowsBase(Base):
 
     @property
     def smoothness(self) -> Smoothness:
-        return density_smoothness(self.module) if self._known is None else self._known
+        return density_smoothness(self.module) if self._kind is None else BASES[self._kind]
 
     def refusal(self) -> str | None:
         if "Resampled" in self.class_name and self.module.training:  # of the package larsflow
@@ -69,8 +69,7 @@ class NormflowsBase(Base):
         return per_sample(self.module.log_prob(z, **self._given(self._names[0], context, z)), z)
 
     def gaussian(self, context: Tensor | None) -> Gaussian | None:
-        kind, _ = resolve(self.module, lambda cls: cls.__name__ if _ours(cls) and cls.__name__ in BASES else None)
-        if kind != "DiagGaussian":  # resolved on each call, since the object may be patched
+        if self._kind != "DiagGaussian":
             return None
         temperature = 1.0 if self.module.temperature is None else self.module.temperature
         return ((self.module.loc, torch.exp(self.module.log_scale) * temperature),)

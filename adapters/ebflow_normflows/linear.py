@@ -6,7 +6,6 @@ matrix of its *inverse*. :func:`ebflow_normflows.adapter.backwards` inverts thos
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,14 +15,14 @@ from torch.nn import functional as F
 from ebflow_plugin.adapting import (
     ElementwiseAffineStep,
     InitialisedAffineStep,
-    IsometryStep,
-    Linearization,
     MatrixStep,
     Memo,
     OrthogonalStep,
     PermutationStep,
+    Products,
     Shape,
     Shapes,
+    TranslationStep,
     TriangularStep,
 )
 from ebflow_plugin.errors import InputError
@@ -80,24 +79,11 @@ class ActNormStep(InitialisedAffineStep, AffineConstStep):
         module.data_dep_init_done.fill_(1.0)
 
 
-class ShiftStep(IsometryStep):
-    """transforms.Shift, whose own methods write into their input."""
+class ShiftStep(TranslationStep):
+    """transforms.Shift, which subtracts, and whose own methods write into their input."""
 
-    closed_form = "both"
-    reason = "translation"
-
-    def _shift(self, x: Tensor) -> Tensor | float:
-        shift: Tensor | float = self.module.shift
-        return shift.to(x) if isinstance(shift, Tensor) else shift
-
-    def apply(self, x: Tensor) -> Tensor:
-        return x - self._shift(x)
-
-    def invert(self, y: Tensor) -> Tensor:
-        return y + self._shift(y)
-
-    def linearize(self, x: Tensor, context: Tensor | None) -> Linearization:
-        return Linearization(self.encode(x, context)[0], lambda tangent: tangent, lambda adjoint: adjoint)
+    def shift(self, x: Tensor, context: Tensor | None) -> Tensor:
+        return -torch.as_tensor(self.module.shift).to(x)
 
 
 class ShuffleStep(PermutationStep):
@@ -183,19 +169,14 @@ class LUVectorStep(LUConvolutionStep):
     def order(self) -> Tensor:
         return self._order.get([self.module.P], lambda: self.module.P.argmax(0), key="columns")
 
-    def _affine(self, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-        lower, upper = self.factors()
-        order = self.order()
+    def products(self) -> Products:
+        (lower, upper), order = self.factors(), self.order()
+        return (
+            lambda x: x[..., order] @ lower @ upper,
+            lambda y: F.linear(F.linear(y, upper), lower)[..., torch.argsort(order)],
+        )
 
-        def push(tangent: Tensor) -> Tensor:
-            return tangent[..., order] @ lower @ upper
-
-        def pull(adjoint: Tensor) -> Tensor:
-            return F.linear(F.linear(adjoint, upper), lower)[..., torch.argsort(order)]
-
-        return push(self.checked(x)), push, pull
-
-    def _solve(self, rows: Tensor) -> Tensor:
+    def solve(self, rows: Tensor) -> Tensor:
         lower, upper = self.factors()
         half = torch.linalg.solve_triangular(upper, rows, upper=True, left=False)
         x: Tensor = torch.linalg.solve_triangular(lower, half, upper=False, left=False, unitriangular=True)

@@ -25,7 +25,6 @@ from ebflow_plugin.adapting import (
     SigmoidStep,
     Smoothness,
     SplineStep,
-    Value,
     comes_from,
     is_a,
     logit_map,
@@ -70,7 +69,7 @@ class NormflowsStep(NonlinearStep):
     def call_inverse(self, y: Any, context: Tensor | None) -> tuple[Any, Any]:
         return self._call(self.module.inverse, "inverse", y, context)
 
-    def _call(self, flow: Callable[..., Any], name: str, x: Value, context: Tensor | None) -> tuple[Value, Any]:
+    def _call(self, flow: Callable[..., Any], name: str, x: Any, context: Tensor | None) -> tuple[Any, Any]:
         given = self.conditional and context is not None and self._takes_context[name]
         value, log_det = flow(list(x) if isinstance(x, tuple) else x, **({"context": context} if given else {}))
         return (tuple(value) if isinstance(value, list) else value), log_det
@@ -145,7 +144,7 @@ def whole_coupling(mode: str) -> type[CouplingStep]:
         n_in = 1
         n_out = 1
 
-        def _call(self, flow: Callable[..., Any], name: str, x: Any, context: Tensor | None) -> tuple[Value, Any]:
+        def _call(self, flow: Callable[..., Any], name: str, x: Any, context: Tensor | None) -> tuple[Any, Any]:
             (first, second), log_det = super()._call(flow, name, halves(x, mode), context)
             return joined(first, second, mode), log_det
 

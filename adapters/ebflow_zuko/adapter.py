@@ -32,7 +32,7 @@ from ebflow_plugin.adapting import (
 from ebflow_plugin.errors import InputError
 from ebflow_zuko import linear, steps
 from ebflow_zuko.base import base_of
-from ebflow_zuko.linear import built_name, factory_of
+from ebflow_zuko.linear import built_name, factory_of, held
 from ebflow_zuko.transforms import PACKAGES, known_name
 
 register_networks(("zuko", "sbi"))  # all of their networks hold their activations as modules
@@ -59,13 +59,6 @@ def matrix(step: type[Step], dim: int = 2) -> Rule:
     return rule
 
 
-def held(module: Any) -> list[Tensor]:
-    """The tensors of an unconditional lazy module, or of a transform."""
-    if isinstance(module, nn.Module):
-        return [*module.parameters(), *module.buffers()]
-    return [value for value in vars(module).values() if isinstance(value, Tensor)]
-
-
 # The rules of transforms whose parameters do not depend on a context.
 TRANSFORMS: dict[str, Rule] = {
     "ComposedTransform": members("transforms"),
@@ -76,7 +69,7 @@ TRANSFORMS: dict[str, Rule] = {
     "_InverseTransform": member("_inv", inverted=True),
     # linear
     "IdentityTransform": linear.SameStep,
-    "AdditiveTransform": linear.TranslationStep,
+    "AdditiveTransform": linear.AdditiveStep,
     "AffineTransform": linear.AffineStep,
     "MonotonicAffineTransform": linear.AffineStep,
     "PermutationTransform": matrix(linear.OrderStep, dim=1),

@@ -6,7 +6,6 @@ dimension, as in zuko.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import log, prod
 from typing import Any
 
@@ -16,27 +15,27 @@ from torch import Tensor, nn
 from ebflow_plugin.adapting import (
     ElementwiseAffineStep,
     IdentityStep,
-    IsometryStep,
     Linearization,
     OrthogonalStep,
-    Part,
     PermutationStep,
     Shape,
+    TranslationStep,
     TriangularStep,
 )
 from ebflow_zuko.transforms import bare, known_name, unwrapped
 
 __all__ = [
+    "AdditiveStep",
     "AffineStep",
     "LazyPart",
     "OrderStep",
     "RotationStep",
     "SameStep",
-    "TranslationStep",
     "TriangularMatrixStep",
     "accepted_context",
     "built_name",
     "factory_of",
+    "held",
 ]
 
 
@@ -55,8 +54,17 @@ def accepted_context(module: Any, context: Tensor | None) -> Tensor | None:
     return None if "phi" in getattr(module, "_modules", ()) else context
 
 
-class LazyPart(Part):
-    """A part whose module is a lazy module, or a transform itself."""
+def held(module: Any) -> list[Tensor]:
+    """The tensors of an unconditional lazy module, or of a transform."""
+    if isinstance(module, nn.Module):
+        return [*module.parameters(), *module.buffers()]
+    return [value for value in vars(module).values() if isinstance(value, Tensor)]
+
+
+class LazyPart:
+    """A part of a plan whose module is a lazy module, or a transform itself."""
+
+    module: Any
 
     @property
     def class_name(self) -> str:
@@ -98,33 +106,12 @@ class AffineStep(LazyPart, ElementwiseAffineStep):
         return log_scale.sum() * (prod(shape) // log_scale.numel())
 
 
-class TranslationStep(LazyPart, IsometryStep):
+class AdditiveStep(LazyPart, TranslationStep):
     """AdditiveTransform, whose shift is a parameter or depends on the context: its log-det is 0 in either case."""
 
-    closed_form = "both"
-    reason = "translation"
-
-    def shift(self, context: Tensor | None) -> Tensor:
-        """The shift, to be broadcast against a batch."""
+    def shift(self, x: Tensor, context: Tensor | None) -> Tensor:
         shift: Tensor = bare(self.build(accepted_context(self.module, context))).shift
         return shift
-
-    def apply(self, x: Tensor) -> Tensor:
-        return x + self.shift(None)
-
-    def invert(self, y: Tensor) -> Tensor:
-        return y - self.shift(None)
-
-    def encode(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, None]:
-        shift = self.shift(context)
-        return (x - shift if self.inverted else x + shift), None
-
-    def decode(self, z: Tensor, context: Tensor | None) -> Tensor:
-        shift = self.shift(context)
-        return z + shift if self.inverted else z - shift
-
-    def linearize(self, x: Tensor, context: Tensor | None) -> Linearization:
-        return Linearization(self.encode(x, context)[0], lambda tangent: tangent, lambda adjoint: adjoint)
 
 
 class OrderStep(LazyPart, PermutationStep):
@@ -161,16 +148,6 @@ class TriangularMatrixStep(LazyPart, TriangularStep):
         lower: Tensor = self.build().L
         return lower.diagonal().abs().log()
 
-    def log_abs_det(self, shape: Shape) -> Tensor:
-        return self.log_diagonal().sum() * prod(shape[:-1])
-
-    def _affine(self, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-        lower, upper = self.factors()
-        return (
-            x @ upper.mT @ lower.mT,
-            lambda tangent: tangent @ upper.mT @ lower.mT,
-            lambda adjoint: adjoint @ lower @ upper,
-        )
-
-    def invert(self, y: Tensor) -> Tensor:
-        return self._solve(y.reshape(-1, y.shape[-1])).reshape(y.shape)
+    @property
+    def features(self) -> int:
+        return held(self.module)[0].shape[-1]

@@ -20,8 +20,6 @@ from ebflow_plugin.adapting.rules import (
     Child,
     Container,
     OpaqueStep,
-    RegisteredLinearStep,
-    RegisteredRule,
     Rule,
     registered_smoothness,
 )
@@ -55,25 +53,24 @@ from ebflow_plugin.plan.linear import (
     PermutationStep,
     RefusedStep,
     SqueezeStep,
+    TranslationStep,
 )
-from ebflow_plugin.plan.matrices import FullConvStep, FullLinearStep, MatrixStep, MixingStep, TriangularStep
+from ebflow_plugin.plan.matrices import FullConvStep, FullLinearStep, MatrixStep, MixingStep, Products, TriangularStep
 from ebflow_plugin.plan.plan import Plan
-from ebflow_plugin.plan.registry import changes_the_map, resolve
+from ebflow_plugin.plan.registry import resolve
 from ebflow_plugin.plan.smooth_modules import Smoothness, register_networks, worst_of
 from ebflow_plugin.plan.smoothness import smoothness_of
 from ebflow_plugin.plan.step import (
     Base,
     Gaussian,
-    Linearity,
     Linearization,
     LinearStep,
     NonlinearStep,
-    Part,
     Shape,
     Shapes,
     Step,
 )
-from ebflow_plugin.plan.values import Value, per_sample, summed
+from ebflow_plugin.plan.values import per_sample, summed
 
 __all__ = [
     "DEPENDS_ON_CONTEXT",
@@ -97,7 +94,6 @@ __all__ = [
     "InitialisedAffineStep",
     "IsometryStep",
     "LinearStep",
-    "Linearity",
     "Linearization",
     "MatrixStep",
     "Memo",
@@ -106,12 +102,10 @@ __all__ = [
     "OpaqueStep",
     "OrthogonalStep",
     "PackedLUStep",
-    "Part",
     "PermutationStep",
     "Plan",
+    "Products",
     "RefusedStep",
-    "RegisteredLinearStep",
-    "RegisteredRule",
     "Rule",
     "Shape",
     "Shapes",
@@ -120,9 +114,8 @@ __all__ = [
     "SplineStep",
     "SqueezeStep",
     "Step",
+    "TranslationStep",
     "TriangularStep",
-    "Value",
-    "changes_the_map",
     "clamped_logit_map",
     "comes_from",
     "density_smoothness",

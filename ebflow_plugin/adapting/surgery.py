@@ -7,7 +7,7 @@ replacement to the caller's list.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -17,12 +17,19 @@ from torch.nn import functional as F
 
 from ebflow_plugin.adapting.adapter import Adapter
 from ebflow_plugin.adapting.discovery import FoundFlow, find_flow
-from ebflow_plugin.errors import InputError, UnknownNameError, suggest
+from ebflow_plugin.errors import EBFlowWarning, InputError, UnknownNameError, suggest, warn
+from ebflow_plugin.layers import FullConv2d
+from ebflow_plugin.linalg.geometry import Setting
+from ebflow_plugin.plan.inputs import integer, one_of
 from ebflow_plugin.plan.linear import PermutationStep
+from ebflow_plugin.plan.matrices import FullConvStep, MixingStep
+from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.smoothness import kinked_parts
 from ebflow_plugin.plan.step import LinearStep, Step
 
 __all__ = ["Replaced", "smooth", "unconstrain"]
+
+KERNEL_PADDINGS = ("zeros", "circular")
 
 
 class Replaced(NamedTuple):
@@ -37,20 +44,38 @@ class Replaced(NamedTuple):
     new: str
 
 
-def unconstrain(flow: Any, *, in_place: bool = False, changes: list[Replaced] | None = None) -> nn.Module:
+def unconstrain(
+    flow: Any,
+    kernel_size: int | None = None,
+    *,
+    padding_mode: str = "zeros",
+    in_place: bool = False,
+    changes: list[Replaced] | None = None,
+) -> nn.Module:
     """Replaces constrained linear layers by full, unconstrained ones with the same map; log_prob does not change.
 
     LU, QR, SVD and Householder layers, and 1 × 1 convolutions parametrised by LU factors, become a ``FullLinear`` or a
     ``FullConv2d``. A permutation directly before them is merged into them. An existing flow, even a trained one, thus
     gets unconstrained linear layers, whose determinants score matching never computes.
 
+    With a ``kernel_size`` every 1 × 1 convolution, full ones too, gets a kernel of that size: zeros around the old
+    weight, which training can change. Train it with :class:`ML(log_det="auto") <ebflow_plugin.objectives.ML>`, which
+    needs no determinants of convolutions, and with :func:`~ebflow_plugin.parameter_groups`: at the rate of the model
+    such kernels diverge.
+
     Arguments:
         flow: A flow, or an object that holds one, as for :func:`~ebflow_plugin.wrap`.
+        kernel_size: The odd height and width of the kernels of what are 1 × 1 convolutions; 1 × 1 by default. Where the
+            feature map is known to be smaller than the kernel they stay 1 × 1, with a warning.
+        padding_mode: How these pad an image: ``"zeros"`` or ``"circular"``.
         in_place: Edits the given flow instead of a copy. Optimisers that hold its old parameters must be recreated.
         changes: A list, to which each replacement is appended: its path, old class and new class.
 
     Returns:
         The flow with full layers.
+
+    Raises:
+        InputError: If the kernel is even, or there is no 1 × 1 convolution that can have it.
 
     Example:
         >>> import ebflow_plugin as ebf
@@ -65,17 +90,20 @@ def unconstrain(flow: Any, *, in_place: bool = False, changes: list[Replaced] | 
         True
     """
     changes = _list_for(changes)
+    size = _checked_kernel(kernel_size, padding_mode)
     found = find_flow(flow)
     target = _target(found, in_place)
     adapter = found.adapter
     full_layers: dict[tuple[int, ...], nn.Module] = {}
     dropped: list[str] = []
-    steps = [step for step in adapter.plan(target).steps if step.known]
-    for unit in _units(adapter, target, steps):
-        key = tuple(id(step.module) for step in unit.steps)
-        if key not in full_layers:  # a layer that is used twice stays one layer
-            full_layers[key] = _full(adapter, unit.steps)
-        full = full_layers[key]
+    plan = adapter.plan(target)
+    units = list(_units(adapter, target, [step for step in plan.steps if step.known], size > 1))
+    kept = _refuse_small_maps(plan, units, size) if size > 1 else set()
+    for unit in units:
+        if unit.key not in full_layers:  # a layer that is used twice stays one layer
+            full = _full(adapter, unit)
+            full_layers[unit.key] = full if unit.key in kept else _widened(full, size, padding_mode)
+        full = full_layers[unit.key]
         old = target.get_submodule(unit.path)
         new = full if unit.inverted == adapter.inverted else adapter.inverse_of(full)
         _put(target, unit.path, new.train(old.training))
@@ -95,13 +123,23 @@ class _Unit(NamedTuple):
     path: str  # the module to replace
     inverted: bool  # whether data pass through its inverse
     dropped: list[str]  # members of a sequence that are merged into the layer, and removed
+    size: tuple[int, bool]  # the number of features, and whether they are channels
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        """Units of the same layers have the same key."""
+        return tuple(id(step.module) for step in self.steps)
 
 
-def _units(adapter: Adapter, flow: nn.Module, steps: list[Step]) -> Iterator[_Unit]:
-    """Finds the constrained steps, each with the other steps of its module and the permutation directly before it."""
+def _units(adapter: Adapter, flow: nn.Module, steps: list[Step], pointwise: bool) -> Iterator[_Unit]:
+    """Finds the constrained steps, each with the other steps of its module and the permutation directly before it.
+
+    With ``pointwise``, the full 1 × 1 convolutions too.
+    """
     places = [adapter.unit(flow, step.path, step.inverted) for step in steps]
     for place, step in enumerate(steps):
-        if not isinstance(step, LinearStep) or _features(adapter, step) is None:
+        size = _features(adapter, step) or ((_channels(step), True) if pointwise and _channels(step) else None)
+        if not isinstance(step, LinearStep) or size is None:
             continue
         path, inverted = places[place]
         first, last = place, place + 1
@@ -115,13 +153,21 @@ def _units(adapter: Adapter, flow: nn.Module, steps: list[Step]) -> Iterator[_Un
         if isinstance(before, PermutationStep) and _neighbours(flow, before.path, path):
             members.insert(0, before)
             dropped.append(before.path)
-        yield _Unit(members, path, inverted, dropped)
+        yield _Unit(members, path, inverted, dropped, size)
 
 
 def _features(adapter: Adapter, step: Step) -> tuple[int, bool] | None:
     """The number of features of a constrained layer, and whether they are channels; None for other steps."""
     features = adapter.constrained.get(step.class_name)
     return None if features is None else features(step.module)
+
+
+def _channels(step: Step) -> int:
+    """The number of channels of a 1 × 1 convolution; 0 for other steps."""
+    if isinstance(step, FullConvStep):
+        setting: Setting = step.module.setting
+        return setting.in_channels if setting == Setting.of(setting.in_channels, 1, groups=setting.groups) else 0
+    return step.features if isinstance(step, MixingStep) and step.images else 0
 
 
 def _neighbours(flow: nn.Module, first: str, second: str) -> bool:
@@ -132,11 +178,11 @@ def _neighbours(flow: nn.Module, first: str, second: str) -> bool:
     return isinstance(flow.get_submodule(parent), nn.ModuleList)
 
 
-def _full(adapter: Adapter, steps: list[LinearStep]) -> nn.Module:
+def _full(adapter: Adapter, unit: _Unit) -> nn.Module:
     """A full layer with the map of the steps, obtained from the images of the unit vectors in float64."""
-    module, size = next((step.module, size) for step in steps if (size := _features(adapter, step)))
-    features, images = size
-    anchor = next(chain(module.parameters(), module.buffers()))
+    steps, (features, images) = unit.steps, unit.size
+    tensors = chain.from_iterable(chain(step.module.parameters(), step.module.buffers()) for step in steps)
+    anchor = next(tensor for tensor in tensors if tensor.is_floating_point())
     exact = [type(step)(copy.deepcopy(step.module).double(), step.path, step.inverted) for step in steps]
     with torch.no_grad():
         probe = torch.cat([torch.eye(features), torch.zeros(1, features)]).to(anchor.device, torch.float64)
@@ -152,6 +198,47 @@ def _full(adapter: Adapter, steps: list[LinearStep]) -> nn.Module:
         offset.copy_(bias)
     trainable = any(parameter.requires_grad for step in steps for parameter in step.module.parameters())
     return full.requires_grad_(trainable)
+
+
+def _checked_kernel(kernel_size: int | None, padding_mode: str) -> int:
+    """The height and width of the kernels of convolutions."""
+    size = 1 if kernel_size is None else integer("kernel_size", kernel_size)
+    if size % 2 == 0:
+        raise InputError(f"kernel_size={size} is even, so no tap is its middle: use {size - 1} or {size + 1}")
+    one_of("padding_mode", padding_mode, KERNEL_PADDINGS)
+    return size
+
+
+def _refuse_small_maps(plan: Plan, units: Sequence[_Unit], size: int) -> set[tuple[int, ...]]:
+    """The keys of the units that stay 1 × 1, since their feature map is known to be smaller than the kernel."""
+    reached = {} if plan.event_shape is None else dict(plan.shapes(plan.event_shape))
+    images = [unit for unit in units if unit.size[1]]
+    small = {
+        unit.key: f"{unit.steps[0].where} has {height} x {width} pixels"
+        for unit in images
+        if unit.steps[0] in reached
+        for _, height, width in reached[unit.steps[0]]
+        if min(height, width) < size
+    }
+    wide = any(isinstance(step, FullConvStep) and not _channels(step) for step in plan.steps)
+    if not wide and all(unit.key in small for unit in images):
+        why = f", but too small ones: {next(iter(small.values()))}" if small else ""
+        raise InputError(f"kernel_size={size}: the flow has no 1 × 1 convolution that can have such a kernel{why}")
+    if small:
+        warn(f"kernel_size={size}: these convolutions stay 1 × 1: {'; '.join(small.values())}", EBFlowWarning)
+    return set(small)
+
+
+def _widened(full: nn.Module, size: int, padding_mode: str) -> nn.Module:
+    """The same map with a larger kernel, zero around the old one; layers that are no convolutions as they are."""
+    if not isinstance(full, FullConv2d) or size == 1:
+        return full
+    old = full.weight
+    wide = type(full)(old.shape[1], kernel_size=size, padding_mode=padding_mode, device=old.device, dtype=old.dtype)
+    with torch.no_grad():
+        wide.weight.copy_(F.pad(old, [size // 2] * 4))
+        wide.get_parameter("bias").copy_(full.get_parameter("bias"))
+    return wide.requires_grad_(old.requires_grad)
 
 
 def smooth(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ebflow_plugin.errors import EstimateWarning, warn
 
-__all__ = ["Estimate", "log_mean_exp", "pareto_k"]
+__all__ = ["Estimate", "log_mean_exp", "pareto_k", "rounding_error"]
 
 # The smallest effective sample size for which a standard error can be trusted: this many, and this share of all draws.
 TRUSTED, TRUSTED_SHARE = 10.0, 0.01
@@ -102,7 +102,7 @@ def log_mean_exp(
         model = model_weights.detach().double() - value
         variance = max(variance, _variance(drawn, model))
         gap = float(math.log(len(model)) - torch.logsumexp(-model, 0))  # of the estimate by draws of the model
-        error = math.sqrt(variance / count + _variance(-model, -drawn) / len(model) + rounding**2)
+        error = math.hypot(math.sqrt(variance / count + _variance(-model, -drawn) / len(model)), rounding)
         if not abs(gap) <= 4.0 * error:
             doubt = f"differs by {gap:.2g} from the estimate by draws of the model"
     size = count / (1.0 + variance)
@@ -113,8 +113,21 @@ def log_mean_exp(
             f"log Z by importance {doubt}: the estimate is unreliable, most likely far too low. {advice}",
             EstimateWarning,
         )
-    error = math.inf if doubt is not None else math.sqrt(variance / count + rounding**2)
+    error = math.inf if doubt is not None else math.hypot(math.sqrt(variance / count), rounding)
     return Estimate(float(value), error, "importance", size)
+
+
+def rounding_error(log_weights: Tensor, sizes: Tensor, dtype: torch.dtype) -> float:
+    """The rounding error of log Z: of the logarithm of each weight, by the size of its terms, as far as it counts.
+
+    Draws far from the model have energies of any size, and no weight.
+
+    Example:
+        >>> rounding_error(torch.tensor([0.0, -1e300]), torch.tensor([2.0, 1e300]), torch.float64) < 1e-15
+        True
+    """
+    shares = log_weights.detach().double().softmax(0)
+    return torch.finfo(dtype).eps * float(torch.where(shares == 0, 0.0, shares * sizes.detach().double()).sum())
 
 
 def _variance(log_ratio: Tensor, other: Tensor) -> float:

@@ -10,7 +10,7 @@ from torch import Generator, Tensor
 
 from ebflow_plugin.errors import InputError, NoInverseError
 from ebflow_plugin.linalg.random import at_least, check_generator, over_rows, rows_in_chunks, with_progress
-from ebflow_plugin.log_z.estimate import Estimate, log_mean_exp
+from ebflow_plugin.log_z.estimate import Estimate, log_mean_exp, rounding_error
 from ebflow_plugin.log_z.proposals import Gaussian, Proposal, draw_from, log_density
 from ebflow_plugin.plan.inverse import draw
 from ebflow_plugin.plan.plan import Plan
@@ -97,7 +97,7 @@ def importance(
         model_weights = None
     else:
         model_weights = over_rows(lambda x, _: -energy(x) - log_density(q, x), draws, None, batch_size)
-    rounding = torch.finfo(like.dtype).eps * float(torch.cat(sizes).mean())
+    rounding = rounding_error(log_weights, torch.cat(sizes), like.dtype)
     estimate = log_mean_exp(log_weights, model_weights, rounding)
     fixed = sum(float(log_det) for _, log_det in prefix.log_dets(event_shape, like))  # of the preprocessing
     return replace(estimate, value=estimate.value - fixed)

@@ -118,7 +118,7 @@ def draw_from(
     """
     if isinstance(proposal, Gaussian):
         return proposal.draw(count, generator)
-    with seeded_by(generator):
+    with seeded_by(generator, like.device):
         x = proposal.sample((count,)).to(like)
     if x.shape != (count, *shape):
         raise InputError(f"the proposal draws samples of shape {tuple(x.shape[1:])}, the model takes {shape}")

@@ -87,7 +87,7 @@ def _base_samples(
     if gaussian is not None:
         pairs = zip(latents, gaussian, strict=True)
         return tuple(mean + std * gaussian_like(z, generator) for z, (mean, std) in pairs)
-    with seeded_by(generator):
+    with seeded_by(generator, latents[0].device):
         return plan.base.sample(len(latents[0]), context, latents[0])
 
 

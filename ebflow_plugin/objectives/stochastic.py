@@ -17,6 +17,10 @@ with the variances of the batch and of one probe, and the products with the laye
 the probes may cost no more than the batch, as long as four of them are left. :math:`V_p` can grow a hundredfold in one
 step, so it is followed in every step: it is proportional to :math:`\|s - M v\|^2`. The factor, like :math:`V_b`, is
 measured from time to time, and the median of the last three measurements counts.
+
+On the CPU a step reads what its own solves returned. Elsewhere it would wait for the device, so the number of probes
+and of iterations, and whether a layer falls back to its exact log-determinant, follow from the solves of some steps
+before (:mod:`ebflow_plugin.linalg.delayed`); until the first of them is known, a solve makes all its iterations.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ import torch
 from torch import Generator, Tensor
 
 from ebflow_plugin.errors import ConditioningWarning, SingularError, warn
+from ebflow_plugin.linalg.delayed import Delayed, free_to_read
 from ebflow_plugin.linalg.dense import without_autocast
 from ebflow_plugin.linalg.krylov import gmres
 from ebflow_plugin.linalg.operators import LinearOperator, dense_inverse
@@ -46,6 +51,8 @@ FIRST_PROBES = 4  # the number of probes before the noise is known, and the leas
 MOST_PROBES = 64
 ITERATION_PRODUCTS = 3  # that an iteration of a solve costs: a product, the preconditioner, the basis
 BATCH_PRODUCTS = 3  # that a row of the batch needs: forward, backward to the input, backward to the weight
+LATE = "on the way"  # in a state, beside the paths of layers, which have no spaces
+SPARE = 0.25  # the share of iterations, beyond those that an earlier solve has needed, of a solve that nobody looks at
 
 
 @dataclass
@@ -59,8 +66,10 @@ class Account:
         remainder: The squared norm of the remainders of the last solve, the mean of all probes.
         probes: The number of probes of the last solve.
         exact: The number of steps that used the exact log-det, since a solve did not converge.
-        iterations: The iterations of the last solve.
+        iterations: The iterations that the last solve has needed; 0 if there was none.
+        allowed: The iterations that the next solve may make where nobody looks; 0 for all of them.
         residual: The residual of the last solve, the largest of all probes.
+        fails: Whether it did not converge in all the iterations that there are, so that the exact log-det is used.
         inverse: The inverse of a dense layer, from the last step whose solve did not converge.
     """
 
@@ -71,7 +80,9 @@ class Account:
     probes: int = FIRST_PROBES
     exact: int = 0
     iterations: int = 0
+    allowed: int = 0
     residual: float = 0.0
+    fails: bool = False
     inverse: Tensor | None = None
 
     @property
@@ -94,6 +105,14 @@ class Account:
         best = max(1, math.ceil(min(math.sqrt(noise * cost), most)))
         return max(best, FIRST_PROBES) if self.measures else best
 
+    def add_solve(self, numbers: Sequence[float], made: int, most: int, tolerance: float) -> None:
+        """Adds the residual, the length of the remainders and the iterations needed of a solve that made some of them."""
+        self.residual, length, needed = numbers
+        self.iterations, self.remainder = int(needed), math.inf if math.isnan(length) else length**2
+        converged = self.residual <= tolerance
+        self.fails = not converged and made >= most
+        self.allowed = math.ceil((1 + SPARE) * needed) + 1 if converged else 2 * made
+
     def add_measurement(self, noise_factor: float, row_noise: float) -> None:
         """Adds to the last measurements, and forgets the oldest."""
         self.noise_factors = [*self.noise_factors, noise_factor][-MEASUREMENTS:]
@@ -111,15 +130,22 @@ class _Solved:
     remainder: Tensor
     trace: Tensor | None
     residual: Tensor
+    needed: Tensor
+    made: int
+    most: int
 
     @property
     def weight(self) -> float:
         """The factor of log|det W| in the log-det of the step."""
         return -self.operator.times if self.step.inverted else self.operator.times
 
-    def norms(self) -> Tensor:
-        """The largest residual, and the root mean square of the norms of the remainders, in single precision."""
-        return torch.stack([self.residual.max(), self.remainder.square().flatten(1).sum(1).mean().sqrt()]).float()
+    def length(self) -> Tensor:
+        """The root mean square of the norms of the remainders."""
+        return self.remainder.square().flatten(1).sum(1).mean().sqrt()
+
+    def numbers(self) -> Tensor:
+        """The largest residual, the length of the remainders, and the iterations needed, in single precision."""
+        return torch.stack([self.residual.max().float(), self.length().float(), self.needed.float()])
 
 
 @dataclass
@@ -132,14 +158,15 @@ class LogDetEstimator:
         tolerance: The relative residual of the solves.
         iterations: The largest number of products per solve.
 
-    Synchronises with the device once in four iterations of each solve, and once for the residuals of all layers. For
-    the paper's cnn, with 8 iterations in each of six layers, that is 13 times a step.
+    Nothing synchronises with the device.
     """
 
     probes: int | None
     tolerance: float
     iterations: int
     accounts: dict[str, Account] = field(default_factory=dict)
+    _solves: Delayed[list[tuple[str, int, int]]] = field(default_factory=Delayed)
+    _noises: Delayed[list[str]] = field(default_factory=Delayed)
 
     def __call__(
         self,
@@ -167,13 +194,14 @@ class LogDetEstimator:
             solved = [self._solve(*each, len(batch), generator) for each in trained]
             total = batch.new_zeros(())
             measured: list[tuple[_Solved, Tensor]] = []
-            for each, (residual, length) in zip(solved, _numbers(solved, batch), strict=True):
+            if solved:
+                notes = [(each.step.path, each.made, each.most) for each in solved]
+                self._note(self._solves.add(notes, torch.stack([each.numbers().to(batch.device) for each in solved])))
+            for each in solved:
                 account = self.accounts[each.step.path]
                 measures = self.probes is None and account.measures and len(batch) > 1 and not batch.is_meta
                 account.calls += 1
-                account.residual = residual
-                account.remainder = math.inf if math.isnan(length) else length**2
-                if residual <= self.tolerance:
+                if not account.fails:
                     product = each.operator.apply(each.remainder)
                     terms = (each.probes * product).flatten(1).sum(1)
                     if measures:
@@ -203,17 +231,30 @@ class LogDetEstimator:
 
     def state(self) -> dict[str, Any]:
         """The statistics that later estimates depend on."""
-        return {path: dict(vars(account)) for path, account in self.accounts.items()}
+        accounts = {path: dict(vars(account)) for path, account in self.accounts.items()}
+        late = {"solves": self._solves.state(), "noises": self._noises.state()}
+        return {**accounts, **({LATE: late} if any(late.values()) else {})}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restores what :meth:`state` returned."""
-        self.accounts = {path: _account(known) for path, known in state.items()}
+        self.accounts = {path: _account(known) for path, known in state.items() if path != LATE}
+        late = state.get(LATE, {"solves": [], "noises": []})
+        self._solves.load_state(late["solves"])
+        self._noises.load_state(late["noises"])
+
+    def _note(self, arrived: list[tuple[list[tuple[str, int, int]], list[Any]]]) -> None:
+        for solves, rows in arrived:
+            for (path, made, most), numbers in zip(solves, rows, strict=True):
+                self.accounts[path].add_solve(numbers, made, most, self.tolerance)
 
     def _solve(
         self, step: LinearStep, shapes: Shapes, operator: LinearOperator, rows: int, generator: Generator | None
     ) -> _Solved:
         account = self.accounts.setdefault(step.path, Account())
         account.probes = self.probes or account.best_probes(rows, operator.times)
+        most = min(self.iterations, math.prod(operator.shape))
+        looks = free_to_read(operator.like)
+        planned = most if looks else min(account.allowed or most, most)
         with torch.no_grad():
             if operator.matrix is not None and account.inverse is not None:
                 approximation = dense_inverse(operator.matrix, account.inverse.to(operator.like))
@@ -225,14 +266,15 @@ class LogDetEstimator:
                 probes.flatten(1),
                 precondition=lambda flat: approximation.solve(flat.unflatten(1, operator.out_shape)).flatten(1),
                 tolerance=self.tolerance,
-                iterations=self.iterations,
+                iterations=planned,
             )
             remainder = solution.x.unflatten(1, operator.shape)
             if approximation.control is not None:
                 remainder = remainder - approximation.control(probes)
-        account.iterations = solution.iterations
         trace = None if approximation.trace is None else approximation.trace()
-        return _Solved(step, shapes, operator, probes, remainder, trace, solution.residuals)
+        # Where it looks, a solve that stops early has nothing more to do.
+        found = solution.residuals, solution.needed, planned, most
+        return _Solved(step, shapes, operator, probes, remainder, trace, *found)
 
     def _exact(self, each: _Solved) -> Tensor:
         """A scalar 0 with the gradient of the exact log-det, in place of an estimate."""
@@ -251,14 +293,14 @@ class LogDetEstimator:
             exact = torch.as_tensor(step.log_det(each.shapes))
         except SingularError as error:
             raise SingularError(f"a linear step has no finite log-determinant\n  {step.where}\n{error}") from error
-        if not bool(torch.isfinite(exact.detach())):
+        if free_to_read(exact) and not bool(torch.isfinite(exact.detach())):  # elsewhere the loss shows it
             raise SingularError(
                 f"a linear step has no finite log-determinant: its weight is singular, or holds inf or NaN\n  "
                 f"{step.where}\nGo back to an earlier checkpoint, lower the learning rate, or start the layer from an "
                 "orthogonal matrix."
             )
         if matrix is not None:  # costs as much as the exact log-det, and preconditions later solves
-            account.inverse = torch.linalg.inv(matrix.detach())
+            account.inverse = torch.linalg.inv_ex(matrix.detach()).inverse
         return exact - exact.detach()
 
     def _measure_noise(self, measured: Sequence[tuple[_Solved, Tensor]], halves: Sequence[Tensor], rows: int) -> None:
@@ -268,13 +310,15 @@ class LogDetEstimator:
         noise = []
         for (each, terms), parameters, one, other in zip(measured, groups, first, second, strict=True):
             by_probe = torch.stack([_gradients(term, [parameters])[0] for term in terms]) * each.weight
-            noise.append(torch.stack([by_probe.var(0).sum(), (one - other).square().sum() / 4 * rows]))
-        for (each, _), (probe_noise, row_noise) in zip(measured, torch.stack(noise).tolist(), strict=True):
-            account = self.accounts[each.step.path]
-            # A loss or gradient that is not finite is reported by the guards of fit; of no noise there is no ratio.
-            known = probe_noise, row_noise, account.remainder
-            if all(map(math.isfinite, known)) and min(known) > 0:
-                account.add_measurement(probe_noise / account.remainder, row_noise)
+            batch_noise = (one - other).square().sum() / 4 * rows
+            noise.append(torch.stack([by_probe.var(0).sum(), batch_noise, each.length().float().to(batch_noise)]))
+        paths = [each.step.path for each, _ in measured]
+        for arrived, numbers in self._noises.add(paths, torch.stack(noise)):
+            for path, (probe_noise, row_noise, length) in zip(arrived, numbers, strict=True):
+                # A loss or gradient that is not finite is reported by the guards of fit; of no noise there is no ratio.
+                known = probe_noise, row_noise, length**2
+                if all(map(math.isfinite, known)) and min(known) > 0:
+                    self.accounts[path].add_measurement(probe_noise / length**2, row_noise)
 
 
 def _account(known: Mapping[str, Any]) -> Account:
@@ -284,14 +328,6 @@ def _account(known: Mapping[str, Any]) -> Account:
     if not names <= set(known):
         account.calls = 0
     return account
-
-
-def _numbers(solved: Sequence[_Solved], batch: Tensor) -> list[tuple[float, float]]:
-    """The norms of all solves, with one transfer from the device."""
-    if not solved or batch.is_meta:
-        return [(0.0, 0.0)] * len(solved)
-    found: list[tuple[float, float]] = torch.stack([each.norms().to(batch.device) for each in solved]).tolist()
-    return found
 
 
 def _operator(step: LinearStep, shapes: Shapes) -> LinearOperator:

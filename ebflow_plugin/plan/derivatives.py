@@ -94,9 +94,12 @@ def derivatives(
     adjoints, curvatures, total, latents = _end(plan, len(head), tuple(stack), context, tangents, energy)
     for step, at, inputs in reversed(head):
         adjoint = adjoints.pop() if step.n_out == 1 else pop(adjoints, step.n_out)
-        if at.curvature is not None:
-            curvatures = [sum_ + at.curvature(adjoint, v) for sum_, v in zip(curvatures, inputs, strict=True)]
-        pulled = at.pull(adjoint)
+        try:
+            if at.curvature is not None:
+                curvatures = [sum_ + at.curvature(adjoint, v) for sum_, v in zip(curvatures, inputs, strict=True)]
+            pulled = at.pull(adjoint)
+        except Exception as error:
+            raise_from_step(error, step, adjoint, context)
         adjoints.extend((pulled,) if isinstance(pulled, Tensor) else pulled)
         if energy and at.log_det is not None:
             total = total - at.log_det()

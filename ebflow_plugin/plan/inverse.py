@@ -46,7 +46,7 @@ def draw(
         if plan.event_shape is None:
             raise InputError("n = 0 samples have no known shape: the base density does not define it")
         return like.new_empty(*leading, *plan.event_shape)
-    with seeded_by(generator):
+    with seeded_by(generator, like.device):
         rows = plan.embed(context)
         rows = None if rows is None else rows.repeat_interleave(n, dim=0)
         count = n if context is None else n * context.shape[0]
@@ -82,7 +82,7 @@ def reparametrised(plan: Plan, count: int, generator: torch.Generator | None, li
         InputError: If another base has trainable parameters: its draws would carry no gradient, or a part of it.
     """
     check_generator(generator)
-    with torch.no_grad(), seeded_by(generator):
+    with torch.no_grad(), seeded_by(generator, like.device):
         context = plan.embed(None)
         latents = draw_latents(plan, count, context, like)
     base = plan.base

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from math import prod
-from typing import Any, NoReturn
+from typing import Any, ClassVar, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ __all__ = [
     "PermutationStep",
     "RefusedStep",
     "SqueezeStep",
+    "TranslationStep",
 ]
 
 
@@ -60,7 +61,7 @@ class IsometryStep(LinearStep):
 class OrthogonalStep(IsometryStep):
     """A linear isometry that fixes the origin (a reordering, a split, reflections): its transpose is its inverse."""
 
-    closed_form = "both"
+    closed_form: ClassVar[Literal["none", "forward", "both"]] = "both"
 
     def linearize(self, x: Any, context: Tensor | None) -> Linearization:
         return Linearization(
@@ -80,6 +81,32 @@ class IdentityStep(OrthogonalStep):
 
     def invert(self, y: Tensor) -> Tensor:
         return y
+
+
+class TranslationStep(IsometryStep):
+    """y = x + b, where b may depend on the context."""
+
+    closed_form = "both"
+    reason = "translation"
+
+    @abstractmethod
+    def shift(self, x: Tensor, context: Tensor | None) -> Tensor:
+        """b, to be broadcast against the batch x."""
+
+    def apply(self, x: Tensor) -> Tensor:
+        return x + self.shift(x, None)
+
+    def invert(self, y: Tensor) -> Tensor:
+        return y - self.shift(y, None)
+
+    def encode(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, None]:
+        return torch.sub(x, self.shift(x, context), alpha=1 if self.inverted else -1), None
+
+    def decode(self, z: Tensor, context: Tensor | None) -> Tensor:
+        return torch.sub(z, self.shift(z, context), alpha=-1 if self.inverted else 1)
+
+    def linearize(self, x: Tensor, context: Tensor | None) -> Linearization:
+        return Linearization(self.encode(x, context)[0], lambda tangent: tangent, lambda adjoint: adjoint)
 
 
 class ElementwiseAffineStep(LinearStep):

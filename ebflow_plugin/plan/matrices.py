@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from math import prod
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -20,22 +20,47 @@ from ebflow_plugin.linalg.dense import CachedLU, Dense, is_traced
 from ebflow_plugin.linalg.operators import DenseOperator, LinearOperator, single_at_least
 from ebflow_plugin.plan.step import Linearization, LinearStep, Shape, Shapes
 
-__all__ = ["FullConvStep", "FullLinearStep", "FullStep", "MatrixStep", "MixingStep", "TriangularStep"]
+__all__ = ["FullConvStep", "FullLinearStep", "FullStep", "MatrixStep", "MixingStep", "Products", "TriangularStep"]
+
+Products = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 
 
 class MixingStep(LinearStep):
-    """A square matrix on the last dimension of an event, or on the channels of each pixel of an image.
+    """y = W x + b, with a square W on the last dimension of an event, or on the channels of each pixel of an image.
 
     Attributes:
         images: Whether it acts on the channels of images, with event shape ``(C, H, W)``.
     """
 
+    closed_form: ClassVar[Literal["none", "forward", "both"]] = "forward"
     images: bool = False
 
     @property
     @abstractmethod
     def features(self) -> int:
-        """The size of the matrix."""
+        """The size of W."""
+
+    @abstractmethod
+    def products(self) -> Products:
+        """The maps x -> W x and y -> Wᵀ y, by parameters that are read once."""
+
+    @abstractmethod
+    def solve(self, rows: Tensor) -> Tensor:
+        """W⁻¹ of each row, ``(N, D)``."""
+
+    def bias(self) -> Tensor | None:
+        """b, with shape ``(D,)``."""
+        return None
+
+    def apply(self, x: Tensor) -> Tensor:
+        return self.shifted(self.products()[0](self.checked(x)))
+
+    def invert(self, y: Tensor) -> Tensor:
+        return self.on_rows(self.solve, self.checked(y))
+
+    def linearize(self, x: Tensor, context: Tensor | None) -> Linearization:
+        push, pull = self.products()
+        return Linearization(self.shifted(push(self.checked(x))), push, pull)
 
     def checked(self, x: Tensor) -> Tensor:
         """Returns x.
@@ -67,33 +92,38 @@ class MixingStep(LinearStep):
             return None
         return f"counts one of the {self.copies(shape)} rows of {self.features} features in its log-det"
 
+    def shifted(self, y: Tensor, sign: int = 1) -> Tensor:
+        """The value with the bias added: y + b, or y - b."""
+        bias = self.bias()
+        if bias is None:
+            return y
+        return torch.add(y, bias[:, None, None] if self.images else bias, alpha=sign)
+
+    def on_rows(self, solve: Callable[[Tensor], Tensor], y: Tensor) -> Tensor:
+        """Applies a function of rows ``(N, D)`` to each row of features, or to each pixel, of y - b."""
+        moved = self.shifted(y, -1)
+        moved = moved.movedim(1, -1) if self.images else moved
+        result = solve(moved.reshape(-1, self.features)).reshape(moved.shape)
+        return result.movedim(-1, 1) if self.images else result
+
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """W x + b, for each row of features or each pixel."""
         if self.images:
             return F.conv2d(x, weight[:, :, None, None], bias)
         return F.linear(x, weight, bias)
 
-    def multiply_transposed(self, y: Tensor, weight: Tensor) -> Tensor:
-        """Wᵀ y. As a product with W itself, so that the gradient of W has the layout of W."""
-        return self.multiply(y, weight.mT) if self.images else y @ weight
+    def multiplications(self, weight: Tensor) -> Products:
+        """:meth:`products` with a dense W."""
 
-    def placed(self, bias: Tensor | None) -> Tensor | float:
-        """b, in a shape to be added to a batch."""
-        if bias is None:
-            return 0.0
-        return bias[:, None, None] if self.images else bias
+        def pull(y: Tensor) -> Tensor:  # a product with W itself, so that the gradient of W has the layout of W
+            return self.multiply(y, weight.mT) if self.images else y @ weight
 
-    def on_rows(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """Applies a function of row vectors ``(N, D)`` to each row of features, or to each pixel."""
-        moved = x.movedim(1, -1) if self.images else x
-        result = function(moved.reshape(-1, self.features)).reshape(moved.shape)
-        return result.movedim(-1, 1) if self.images else result
+        return lambda x: self.multiply(x, weight), pull
 
 
 class MatrixStep(MixingStep):
     """y = W x + b with a dense W without structure: O(D²) to apply, O(D³) for the log-det and the inverse."""
 
-    closed_form = "forward"
     reason = "full matrix"
     transposed: bool = False  # whether weight() is the transpose of W
 
@@ -105,47 +135,41 @@ class MatrixStep(MixingStep):
     def weight(self) -> Tensor:
         """W, or its transpose, as the library stores it, with shape ``(D, D)``."""
 
-    def bias(self) -> Tensor | None:
-        """b, with shape ``(D,)``."""
-        return None
-
     @property
     def features(self) -> int:
         return self.weight().shape[0]
 
-    def apply(self, x: Tensor) -> Tensor:
-        return self.multiply(self.checked(x), self.weight().mT if self.transposed else self.weight(), self.bias())
+    def dense(self) -> Tensor:
+        """W."""
+        return self.weight().mT if self.transposed else self.weight()
 
-    def invert(self, y: Tensor) -> Tensor:
-        shifted = self.checked(y) - self.placed(self.bias())
-        return self.on_rows(lambda rows: self._lu.solve(self.weight(), rows), shifted)
+    def products(self) -> Products:
+        return self.multiplications(self.dense())
+
+    def apply(self, x: Tensor) -> Tensor:  # with the bias in the same kernel
+        return self.multiply(self.checked(x), self.dense(), self.bias())
+
+    def solve(self, rows: Tensor) -> Tensor:
+        return self._lu.solve(self.weight(), rows)
 
     def encode(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, None]:
         if not self.inverted:
             return self.apply(x), None
-        weight = self.weight().mT if self.transposed else self.weight()
-        return self.on_rows(lambda rows: solved(weight, rows), self.checked(x) - self.placed(self.bias())), None
+        return self.on_rows(lambda rows: solved(self.dense(), rows), self.checked(x)), None
 
     def log_abs_det(self, shape: Shape) -> Tensor:
         return self._lu.log_abs_det(self.weight()) * self.copies(shape)
 
     def operator(self, shape: Shape | None) -> LinearOperator:
-        weight = single_at_least(self.weight())
-        return DenseOperator(weight.mT if self.transposed else weight, 1 if shape is None else self.copies(shape))
+        return DenseOperator(single_at_least(self.dense()), 1 if shape is None else self.copies(shape))
 
     def linearize(self, x: Tensor, context: Tensor | None) -> Linearization:
-        weight = self.weight().mT if self.transposed else self.weight()
-        return Linearization(
-            value=self.apply(x),
-            push=lambda tangent: self.multiply(tangent, weight),
-            pull=lambda adjoint: self.multiply_transposed(adjoint, weight),
-        )
+        return Linearization(self.apply(x), *self.products())
 
 
 class TriangularStep(MixingStep):
     """y = P L U x[order] + b: O(D²) to apply and to invert, O(D) for the log-det."""
 
-    closed_form = "forward"
     reason = "matrix held as LU factors"
 
     @abstractmethod
@@ -160,10 +184,6 @@ class TriangularStep(MixingStep):
     def features(self) -> int:
         return self.log_diagonal().shape[0]
 
-    def bias(self) -> Tensor | None:
-        """b, with shape ``(D,)``."""
-        return None
-
     def order(self) -> Tensor | None:
         """The permutation of x before the matrix."""
         return None
@@ -172,41 +192,25 @@ class TriangularStep(MixingStep):
         """The permutation of the rows of L U x."""
         return None
 
-    def apply(self, x: Tensor) -> Tensor:
-        return self._affine(x)[0]
-
-    def linearize(self, x: Tensor, context: Tensor | None) -> Linearization:
-        return Linearization(*self._affine(x))
-
-    def _affine(self, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-        """The value at x, the linear part, and its transpose, all with the same factors."""
+    def products(self) -> Products:
         lower, upper = self.factors()
         order, rows = self.order(), self.row_order()
         if self.images:
             weight = lower @ upper  # O(C³), next to O(B·H·W·C²) for the pixels
             weight = weight if order is None else weight[:, torch.argsort(order)]
-            weight = weight if rows is None else weight[rows]
-            return (
-                self.multiply(self.checked(x), weight, self.bias()),
-                lambda tangent: self.multiply(tangent, weight),
-                lambda adjoint: self.multiply_transposed(adjoint, weight),
-            )
+            return self.multiplications(weight if rows is None else weight[rows])
 
-        def push(tangent: Tensor) -> Tensor:  # two products in O(B·D²); multiplying the factors would take O(D³)
-            y = F.linear(F.linear(tangent if order is None else tangent[..., order], upper), lower)
+        def push(x: Tensor) -> Tensor:  # two products in O(B·D²); multiplying the factors would take O(D³)
+            y = F.linear(F.linear(x if order is None else x[..., order], upper), lower)
             return y if rows is None else y[..., rows]
 
-        def pull(adjoint: Tensor) -> Tensor:
-            adjoint = adjoint if rows is None else adjoint[..., torch.argsort(rows)]
-            x = adjoint @ lower @ upper
+        def pull(y: Tensor) -> Tensor:
+            x = (y if rows is None else y[..., torch.argsort(rows)]) @ lower @ upper
             return x if order is None else x[..., torch.argsort(order)]
 
-        return push(self.checked(x)) + self.placed(self.bias()), push, pull
+        return push, pull
 
-    def invert(self, y: Tensor) -> Tensor:
-        return self.on_rows(self._solve, self.checked(y) - self.placed(self.bias()))
-
-    def _solve(self, rows: Tensor) -> Tensor:
+    def solve(self, rows: Tensor) -> Tensor:
         lower, upper = self.factors()
         order, row_order = self.order(), self.row_order()
         if row_order is not None:

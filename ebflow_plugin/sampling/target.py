@@ -21,7 +21,7 @@ from ebflow_plugin.linalg.random import (
     uniform_like,
     with_progress,
 )
-from ebflow_plugin.log_z.estimate import Estimate, log_mean_exp, pareto_k
+from ebflow_plugin.log_z.estimate import Estimate, log_mean_exp, pareto_k, rounding_error
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.plan.inputs import refuse_other_models
 
@@ -206,14 +206,14 @@ def importance(
         samples.append(x)
         log_f, log_q = both(x)
         weights.append(log_f - log_q)
-        sizes.append(torch.where(log_f > -math.inf, log_f, 0.0).abs() + log_q.abs())
+        sizes.append(log_f.abs() + log_q.abs())
     log_weights = torch.cat(weights)
     if bool((log_weights == -math.inf).all()):
         raise InputError("log_density is -inf at all samples of the model: the model misses the target's support")
     judge = None
     if reference is not None:
         judge = over_rows(log_weight, model.check(reference), None, batch_size)
-    rounding = torch.finfo(model.like().dtype).eps * float(torch.cat(sizes).mean())
+    rounding = rounding_error(log_weights, torch.cat(sizes), model.like().dtype)
     return WeightedSamples(torch.cat(samples), log_weights, judge, rounding)
 
 

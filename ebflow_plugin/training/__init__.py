@@ -8,5 +8,6 @@ from ebflow_plugin.training.ema import EMA
 from ebflow_plugin.training.events import Event
 from ebflow_plugin.training.files import load_best
 from ebflow_plugin.training.fitting import FitResult, fit
+from ebflow_plugin.training.optimizers import parameter_groups
 
-__all__ = ["EMA", "Event", "FitResult", "fit", "load_best"]
+__all__ = ["EMA", "Event", "FitResult", "fit", "load_best", "parameter_groups"]

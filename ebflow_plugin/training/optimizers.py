@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ebflow_plugin.errors import InputError
+from ebflow_plugin.layers import FullConv2d
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives import Objective
-from ebflow_plugin.plan.inputs import refuse_non_finite
+from ebflow_plugin.plan.inputs import positive, refuse_non_finite
 from ebflow_plugin.plan.preprocessing import Dequantize
 
-__all__ = ["check_batch", "fusible", "optimizer_of", "scalar_objective", "scheduler_of"]
+__all__ = ["check_batch", "fusible", "optimizer_of", "parameter_groups", "scalar_objective", "scheduler_of"]
+
+KERNEL_RATE = 0.1  # of the learning rate: that of kernels larger than 1 x 1
 
 
 def check_batch(model: EBFlow, name: str, x: Tensor, context: Tensor | None) -> None:
@@ -39,6 +44,42 @@ def scalar_objective(caller: str, objective: object) -> Objective:
     return objective
 
 
+def parameter_groups(model: nn.Module, lr: float) -> list[dict[str, Any]]:
+    """Groups for any torch optimiser, in which kernels larger than 1 × 1 have a tenth of the learning rate.
+
+    Neighbouring pixels are alike, so all taps of a kernel that move by the same step move the output of a convolution
+    almost as far as their number; the determinant of the layer moves with it, to zero at worst. Schedulers of torch
+    keep the ratio of the groups.
+
+    Arguments:
+        model: A model, or any module. The kernels are those of our ``FullConv2d``: a network's own convolutions have
+            no determinant.
+        lr: The learning rate of all other parameters.
+
+    Returns:
+        One or two groups, with all parameters that require a gradient. The kernels are last.
+
+    Example:
+        >>> import ebflow_plugin as ebf
+        >>> from ebflow_plugin.layers import FullConv2d
+        >>> layers = nn.Sequential(FullConv2d(2, kernel_size=1), FullConv2d(2, kernel_size=3))
+        >>> [(group["lr"], [tuple(each.shape) for each in group["params"]])
+        ...  for group in ebf.parameter_groups(layers, 0.5)]
+        [(0.5, [(2, 2, 1, 1), (2,), (2,)]), (0.05, [(2, 2, 3, 3)])]
+        >>> optimizer = torch.optim.Adam(ebf.parameter_groups(layers, 1e-3))
+    """
+    lr = positive("lr", lr)
+    kernels = {
+        id(each.weight) for each in model.modules() if isinstance(each, FullConv2d) and each.weight[0, 0].numel() > 1
+    }
+    trained = [each for each in model.parameters() if each.requires_grad]
+    groups = [
+        {"params": [each for each in trained if id(each) not in kernels], "lr": lr},
+        {"params": [each for each in trained if id(each) in kernels], "lr": KERNEL_RATE * lr},
+    ]
+    return [group for group in groups if group["params"]]
+
+
 def optimizer_of(
     objective: Objective, optimizer: Optimizer | Callable[[list[nn.Parameter]], Optimizer] | None
 ) -> Optimizer:
@@ -55,7 +96,7 @@ def optimizer_of(
     if not parameters:
         raise InputError("the model has no parameters that require a gradient: there is nothing to train")
     if optimizer is None:
-        return Adam(parameters, lr=1e-3, fused=fusible(parameters))
+        return Adam(parameter_groups(objective.model, 1e-3), fused=fusible(parameters))
     built = optimizer if isinstance(optimizer, Optimizer) else None
     if built is None:
         if not callable(optimizer):
@@ -95,7 +136,6 @@ def fusible(parameters: Iterable[Tensor]) -> bool | None:
     contiguous. It knows no complex numbers, and on other devices it refuses some gradients.
 
     Example:
-        >>> import torch
         >>> fusible([torch.ones(2, 3)]), fusible([torch.ones(2, 3), torch.ones(2, 6)[:, ::2]])
         (True, None)
     """

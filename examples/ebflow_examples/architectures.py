@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ebflow_examples.kits import LIBRARIES, OF_IMAGES, Conditioner, Kit, Shape, Split
+from ebflow_examples.kits import Conditioner, Kit, Shape, Split
 from ebflow_plugin.errors import InputError
 
 __all__ = ["CNN_KERNEL", "MODELS", "ModelInfo"]
@@ -26,14 +26,12 @@ class ModelInfo:
         images: True if it takes images alone, False for vectors alone (images are flattened), None for either.
         make: Gives its layers, from data to noise, and the shape of its latents.
         has_linear: Whether it has linear layers that ``linear`` chooses.
-        libraries: The libraries that it can be built of.
     """
 
     about: str
     images: bool | None
     make: Callable[..., tuple[list[nn.Module], Shape]]
     has_linear: bool = True
-    libraries: tuple[str, ...] = LIBRARIES
 
     @property
     def options(self) -> dict[str, Any]:
@@ -202,12 +200,7 @@ def nsf(
 MODELS: dict[str, ModelInfo] = {
     "fc": ModelInfo("the paper's FC-based model: two full linear layers, a smooth leaky ReLU between them", False, fc),
     "deep": ModelInfo("four full linear layers, sinh-arcsinh maps between them; fitted in closed form", False, deep),
-    "cnn": ModelInfo(
-        "the paper's CNN-based model: three blocks of two full convolutions, squeezes between",
-        True,
-        cnn,
-        libraries=OF_IMAGES,
-    ),
+    "cnn": ModelInfo("the paper's CNN-based model: three blocks of two full convolutions, squeezes between", True, cnn),
     "glow": ModelInfo("ActNorm, a full linear layer or convolution, affine coupling; ten or sixteen times", None, glow),
     "realnvp": ModelInfo("affine couplings of alternating halves, without linear layers", False, realnvp, False),
     "maf": ModelInfo("a masked autoregressive flow with linear layers between; slow to sample", False, maf),

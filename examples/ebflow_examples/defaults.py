@@ -9,18 +9,30 @@ from pathlib import Path
 from typing import Any
 
 import ebflow_plugin as ebf
-from ebflow_examples.config import LOSS_OPTIONS, TrainConfig
+from ebflow_examples.config import LOSS_OPTIONS, NOISED, TrainConfig
 from ebflow_examples.console import first_process, note
-from ebflow_examples.data import NAMES
+from ebflow_examples.data import NAMES, DataSet
 from ebflow_examples.runs import Run
 from ebflow_examples.streams import drawing_from
+from ebflow_examples.synthetic import PLANE, SMOOTHING
 from ebflow_plugin.errors import InputError, SingularError
 from ebflow_plugin.plan.inputs import integer, positive
 
-__all__ = ["check", "objective_of", "settle"]
+__all__ = [
+    "LATENT_WEIGHT",
+    "SHRINKING_BATCH",
+    "SHRINKING_RATE",
+    "SHRINKING_SHARE",
+    "check",
+    "length",
+    "objective_of",
+    "settle",
+]
 
 STEPS = {True: 1000, False: 500}  # of images, and of other rows, whose models are deeper
 CALIBRATION_ROWS = 20  # the fewest that EBFlow.calibrate takes: it holds out a tenth, and judges by two rows at least
+SHRINKING_SHARE = 0.6  # of a run: the share in which noise shrinks to its last value
+SHRINKING_STEPS, SHRINKING_BATCH, SHRINKING_RATE, LATENT_WEIGHT = 4000, 256, 2e-3, 1.0  # of the two-dimensional sets
 LARGE = 1024  # features from which on determinants take so long that the relative gradient learns more in the same time
 
 
@@ -35,10 +47,16 @@ def check(config: TrainConfig) -> None:
     for name in ("batch_size", "steps", "epochs", "threads", "evaluate_every"):
         if getattr(config, name) is not None:
             integer(name, getattr(config, name))
-    for name, loss in LOSS_OPTIONS.items():
-        if getattr(config, name) is not None and config.loss != loss:
+    for name, losses in LOSS_OPTIONS.items():
+        if getattr(config, name) is not None and config.loss not in losses:
             having = "the loss that is chosen without --loss" if config.loss is None else f"loss {config.loss}"
-            raise InputError(f"{name} is an option of {loss}, and does nothing with {having}; leave it out")
+            raise InputError(
+                f"{name} is an option of {', '.join(losses)}, and does nothing with {having}; leave it out"
+            )
+    if config.shrink is not None and config.shrink < 0:
+        raise InputError(f"shrink must be at least 0, got {config.shrink}")
+    if config.shrink and config.loss != "dsm" and config.sigma is None and config.data not in PLANE:
+        raise InputError("shrink needs a sigma, to which the noise shrinks")
 
 
 def settle(run: Run, started: tuple[bool, bool] | None = None) -> Run:
@@ -73,26 +91,51 @@ def settle(run: Run, started: tuple[bool, bool] | None = None) -> Run:
         chosen["loss"], log_det = usual_loss(run)
         chosen["log_det"] = log_det if config.log_det is None else config.log_det
     loss = chosen.get("loss", config.loss)
+    shrinks = config.data in PLANE and loss in NOISED and config.shrink != 0 and (config.sigma is None or config.shrink)
     if config.lr is None:
-        chosen["lr"] = 3e-3 if not closed_form else 1e-4 if levels else 1e-3
+        chosen["lr"] = (SHRINKING_RATE if shrinks else 3e-3) if not closed_form else 1e-4 if levels else 1e-3
         if chosen.get("gaussianize") and config.model == "deep":
             chosen["lr"] = 1e-5 if levels else 1e-4  # so near to the optimum larger steps are noise
     if config.batch_size is None:
-        usual = (200 if config.model == "deep" else 100) if images else 500
+        usual = (200 if config.model == "deep" else 100) if images else SHRINKING_BATCH if shrinks else 500
         chosen["batch_size"] = min(usual, len(run.data.train))
     if config.steps is None and config.epochs is None:
-        chosen["steps"] = STEPS[images]
+        chosen["steps"] = SHRINKING_STEPS if shrinks else STEPS[images]
     if config.calibrate is None:
         chosen["calibrate"] = "full" if (levels or closed_form) and not few else "none"
         if few and (levels or closed_form) and first_process():
             note(_few_rows(run, needed))
     if config.clip_norm is None and not images:
         chosen["clip_norm"] = 10.0
-    if config.sigma is None and loss == "dsm":
-        chosen["sigma"] = (1.0 if run.data.levels == 256 else 0.2) if images else 0.1
+    if config.sigma is None and (shrinks or loss == "dsm"):
+        chosen["sigma"] = SMOOTHING if config.data in PLANE else 0.1
+        if images:
+            chosen["sigma"] = 1.0 if run.data.levels == 256 else 0.2
     if config.eps is None and loss == "fdssm":
         chosen["eps"] = 1.0 if images else 0.1
-    return replace(run, config=replace(config, **chosen))
+    if shrinks and config.latent_weight is None:
+        chosen["latent_weight"] = LATENT_WEIGHT
+    config = replace(config, **chosen)
+    if shrinks and config.shrink is None:
+        config = replace(config, shrink=max(1, round(SHRINKING_SHARE * length(config, len(run.data.train)))))
+    return replace(run, config=config, data=_noised_by(config, run.data))
+
+
+def _noised_by(config: TrainConfig, data: DataSet) -> DataSet:
+    """The points before their noise, if the objective adds this very noise: new in each step, as the authors do it."""
+    if data.clean is None or config.sigma != SMOOTHING:
+        return data
+    return replace(data, train=data.clean)
+
+
+def length(config: TrainConfig, rows: int) -> int:
+    """The number of steps of a settled configuration, with so many training rows; the processes share them."""
+    if config.steps is not None:
+        return config.steps
+    assert config.batch_size is not None
+    assert config.epochs is not None
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    return config.epochs * max(1, rows // (min(config.batch_size, rows) * world))
 
 
 def _few_rows(run: Run, needed: int) -> str:
@@ -120,10 +163,12 @@ def objective_of(model: ebf.EBFlow, config: TrainConfig) -> ebf.objectives.Objec
     options: dict[str, Any] = {}
     if config.loss not in ("ml", "sml"):
         options["energy_weight"] = config.energy_weight
-    for name, loss in LOSS_OPTIONS.items():
+    for name, losses in LOSS_OPTIONS.items():
         value = getattr(config, name)
-        if config.loss == loss and value is not None:
+        if config.loss in losses and value is not None:
             options[name] = value
+    if steps := options.pop("shrink", 0):
+        options["sigma"] = ebf.objectives.NoiseSchedule(end=options["sigma"], steps=steps)
     return ebf.make_objective(config.loss, model, **options)
 
 

@@ -14,10 +14,9 @@ from torch.nn import functional as F
 import ebflow_plugin as ebf
 from ebflow_plugin.errors import InputError, UnknownNameError, suggest
 
-__all__ = ["ACTIVATIONS", "LIBRARIES", "LINEAR", "OF_IMAGES", "Conditioner", "ImageNetwork", "Kit", "Split", "no_layer"]
+__all__ = ["ACTIVATIONS", "LIBRARIES", "LINEAR", "Conditioner", "ImageNetwork", "Kit", "Split", "no_layer"]
 
-LIBRARIES = ("nflows", "normflows", "zuko")
-OF_IMAGES = ("nflows", "normflows")  # the libraries with couplings and squeezes of images
+LIBRARIES = ("nflows", "normflows")
 LINEAR = ("full", "lu", "lower", "upper", "qr", "svd")
 # As a function, and as a module: the libraries want both.
 ACTIVATIONS: dict[str, tuple[Callable[..., Any], Callable[[], nn.Module]]] = {

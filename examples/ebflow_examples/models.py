@@ -36,13 +36,13 @@ def build(
     Arguments:
         name: One of :data:`MODELS`.
         event_shape: The shape of one sample: (D,) for vectors, (C, H, W) for images.
-        library: ``nflows``, ``normflows`` or ``zuko``.
+        library: ``nflows`` or ``normflows``.
         linear: The kind of linear layers, one of :data:`LINEAR`; ``qr`` and ``svd`` are of nflows alone, and images
-            have ``full`` and ``lu`` (1 × 1). zuko has no models of images.
+            have ``full`` and ``lu`` (1 × 1).
         **options: Those of the model: ``MODELS[name].options``.
 
     Returns:
-        The library's own object: a ``Flow`` of nflows or zuko, or a ``NormalizingFlow``.
+        The library's own object: a ``Flow`` of nflows, or a ``NormalizingFlow``.
 
     Example:
         >>> import ebflow_plugin as ebf
@@ -77,10 +77,6 @@ def kit_for(library: str) -> Kit:
         from ebflow_examples.normflows_kit import NormflowsKit
 
         return NormflowsKit()
-    if library == "zuko":
-        from ebflow_examples.zuko_kit import ZukoKit
-
-        return ZukoKit()
     raise UnknownNameError(f"unknown library {library!r}. {suggest(library, LIBRARIES)}")
 
 

@@ -22,7 +22,7 @@ import ebflow_plugin as ebf
 from ebflow_examples.config import TrainConfig, read_toml, to_toml
 from ebflow_examples.console import first_process, note, to_json
 from ebflow_examples.data import NAMES
-from ebflow_examples.defaults import check, objective_of, settle
+from ebflow_examples.defaults import check, length, objective_of, settle
 from ebflow_examples.folders import held, writable
 from ebflow_examples.runs import (
     CONFIG,
@@ -337,8 +337,7 @@ def run_trainer(
     config, world = run.config, int(os.environ.get("WORLD_SIZE", "1"))
     assert config.batch_size is not None
     loader = Loader(run.data.train, config.batch_size, seed=config.seed)
-    batches = max(1, len(run.data.train) // (min(config.batch_size, len(run.data.train)) * world))
-    steps = config.steps or (config.epochs or 1) * batches
+    steps = length(config, len(run.data.train))
     schedule = SCHEDULES[config.schedule]
     scheduler = None if config.schedule == "constant" else lambda made: LambdaLR(made, lambda n: schedule(n / steps))
     held_out = Loader(

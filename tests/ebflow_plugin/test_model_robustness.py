@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 import ebflow_plugin as ebf
 import nflows_small
-from ebflow_plugin.objectives import DSM, FDSSM, ML, SM, SSM
+from ebflow_nflows import FullLinear, SmoothLeakyReLU
+from ebflow_plugin.objectives import DSM, FDSSM, ML, SM, SSM, ReverseKL
 from randomness import randn
 
 D = 4
@@ -303,3 +304,23 @@ def test_a_score_names_the_parameter_from_inference_mode():
     expected = ebf.wrap(copy.deepcopy(flow)).score(x, context)
     assert torch.allclose(ebf.wrap(flow).score(x, context), expected)  # these layers save none of their parameters
     assert ebf.wrap(flow).log_z(method="lanczos").std_error == 0  # of cheap log-dets alone, without a gradient
+
+
+@pytest.mark.parametrize("inference", [True, False])
+@pytest.mark.parametrize("name", ["score", "log_prob", "langevin", "denoise", "DSM", "SSM", "SM", "ML", "ReverseKL"])
+def test_no_step_ends_in_an_error_of_torch(name, inference):
+    """Plain tensors of a step (the temperature of a logit), and closed-form derivatives in their backward pass."""
+    calls = {
+        **{each: lambda model, each=each: NEEDS_GRADIENTS[each](model, x, None) for each in NEEDS_GRADIENTS},
+        "SSM": lambda model: SSM(model)(x),
+        "ReverseKL": lambda model: ReverseKL(model, lambda x: -x.square().sum(1), n=4)(),
+    }
+    with torch.inference_mode():
+        layers = [transforms.Logit(), FullLinear(2), SmoothLeakyReLU(0.3), FullLinear(2)]
+        model = ebf.wrap(nflows_small.flow_of(*layers, shape=(2,)).float())
+    x = randn(5, 2, dtype=torch.float32).sigmoid()
+    try:
+        with torch.inference_mode(inference):
+            calls[name](model)
+    except ebf.InputError as error:
+        assert re.search(r"was made under torch.inference_mode\(\).*copy.deepcopy", str(error))

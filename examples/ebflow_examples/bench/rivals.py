@@ -8,9 +8,14 @@ from importlib.util import find_spec
 from typing import Any
 
 import normflows as nf
+import torch
 from torch import Tensor, nn
+from zuko.distributions import DiagNormal
+from zuko.lazy import Flow, UnconditionalDistribution, UnconditionalTransform
+from zuko.transforms import LULinearTransform
 
 import ebflow_plugin as ebf
+import ebflow_zuko
 from ebflow_examples.bench.contenders import ALPHA, BATCH, DIM, naive_fc, objective, training_step
 from ebflow_examples.bench.results import Settings, Table, compare
 from ebflow_examples.bench.wrapper import alternating
@@ -37,7 +42,7 @@ def against_nflows(settings: Settings) -> Table:
     x = settings.data(BATCH, DIM)
     plain_flows = {"nflows ML, NaiveLinear": naive_fc(DIM), "nflows ML, LULinear": build("fc", (DIM,), linear="lu")}
     steps = {name: training_step(flow.to(x), nll(flow), x) for name, flow in plain_flows.items()}
-    steps |= full_steps(x, "nflows")
+    steps |= full_steps(x, lambda: build("fc", (DIM,)))
     times = settings.time("nflows", steps, seconds=4.0)
     rows = [compare(name, times[name], times[rival]) for rival in plain_flows for name in steps if "nflows" not in name]
     return Table(
@@ -49,11 +54,11 @@ def against_nflows(settings: Settings) -> Table:
     )
 
 
-def full_steps(x: Tensor, library: str) -> dict[str, Callable[[], None]]:
+def full_steps(x: Tensor, make: Callable[[], nn.Module]) -> dict[str, Callable[[], None]]:
     """A training step of each of our objectives, with the FullLinear of a library."""
     steps = {}
     for name in ("SSM", "DSM", "FDSSM", "ML relative"):
-        model = ebf.wrap(build("fc", (DIM,), library=library).to(x))
+        model = ebf.wrap(make().to(x))
         steps[f"{name}, FullLinear"] = training_step(model, objective(name, model), x)
     return steps
 
@@ -105,20 +110,33 @@ def against_normflows(settings: Settings) -> Table:
     )
 
 
+def zuko_lu(features: int) -> nn.Module:
+    """The linear layer of zuko, which holds LU factors."""
+    layer: nn.Module = UnconditionalTransform(LULinearTransform, LU=torch.eye(features))
+    return layer
+
+
+def zuko_fc(linear: Callable[[int], nn.Module]) -> nn.Module:
+    """The paper's FC-based model of zuko."""
+    base = UnconditionalDistribution(DiagNormal, torch.zeros(DIM), torch.ones(DIM), buffer=True)
+    flow: nn.Module = Flow([linear(DIM), ebflow_zuko.SmoothLeakyReLU(ALPHA), linear(DIM)], base)
+    return flow
+
+
 def against_zuko(settings: Settings) -> Table:
     """Maximum likelihood by zuko's own log_prob, against our objectives."""
     x = settings.data(BATCH, DIM)
     plain_flows: dict[str, Any] = {
-        "zuko ML, LULinearTransform": build("fc", (DIM,), library="zuko", linear="lu"),
-        "zuko ML, FullLinear": build("fc", (DIM,), library="zuko"),
+        "zuko ML, LULinearTransform": zuko_fc(zuko_lu),
+        "zuko ML, FullLinear": zuko_fc(ebflow_zuko.FullLinear),
     }
     steps = {
         name: training_step(flow.to(x), lambda x, flow=flow: -flow().log_prob(x).mean(), x)
         for name, flow in plain_flows.items()
     }
-    steps |= full_steps(x, "zuko")
+    steps |= full_steps(x, lambda: zuko_fc(ebflow_zuko.FullLinear))
     for name in ("ML", "DSM"):
-        same = ebf.wrap(build("fc", (DIM,), library="zuko", linear="lu").to(x))
+        same = ebf.wrap(zuko_fc(zuko_lu).to(x))
         steps[f"{name}, the LULinearTransform flow"] = training_step(same, objective(name, same), x)
     times = settings.time("zuko", steps, seconds=4.0)
     rows = [compare(name, times[name], times[rival]) for rival in plain_flows for name in steps if "zuko" not in name]

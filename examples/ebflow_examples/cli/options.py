@@ -58,7 +58,7 @@ Shape = Annotated[
     str | None,
     typer.Option(help="Shape of one data point: 784, or 1,28,28.", show_default="as the model tells, or MNIST's"),
 ]
-Library = Annotated[str, typer.Option(help="Library of a built-in model: nflows, normflows or zuko.")]
+Library = Annotated[str, typer.Option(help="Library of a built-in model: nflows or normflows.")]
 Linear = Annotated[str, typer.Option(help="Linear layers of a built-in model: full, lu, lower, upper, qr or svd.")]
 
 

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import ebflow_plugin as ebf
 from ebflow_examples.bench.contenders import training_step
-from ebflow_examples.defaults import objective_of, settle
+from ebflow_examples.defaults import SHRINKING_SHARE, objective_of, settle
 from ebflow_examples.runs import Run
 from ebflow_examples.streams import drawing_from, stream
 from ebflow_examples.training import SCHEDULES, optimizer_for
@@ -31,7 +31,6 @@ from ebflow_plugin.training.files import write_weights
 
 __all__ = ["Trained", "train_for"]
 
-ObjectiveOf = Callable[[ebf.EBFlow, int], ebf.objectives.Objective]
 NO_END = 10**9  # steps; the clock ends a run
 PROBE_SECONDS = 0.3  # to see how long a step takes, unless a single one takes longer
 LEAST_SHARE = 0.25  # of the time is left for training, whatever the start takes
@@ -188,11 +187,11 @@ def train_for(
     validation: int | None = 2000,
     calibration: int | None = None,
     start_file: Path | None = None,
-    objective: ObjectiveOf | None = None,
 ) -> Trained:
     """Trains a model for so many seconds of CPU time, by the recipe of its configuration.
 
-    The learning rate follows the clock. The start in closed form and one calibration are counted, evaluations are not.
+    The learning rate follows the clock, and noise that shrinks the steps that are expected in it. The start in closed
+    form and one calibration are counted, evaluations are not.
     If the start takes longer than that, a quarter of the time is left for training.
 
     Arguments:
@@ -203,16 +202,16 @@ def train_for(
         calibration: How many training rows they calibrate on; all by default.
         start_file: Where the started weights and their seconds are kept for other objectives of the same model, data
             and seed, which count the same seconds.
-        objective: Makes the loss of a model from it and from about how many steps there will be; by default that of the
-            configuration.
     """
     run, start = _started(run, start_file)
     config, model = run.config, run.model
-    make: ObjectiveOf = objective or (lambda made, steps: objective_of(made, config))
     if validation is not None:
         start += calibration_seconds(run, calibration)
     clock = Clock(max(LEAST_SHARE * seconds, seconds - start))
-    pace = step_seconds(run, make)
+    pace = step_seconds(run)
+    if config.shrink:
+        config = replace(config, shrink=max(1, round(SHRINKING_SHARE * clock.seconds / pace)))
+        run = replace(run, config=config)
     ema = ebf.EMA(model, decay=config.ema_decay) if config.ema else None
     looks = Evaluations(run, clock, evaluations, ema, validation, calibration)
     assert config.lr is not None
@@ -225,7 +224,7 @@ def train_for(
     looks.look(0)
     clock.go()
     result = ebf.fit(
-        make(model, max(1, round(clock.seconds / pace))),
+        objective_of(model, config),
         run.data.train,
         optimizer=optimizer_for(run),
         scheduler=scheduler,
@@ -274,12 +273,12 @@ def calibration_seconds(run: Run, rows: int | None = None) -> float:
         return _seconds(lambda: probe.calibrate(run.split("train")[:rows], kind))
 
 
-def step_seconds(run: Run, objective: ObjectiveOf) -> float:
+def step_seconds(run: Run) -> float:
     """About how long a step takes: the best of up to four of a copy of the model."""
     probe = copy.deepcopy(run.model)
     batch: Tensor = run.split("train")[: run.config.batch_size]
     with drawing_from(run.config.seed, "probe"):
-        step = training_step(probe, objective(probe, 1), batch)
+        step = training_step(probe, objective_of(probe, run.config), batch)
         taken = [_seconds(step)]
         while len(taken) < 4 and sum(taken) < PROBE_SECONDS:
             taken.append(_seconds(step))

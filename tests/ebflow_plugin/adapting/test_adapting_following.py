@@ -12,7 +12,7 @@ from torch import nn
 import ebflow_plugin as ebf
 import nflows_small
 from ebflow_nflows import FullLinear
-from ebflow_plugin.adapting.watch import Watch
+from ebflow_plugin.planned import Watch
 from matched import log_prob
 from randomness import randn, rng
 

@@ -42,6 +42,26 @@ def test_what_misses_the_model_says_so(dim):
         assert not found.reliable or abs(found.value - float(model.log_z())) < 4 * found.std_error, (number, found)
 
 
+@pytest.mark.filterwarnings("ignore:.*unreliable")
+def test_energies_of_any_size_are_no_crash():
+    layer = ebflow_nflows.FullLinear(2, dtype=WIDE).requires_grad_(False)
+    layer.weight.copy_(1e90 * torch.eye(2, dtype=WIDE))
+    model = ebf.wrap(flows.Flow(layer, distributions.StandardNormal([2])))
+    assert not model.log_z(method="importance", generator=rng()).reliable
+
+
+def test_energies_without_weight_are_no_rounding_errors():
+    """A wall of any height, where no mass is, made the error as large as one likes."""
+
+    def walled(x):
+        return -0.5 * x.square().sum(1) - 1e200 * (x[:, 0] > 2).double()
+
+    model = ebf.wrap(flows.Flow(transforms.IdentityTransform(), distributions.StandardNormal([2])).double())
+    found = ebf.importance(model, walled, 4000, generator=rng()).log_z
+    assert found.std_error < 0.01
+    assert abs(found.value - math.log(2 * math.pi * 0.9772499)) < 4 * found.std_error
+
+
 def gaussian_estimate(widths, number):
     """Log Z of a Gaussian energy of these widths, by draws of N(0, I): a linear layer that divides by them."""
     layer = ebflow_nflows.FullLinear(len(widths), dtype=WIDE).requires_grad_(False)

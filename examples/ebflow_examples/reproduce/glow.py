@@ -1,0 +1,307 @@
+"""A Glow with k × k convolutions in the place of its 1 × 1 ones, which likelihood without determinants makes cheap."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from math import cos, log, pi, prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch.optim import Adam
+from torch.optim.lr_scheduler import LambdaLR
+
+import ebflow_plugin as ebf
+from ebflow_examples import plots
+from ebflow_examples.data import DataSet, load
+from ebflow_examples.models import build
+from ebflow_examples.reproduce.common import Cell, CellResult, Options
+from ebflow_examples.reproduce.curves import joined
+from ebflow_examples.reproduce.output import Grid, Mean, Report, column, grouped, mean
+from ebflow_examples.runs import likelihood
+from ebflow_examples.streams import drawing_from, stream
+from ebflow_plugin.errors import ConditioningWarning, TrainingError
+
+MINUTES = 640.0
+RATE = 6e-3
+WARM_UP = 2.0  # seconds in which the rate grows
+BATCH = 32
+STARTING_ROWS = 256  # that ActNorm is started with
+EVALUATIONS = 10
+VALIDATION_ROWS = 1000
+SAMPLES, COLUMNS = 64, 8
+LENGTHS = {"long": 1.0, "half": 0.5}  # parts of the seconds
+PLAIN = {"data": "cifar10-jpeg", "library": "nflows", "kernel": 1, "padding": "zeros", "hidden": 32}
+ARMS: dict[str, dict[str, Any]] = {
+    "kernel1": {},
+    "kernel3": {"kernel": 3},
+    "kernel5": {"kernel": 5},
+    "circular3": {"kernel": 3, "padding": "circular"},
+    "wide48": {"hidden": 48},
+    "wide64": {"hidden": 64},
+    "wide64kernel3": {"hidden": 64, "kernel": 3},
+    "normflows1": {"library": "normflows"},
+    "normflows3": {"library": "normflows", "kernel": 3},
+    "mnist1": {"data": "mnist"},
+    "mnist3": {"data": "mnist", "kernel": 3},
+}
+MAIN = ("kernel1", "kernel3")  # with all seeds; the others with one
+COLOURS = {"kernel1": plots.COLOURS["ml"], "kernel3": plots.COLOURS["score"]}
+
+
+def cells(options: Options) -> list[Cell]:
+    """One for each model, length and seed: what ``--only kernel3 --only long --only seed0`` chooses from."""
+    return [
+        Cell(
+            "glow",
+            f"{arm}-{length}-seed{seed}",
+            {"arm": arm, "length": length, "seed": seed, "quick": options.quick, **PLAIN, **ARMS[arm]},
+            part=part,
+        )
+        for seed in range(options.seeds)
+        for length, part in LENGTHS.items()
+        for arm in ARMS
+        if arm in MAIN or (seed == 0 and not options.quick)
+    ]
+
+
+def compute(cell: Cell, folder: Path, data_root: str | None) -> dict[str, Any]:
+    """Trains; bits per dimension of validation images on the way, and of test images at the end; samples."""
+    told, seed = cell.settings, cell.settings["seed"]
+    quick = told["quick"]
+    data = load("digits" if quick else told["data"], root=data_root, seed=seed)
+    model = model_of(told, data)
+    exact = told["kernel"] == 1  # as the library does it
+    objective = ebf.objectives.ML(model, log_det="exact" if exact else "auto", generator=stream(seed, "training noise"))
+    validation = data.validation[: 20 if quick else VALIDATION_ROWS]
+    curve, steps = train(objective, data, cell.seconds, seed, lambda: bits(model, data, validation, seed)[0])
+    found, error = bits(model, data, data.test[:20] if quick else data.test, seed)
+    taken = []
+    for place in range(2):  # the first call factorises
+        began = time.process_time()
+        drawn = model.sample(SAMPLES, generator=stream(seed, "samples", place))
+        taken.append(time.process_time() - began)
+    np.save(folder / f"{cell.name}.npy", data.with_progress(drawn).numpy())
+    save_file(model.state_dict(), folder / f"{cell.name}.safetensors")
+    return {
+        "bits_per_dim": found,
+        "error": error,
+        "curve": curve,
+        "seconds": curve[-1][0],
+        "steps": steps,
+        "weights": sum(each.numel() for each in model.parameters()),
+        "sample_seconds": taken,
+        **objective.metrics(),
+    }
+
+
+def model_of(told: Mapping[str, Any], data: DataSet) -> ebf.EBFlow:
+    """The Glow of a cell, started from training images; whatever the kernel, the same density at first."""
+    with drawing_from(told["seed"], "weights"):
+        size = {"levels": 1, "blocks": 1} if told["quick"] else {"levels": 2, "blocks": 4}
+        flow = build("glow", data.event_shape, library=told["library"], hidden=told["hidden"], **size)
+    if told["kernel"] > 1:
+        flow = ebf.unconstrain(flow, told["kernel"], padding_mode=told["padding"])
+    assert data.levels is not None
+    model = ebf.wrap(flow, preprocess=[ebf.Dequantize(data.levels), ebf.Rescale(-0.5, 0.5)])
+    model.initialize(data.train[:STARTING_ROWS])
+    return model
+
+
+def train(
+    objective: ebf.objectives.Objective, data: DataSet, seconds: float, seed: int, judge: Callable[[], float]
+) -> tuple[list[tuple[float, float]], int]:
+    """Trains for so many CPU seconds of this process: the curve of the judge, who costs nothing, and the steps.
+
+    Raises:
+        TrainingError: If a loss is not finite.
+    """
+    used, steps = 0.0, 0
+
+    def rate(_: int) -> float:
+        return min(1.0, (used + 0.05) / WARM_UP) * 0.5 * (1.0 + cos(pi * min(1.0, used / seconds)))
+
+    optimizer = Adam(ebf.parameter_groups(objective.model, RATE), fused=True)
+    schedule = LambdaLR(optimizer, rate)
+    order = stream(seed, "batches")
+    curve = [(0.0, judge())]
+    with warnings.catch_warnings():
+        # Where a solve does not converge the exact log-det is taken: right, and its time counts.
+        warnings.simplefilter("ignore", ConditioningWarning)
+        while used < seconds:
+            began = time.process_time()
+            loss = objective(data.train[torch.randint(len(data.train), (BATCH,), generator=order)])
+            if not bool(loss.isfinite()):
+                raise TrainingError(f"the loss is {loss.item()} at step {steps + 1}")
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            steps += 1
+            used += time.process_time() - began
+            if used >= seconds or used >= seconds * len(curve) / EVALUATIONS:
+                curve.append((used, judge()))
+    return curve, steps
+
+
+def bits(model: ebf.EBFlow, data: DataSet, rows: torch.Tensor, seed: int) -> tuple[float, float]:
+    """Exact bits per dimension of images, with the same noise each time, and the standard error over the images."""
+    found = likelihood(model, rows, seed)
+    return found.bits_per_dim, found.nll_error / (prod(data.event_shape) * log(2))
+
+
+def report(options: Options, found: Sequence[CellResult], path: Path) -> Report:
+    """Bits per dimension by CPU seconds, of validation images on the way and of test images; curves and samples."""
+    groups = {(arm, length): group for (arm, length), group in grouped(found, "arm", "length").items()}
+    rows = [_row(arm, length, group) for (arm, length), group in groups.items()]
+    grids = [
+        Grid(_title(length, rows), _head(length, rows), [_line(row) for row in rows if row["length"] == length])
+        for length in LENGTHS
+        if any(row["length"] == length for row in rows)
+    ]
+    pictures = []
+    lengths = [length for length in LENGTHS if any((arm, length) in groups for arm in MAIN)]
+    if lengths:
+        main = {arm: groups[arm, lengths[0]] for arm in MAIN if (arm, lengths[0]) in groups}
+        _draw_curves(path, main)
+        _draw_samples(path.with_stem(f"{path.stem}_samples"), options, main)
+        pictures = [path, path.with_stem(f"{path.stem}_samples")]
+    return Report(grids, rows, [*_gains(groups), *_notes()], pictures)
+
+
+def _row(arm: str, length: str, group: Sequence[CellResult]) -> dict[str, Any]:
+    seconds = mean(each["seconds"] for each in group)
+    return {
+        "arm": arm,
+        "length": length,
+        "seeds": len(group),
+        "seconds": seconds,
+        **{f"at_{share:.0%}": mean(_at(each, share) for each in group) for share in (0.2, 0.4, 0.6, 0.8, 1.0)},
+        "test": column(group, "bits_per_dim"),
+        "steps": column(group, "steps"),
+        "ms_a_step": mean(1e3 * each["seconds"] / each["steps"] for each in group),
+        "sample_seconds": mean(each["sample_seconds"][1] for each in group),
+    }
+
+
+def _at(each: CellResult, share: float) -> float:
+    x, y = np.array(each["curve"]).T
+    return float(np.interp(share * each["seconds"], x, y))
+
+
+def _title(length: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    seconds = next(row["seconds"].value for row in rows if row["length"] == length)
+    return f"Bits per dimension in runs of {seconds:,.0f} CPU seconds"
+
+
+def _head(length: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    seconds = next(row["seconds"].value for row in rows if row["length"] == length)
+    at = [f"{share * seconds:,.0f} s" for share in (0.2, 0.4, 0.6, 0.8, 1.0)]
+    return ["model", "seeds", *at, "test", "steps", "ms a step", "64 samples, s"]
+
+
+def _line(row: Mapping[str, Any]) -> list[str]:
+    way = [f"{row[key].value:.3f}" for key in row if key.startswith("at_")]
+    ends = f"{row['steps'].value:,.0f}", f"{row['ms_a_step'].value:.0f}", f"{row['sample_seconds'].value:.1f}"
+    return [_name(row["arm"]), f"{row['seeds']}", *way, row["test"].text(3), *ends]
+
+
+def _name(arm: str) -> str:
+    """A model as tables call it."""
+    told = {**PLAIN, **ARMS[arm]}
+    words = [f"{told['kernel']} × {told['kernel']}"]
+    words += [str(told["data"])] * (told["data"] != PLAIN["data"])
+    words += ["circular"] * (told["padding"] == "circular")
+    words += [f"couplings {told['hidden']} wide"] * (told["hidden"] != PLAIN["hidden"])
+    words += [str(told["library"])] * (told["library"] != PLAIN["library"])
+    return ", ".join(words)
+
+
+def _gains(groups: Mapping[tuple[str, str], Sequence[CellResult]]) -> list[str]:
+    """What 3 × 3 gains, seed by seed: bits, and the share of the time in which it has the final NLL of 1 × 1."""
+    lines = []
+    for length in LENGTHS:
+        plain = {each["seed"]: each for each in groups.get(("kernel1", length), ())}
+        for each in groups.get(("kernel3", length), ()):
+            if (other := plain.get(each["seed"])) is None:
+                continue
+            gain = other["bits_per_dim"] - each["bits_per_dim"]
+            share = _time_to(each, other["curve"][-1][1])
+            when = "does not reach" if share is None else f"takes {share:.2f} of the time to"
+            lines.append(
+                f"Run of {each['seconds']:,.0f} s, seed {each['seed']}: 3 × 3 is {gain:.3f} bits/dim below 1 × 1 on "
+                f"test images, and {when} the final validation NLL of 1 × 1."
+            )
+    return lines
+
+
+def _time_to(each: CellResult, target: float) -> float | None:
+    """The share of the time after which a run has this NLL; None if never."""
+    x, y = np.array(each["curve"]).T
+    if y[-1] > target:
+        return None
+    fine = np.linspace(0.0, x[-1], 2001)
+    return float(fine[np.interp(fine, x, y) <= target][0] / x[-1])
+
+
+def _notes() -> list[str]:
+    return [
+        "A small Glow: 2 levels of 4 blocks, affine couplings with Glow's networks (32 wide), started by ActNorm from "
+        f"{STARTING_ROWS} images. The 1 × 1 convolutions of the same start became k × k ones with zeros around the old "
+        f"weight (`unconstrain(kernel_size=k)`). Batches of {BATCH}, Adam {RATE:g} with a cosine over the run "
+        "(`parameter_groups`: kernels at a tenth), by CPU seconds of one thread, evaluations not counted, the last "
+        f'weights. k × k: `ML(log_det="auto")`, 1 × 1: exact. Validation: {VALIDATION_ROWS} images with the same noise '
+        "each time; test: all test images, once. The exact NLL of all models."
+    ]
+
+
+def _draw_curves(path: Path, main: Mapping[str, Sequence[CellResult]]) -> None:
+    """The first picture of README: read at half its size."""
+    names = {"kernel1": "Glow", "kernel3": "Glow with 3 × 3 convolutions"}
+    curves = {arm: [each["curve"] for each in group] for arm, group in main.items()}
+    with plots.figure(path, 8.4, 4.6) as figure:
+        axes = figure.subplots()
+        means = {}
+        for arm, seeds in curves.items():
+            x, lines = joined(seeds)
+            means[arm] = np.array(x), np.mean(lines, axis=0)
+            axes.plot(*means[arm], color=COLOURS[arm], linewidth=3.2)
+            if len(lines) > 1:
+                axes.plot(x, np.transpose(lines), color=COLOURS[arm], linewidth=1.0, alpha=0.6)
+        last = float(max(x[-1] for x, _ in means.values()))
+        ends = {arm: float(y[-1]) for arm, (_, y) in means.items()}
+        early = max(float(np.interp(0.1 * last, *each)) for each in means.values())
+        low, high = min(ends.values()), max(early, max(ends.values()) + 1e-3)
+        axes.set_ylim(low - 0.1 * (high - low), high + 0.05 * (high - low))
+        axes.set_xlim(0, 1.42 * last)
+        axes.set_xticks(
+            [round(last * part / 4, 1) for part in range(5)], [f"{last * part / 4:.0f}" for part in range(5)]
+        )
+        for arm, value in ends.items():
+            axes.text(1.03 * last, value, f"{names[arm].replace(' with', chr(10) + 'with')}\n{value:.2f} bits/dim",
+                      color=COLOURS[arm], fontsize=14, va="top" if arm == "kernel3" else "bottom")  # fmt: skip
+        if len(means) == 2 and ends["kernel3"] < ends["kernel1"]:
+            x, y = means["kernel3"]
+            there = float(x[y <= ends["kernel1"]][0])
+            axes.annotate("", (there, ends["kernel1"]), (last, ends["kernel1"]),
+                          arrowprops={"arrowstyle": "->", "color": plots.COLOURS["ink"], "linewidth": 1.6})  # fmt: skip
+            words = f"the same after {there / last:.0%} of the time"
+            axes.text((there + last) / 2, ends["kernel1"], words, ha="center", va="bottom", fontsize=13)
+        axes.grid(axis="y", color=plots.COLOURS["grid"], linewidth=0.8)
+        axes.tick_params(labelsize=13)
+        axes.set_title("3 × 3 in the place of 1 × 1: a better Glow in the same time", fontsize=16)
+        axes.set_xlabel("CPU seconds of training, one core", fontsize=14)
+        axes.set_ylabel("bits/dim, validation", fontsize=14)
+
+
+def _draw_samples(path: Path, options: Options, main: Mapping[str, Sequence[CellResult]]) -> None:
+    with plots.figure(path, 4.6 * len(main), 4.9) as figure:
+        panels = figure.subplots(1, len(main), squeeze=False)[0]
+        for axes, (arm, group) in zip(panels, main.items(), strict=True):
+            drawn = torch.from_numpy(np.load(options.folder / f"{group[0].cell.name}.npy"))
+            value = Mean(group[0]["bits_per_dim"], float("nan")).text(3)
+            plots.images(axes, drawn, COLUMNS, f"{_name(arm)}, seed {group[0]['seed']}: {value} bits/dim")
