@@ -16,6 +16,7 @@ PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANGEL
 LINK = re.compile(r"\]\(([^)\s#:]+)(#[^)\s]*)?\)")
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 FENCE = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
+PICTURE = re.compile(r'<img [^>]*src="([^"]+\.png)"[^>]*>')
 SIZE = 20.0  # of the letters in a formula's own units
 SIZES = (r' width="([\d.]+)"', r' height="([\d.]+)"', r' viewBox="\S+ (\S+) ')
 
@@ -82,5 +83,5 @@ def formula(match: re.Match[str]) -> str:
 
 
 def on_page_content(content: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Sets the formulas: no script and no font is loaded when a page is read."""
-    return FORMULA.sub(formula, content)
+    """Sets the formulas, for which no script and no font is loaded; a picture leads to itself in its own size."""
+    return PICTURE.sub(r'<a href="\1">\g<0></a>', FORMULA.sub(formula, content))
