@@ -1,4 +1,4 @@
-"""A made-up flow library. CONTRIBUTING.md shows how an adapter for it is written."""
+"""A made-up flow library. docs/adding_a_library.md shows how an adapter for it is written."""
 
 import math
 

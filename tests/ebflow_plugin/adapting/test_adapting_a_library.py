@@ -1,4 +1,4 @@
-"""The worked example of CONTRIBUTING.md: a library that nobody knows, an adapter for it, and the contract."""
+"""The worked example of docs/adding_a_library.md: a library that nobody knows, an adapter for it, and the contract."""
 
 import re
 from importlib.metadata import EntryPoint
@@ -75,7 +75,7 @@ def test_an_unknown_layer_keeps_its_own_log_det():
 
 
 @pytest.mark.parametrize("name", ["toy_library.py", "toy_adapter.py"])
-def test_contributing_quotes_the_files(name):
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+def test_the_page_quotes_the_files(name):
+    text = (ROOT / "docs" / "adding_a_library.md").read_text(encoding="utf-8")
     quoted = re.search(rf"<!-- tests/support/{name} -->\n```python\n(.*?)```\n", text, re.DOTALL).group(1)
     assert quoted == (ROOT / "tests" / "support" / name).read_text(encoding="utf-8")
