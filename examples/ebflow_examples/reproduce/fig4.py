@@ -108,7 +108,7 @@ def _train(run: Run, seconds: float, folder: Path, validation: int) -> tuple[Out
     folder.mkdir(parents=True, exist_ok=True)
     settled = folder / "steps.txt"
     if not settled.is_file():
-        step = step_seconds(run, lambda made, _: objective_of(made, run.config))
+        step = step_seconds(run)
         settled.write_text(f"{max(2, round(seconds / step))}\n", encoding="utf-8")
     steps = int(settled.read_text(encoding="utf-8"))
     run = replace(run, config=replace(run.config, steps=steps))
