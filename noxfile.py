@@ -47,6 +47,13 @@ def lint(session: nox.Session) -> None:
 
 
 @nox.session(python="3.11")
+def docs(session: nox.Session) -> None:
+    """The pages, without a warning."""
+    session.install("-e", ".[dev]")
+    session.run("python", "-m", "mkdocs", "build", "--strict")
+
+
+@nox.session(python="3.11")
 def build(session: nox.Session) -> None:
     """The source distribution and the wheel, checked by twine."""
     session.install("build", "twine")

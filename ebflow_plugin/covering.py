@@ -16,7 +16,7 @@ from ebflow_plugin.errors import CoverageWarning, InputError, warn
 from ebflow_plugin.linalg.random import at_least, check_generator
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives.latent_match import base_distance
-from ebflow_plugin.plan.inputs import pair, refuse_non_finite, to_device
+from ebflow_plugin.plan.inputs import batch_of, refuse_non_finite, to_device
 from ebflow_plugin.plan.inverse import draw
 
 __all__ = ["CoverageReport", "coverage"]
@@ -109,7 +109,9 @@ def coverage(model: EBFlow, data: Any, *, rows: int = 1000, generator: Generator
     if not isinstance(model, EBFlow):
         raise InputError(f"coverage needs an EBFlow, got {type(model).__name__}; wrap it first: ebflow_plugin.wrap")
     check_generator(generator)
-    x, context = to_device(*pair(data), model.like().device)
+    x, context, weights = to_device(batch_of(data), model.like().device)
+    if weights is not None:
+        raise InputError("coverage compares rows with each other, and cannot weight them; pass x, or (x, context)")
     model.check(x, context)
     count = min(at_least(FEWEST // 2, "rows", rows), len(x) // 2)
     if count < FEWEST // 2:

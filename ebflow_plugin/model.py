@@ -23,6 +23,7 @@ from ebflow_plugin.plan.inputs import check_shape, one_of, to_device
 from ebflow_plugin.plan.inverse import draw
 from ebflow_plugin.plan.plan import score_of
 from ebflow_plugin.plan.step import Shape
+from ebflow_plugin.plan.weights import check_weights
 from ebflow_plugin.planned import PlannedFlow
 
 __all__ = ["EBFlow"]
@@ -173,6 +174,7 @@ class EBFlow(PlannedFlow):
         self,
         x: Any,
         context: Tensor | None = None,
+        weights: Tensor | None = None,
         *,
         whiten: bool = False,
         gaussianize: bool = False,
@@ -187,9 +189,11 @@ class EBFlow(PlannedFlow):
         process that calls it alone raises an error after two minutes.
 
         Arguments:
-            x: A batch. To whiten or Gaussianise, all training data: a tensor, a pair ``(x, context)`` or a loader,
-                which must not shuffle, so that the same rows are held out in each pass. They may be on any device.
+            x: A batch. To whiten or Gaussianise, all training data: a tensor, a tuple ``(x, context)`` or ``(x,
+                context, weights)``, or a loader of these, which must not shuffle, so that the same rows are held out
+                in each pass. They may be on any device.
             context: The context of a batch.
+            weights: The weights of its rows, ``(B,)``: at least 0, of any scale.
             whiten: Whether the first FullLinear or FullConv2d becomes the whitening map of its input. Only ActNorms,
                 permutations and fixed steps may precede it. If only linear steps and a Gaussian base follow, it is
                 fitted to that base; otherwise it scales the data for training, which may first make them less likely.
@@ -211,7 +215,7 @@ class EBFlow(PlannedFlow):
         """
         plan = self._uncalibrated()
         plan.refuse()
-        data = x if context is None else (x, context)
+        data = x if context is None and weights is None else (x, context, weights)
         with writable(self._parameter()):
             if gaussianize:
                 refuse_one_shot(data)
@@ -226,7 +230,10 @@ class EBFlow(PlannedFlow):
                 initialization.whiten(plan, self._rows(data, generator))
                 self.calibration.set()
             else:
-                x, context = to_device(x, context, self.like().device)
+                x, context, weights = to_device((x, context, weights), self.like().device)
+                if weights is not None:
+                    check_weights(weights, x)
+                    x, context = initialization.resampled(x, context, weights)
                 plan.initialize(self._input(x, context, generator)[0], context)
         return None
 
@@ -246,7 +253,8 @@ class EBFlow(PlannedFlow):
         by their sampling error. A process that calls it alone raises an error after two minutes.
 
         Arguments:
-            data: Training data: a tensor, a pair ``(x, context)``, or a loader of either, on any device.
+            data: Training data: a tensor, a tuple ``(x, context)`` or ``(x, context, weights)``, or a loader of
+                these, on any device. A context may be None. Weights are at least 0, of any scale.
             kind: ``"full"`` or ``"diagonal"``.
             generator: Draws the noise of a :class:`~ebflow_plugin.Dequantize`.
 

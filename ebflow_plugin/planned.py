@@ -140,12 +140,12 @@ class PlannedFlow(nn.Module):
 
     def _input(self, x: Tensor, context: Tensor | None, generator: Generator | None) -> tuple[Tensor, Tensor | None]:
         """Checks data, and dequantises them if there is such a step: the input of the plan, and its log-volume."""
-        x, dequantize = self.check(x, context), self.dequantize
+        dequantize, x = self.dequantize, self.check(x, context)
         self._plan.refuse()
         return (x, None) if dequantize is None or len(x) == 0 else dequantize.dequantize(x, generator)
 
     def _rows(self, data: Any, generator: Generator | None) -> Iterator[Rows]:
-        """The data in batches: the input of the plan, the context, and the log-volume of a Dequantize."""
+        """The data in batches: the input of the plan, its context, weights, and the log-volume of a Dequantize."""
         return batches(data, lambda x, context: self._input(x, context, generator), self.like().device)
 
     @torch.no_grad()

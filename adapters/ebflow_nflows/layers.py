@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ebflow_plugin import layers
 from ebflow_plugin.errors import AdapterError
+from ebflow_plugin.layers import log_det_at
 
 __all__ = ["FullConv2d", "FullLinear", "SinhArcsinh", "SmoothLeakyReLU"]
 
@@ -35,22 +36,20 @@ else:
     Transform = _transform_class()
 
 
-class _Linear(Transform):
-    """forward and inverse of a layer with ``transform``, ``invert`` and ``log_det(event_shape)``."""
+class _Layer(Transform):
+    """forward and inverse of a layer of the core."""
 
     transform: Any
     invert: Any
-    log_det: Any
 
     def forward(self, inputs: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Maps towards noise. Computes the log-det too, which the wrapper's energy skips."""
-        log_det = self.log_det(tuple(inputs.shape[1:]))
-        return self.transform(inputs), log_det.expand(inputs.shape[0])
+        """Maps towards noise. Computes the log-det too, which the wrapper's energy skips for a linear layer."""
+        return self.transform(inputs), log_det_at(self, inputs)
 
     def inverse(self, inputs: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Maps towards data."""
         outputs = self.invert(inputs)
-        return outputs, -self.log_det(tuple(outputs.shape[1:])).expand(inputs.shape[0])
+        return outputs, -log_det_at(self, outputs)
 
 
 class Inverted(Transform):
@@ -71,7 +70,7 @@ class Inverted(Transform):
         return result
 
 
-class FullLinear(layers.FullLinear, _Linear):
+class FullLinear(layers.FullLinear, _Layer):
     """A full, unconstrained linear layer as an nflows Transform.
 
     Its arguments are those of :class:`ebflow_plugin.layers.FullLinear`.
@@ -85,7 +84,7 @@ class FullLinear(layers.FullLinear, _Linear):
     """
 
 
-class FullConv2d(layers.FullConv2d, _Linear):
+class FullConv2d(layers.FullConv2d, _Layer):
     """A full, unconstrained convolution as an nflows Transform.
 
     Its arguments are those of :class:`ebflow_plugin.layers.FullConv2d`.
@@ -99,24 +98,7 @@ class FullConv2d(layers.FullConv2d, _Linear):
     """
 
 
-class _Elementwise(Transform):
-    """forward and inverse of a layer with ``transform``, ``invert`` and ``log_det(x)``."""
-
-    transform: Any
-    invert: Any
-    log_det: Any
-
-    def forward(self, inputs: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Maps towards noise."""
-        return self.transform(inputs), self.log_det(inputs)
-
-    def inverse(self, inputs: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Maps towards data."""
-        outputs = self.invert(inputs)
-        return outputs, -self.log_det(outputs)
-
-
-class SmoothLeakyReLU(layers.SmoothLeakyReLU, _Elementwise):
+class SmoothLeakyReLU(layers.SmoothLeakyReLU, _Layer):
     """A smooth, invertible activation as an nflows Transform.
 
     Its arguments are those of :class:`ebflow_plugin.layers.SmoothLeakyReLU`.
@@ -129,7 +111,7 @@ class SmoothLeakyReLU(layers.SmoothLeakyReLU, _Elementwise):
     """
 
 
-class SinhArcsinh(layers.SinhArcsinh, _Elementwise):
+class SinhArcsinh(layers.SinhArcsinh, _Layer):
     """A learnable elementwise sinh-arcsinh map, for tails and skewness, as an nflows Transform.
 
     Its arguments are those of :class:`ebflow_plugin.layers.SinhArcsinh`.

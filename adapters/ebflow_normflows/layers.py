@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ebflow_plugin import layers
 from ebflow_plugin.errors import AdapterError
+from ebflow_plugin.layers import log_det_at
 
 __all__ = ["FullConv2d", "FullLinear", "SinhArcsinh", "SmoothLeakyReLU"]
 
@@ -26,24 +27,23 @@ else:
         raise AdapterError("the layers of ebflow_normflows need normflows: pip install normflows") from error
 
 
-class _Linear(Flow):
-    """forward and inverse of a layer with ``transform``, ``invert`` and ``log_det(event_shape)``."""
+class _Layer(Flow):
+    """forward and inverse of a layer of the core."""
 
     transform: Any
     invert: Any
-    log_det: Any
 
     def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Maps towards data."""
         x = self.invert(z)
-        return x, -self.log_det(tuple(x.shape[1:])).expand(z.shape[0])
+        return x, -log_det_at(self, x)
 
     def inverse(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Maps towards noise. Computes the log-det too, which the wrapper's energy skips."""
-        return self.transform(z), self.log_det(tuple(z.shape[1:])).expand(z.shape[0])
+        """Maps towards noise. Computes the log-det too, which the wrapper's energy skips for a linear layer."""
+        return self.transform(z), log_det_at(self, z)
 
 
-class FullLinear(layers.FullLinear, _Linear):
+class FullLinear(layers.FullLinear, _Layer):
     """A full, unconstrained linear layer as a normflows Flow.
 
     Its arguments are those of :class:`ebflow_plugin.layers.FullLinear`.
@@ -56,7 +56,7 @@ class FullLinear(layers.FullLinear, _Linear):
     """
 
 
-class FullConv2d(layers.FullConv2d, _Linear):
+class FullConv2d(layers.FullConv2d, _Layer):
     """A full, unconstrained convolution as a normflows Flow.
 
     Its arguments are those of :class:`ebflow_plugin.layers.FullConv2d`.
@@ -69,24 +69,7 @@ class FullConv2d(layers.FullConv2d, _Linear):
     """
 
 
-class _Elementwise(Flow):
-    """forward and inverse of a layer with ``transform``, ``invert`` and ``log_det(x)``."""
-
-    transform: Any
-    invert: Any
-    log_det: Any
-
-    def forward(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Maps towards data."""
-        x = self.invert(z)
-        return x, -self.log_det(x)
-
-    def inverse(self, z: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Maps towards noise."""
-        return self.transform(z), self.log_det(z)
-
-
-class SmoothLeakyReLU(layers.SmoothLeakyReLU, _Elementwise):
+class SmoothLeakyReLU(layers.SmoothLeakyReLU, _Layer):
     """A smooth, invertible activation as a normflows Flow.
 
     Its arguments are those of :class:`ebflow_plugin.layers.SmoothLeakyReLU`.
@@ -100,7 +83,7 @@ class SmoothLeakyReLU(layers.SmoothLeakyReLU, _Elementwise):
     """
 
 
-class SinhArcsinh(layers.SinhArcsinh, _Elementwise):
+class SinhArcsinh(layers.SinhArcsinh, _Layer):
     """A learnable elementwise sinh-arcsinh map, for tails and skewness, as a normflows Flow.
 
     Its arguments are those of :class:`ebflow_plugin.layers.SinhArcsinh`.

@@ -205,8 +205,8 @@ def fit_affine(
     lower, failed = torch.linalg.cholesky_ex(shrunk)
     if bool(failed) or lower.diagonal().min() <= 1e-6 * lower.diagonal().max():
         raise SingularError(
-            f"the covariance of the latents is singular ({moments.count} data points for {len(spread)} dimensions); "
-            "pass more data, or kind='diagonal'"
+            f"the covariance of the latents is singular ({moments.count:.0f} data points for {len(spread)} "
+            "dimensions); pass more data, or kind='diagonal'"
         )
     inverse = torch.linalg.solve_triangular(lower, torch.eye(len(spread)).to(lower), upper=False)
     total = lower.diagonal().log().sum() + 0.5 * ((inverse @ observed) * inverse).sum() + spread.log().sum()
@@ -252,7 +252,7 @@ def calibrate_plan(
     index = 0
     event_shape: Shape = ()
     shapes: tuple[Shape, ...] = ()
-    for x, context, log_volume in stream:
+    for x, context, weights, log_volume in stream:
         embedded = plan.embed(context)
         latents, log_det = plan.encode(x, embedded)
         volumes = [volume for volume in (log_det, log_volume) if volume is not None]
@@ -260,17 +260,18 @@ def calibrate_plan(
         rows = flatten(latents)
         held = held_out(index, len(rows), HELD_OUT, rows.device)
         index += len(rows)
+        fitted_to, judged_by = (None if weights is None else weights[chosen] for chosen in (~held, held))
         if bool((~held).any()):
-            moments.add(rows[~held])
+            moments.add(rows[~held], fitted_to)
         if bool(held.any()):
-            others.add(rows[held])
+            others.add(rows[held], judged_by)
             log_prob = plan.base_log_prob(latents, embedded)
             # Apart: latents far from the base have log-densities beside which a log-det would be lost to rounding.
-            losses.add(torch.stack([log_prob, sum(volumes, torch.zeros_like(log_prob))], 1)[held])
+            losses.add(torch.stack([log_prob, sum(volumes, torch.zeros_like(log_prob))], 1)[held], judged_by)
     for collected in (moments, others, losses):  # so that every process decides the same
         collected.reduce()
     if others.count < 2:
-        raise InputError(f"calibrate needs at least {2 * HELD_OUT} data points, got {moments.count + others.count}")
+        raise InputError(f"calibrate needs at least {2 * HELD_OUT} data points, got {moments.count + others.count:.0f}")
     base = gaussian_of(plan.base, shapes, like, "calibrate")
     tensors, rho, fitted = fit_affine(moments, others, base, kind)
     log_prob, log_det = losses.mean.tolist()
@@ -278,7 +279,7 @@ def calibrate_plan(
     before, after = constant - log_prob, constant + fitted
     if fitted > -log_prob:
         return {}, CalibrationReport(before, before, 1.0, "none")
-    moments.merge(others.count, others.mean, others.scatter)  # the shrinkage is chosen: refit to all data
+    moments.merge(others)  # the shrinkage is chosen: refit to all data
     tensors, rho, _ = fit_affine(moments, others, base, kind, rho)
     with torch.inference_mode(False):  # they outlive the call
         tensors = {name: tensor.to(like, copy=True) for name, tensor in tensors.items()}

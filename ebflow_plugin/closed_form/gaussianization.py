@@ -180,11 +180,11 @@ def _next_layer(plan: Plan, places: list[int]) -> int | None:
 class Arrived:
     """Statistics of the input of a layer, from one pass: of the rows to fit to, and of the held-out rows."""
 
-    def __init__(self, step: FullStep, stream: Iterable[tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, step: FullStep, stream: Iterable[tuple[Tensor, Tensor, Tensor | None]]) -> None:
         self.fit, self.held, self.log_dets = Moments(), Moments(), Moments(diagonal=True)
         sample, others = Thinned(ROWS), Thinned(ROWS // 2)
         self.times, index = 1, 0
-        for value, log_det in stream:
+        for value, log_det, weights in stream:
             held = held_out(index, len(value), HELD_OUT, value.device)
             index += len(value)
             self.shape: tuple[int, ...] = tuple(value.shape[1:])
@@ -192,10 +192,11 @@ class Arrived:
                 if bool(chosen.any()):
                     rows = rows_of(step, value[chosen])
                     self.times = len(rows) // int(chosen.sum())
-                    moments.add(rows)
-                    thinned.add(rows)
+                    own = None if weights is None else weights[chosen].repeat_interleave(self.times)
+                    moments.add(rows, own)
+                    thinned.add(rows, own)
             if bool(held.any()):
-                self.log_dets.add(log_det[held, None])
+                self.log_dets.add(log_det[held, None], None if weights is None else weights[held])
         if self.held.count < 2:
             raise InputError(f"gaussianize=True needs at least {2 * HELD_OUT} data points, got {index}")
         for moments in (self.fit, self.held, self.log_dets):  # so that every process decides the same
@@ -206,7 +207,7 @@ class Arrived:
         """The moments of all rows, those held out included."""
         merged = Moments()
         for part in (self.fit, self.held):
-            merged.merge(part.count, part.mean, part.scatter)
+            merged.merge(part)
         return merged
 
     def judge(self, where: str) -> tuple[float, float]:

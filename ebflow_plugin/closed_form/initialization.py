@@ -20,6 +20,7 @@ from ebflow_plugin.plan.linear import InitialisedAffineStep, IsometryStep
 from ebflow_plugin.plan.matrices import FullStep
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.step import LinearStep, own_tensors
+from ebflow_plugin.plan.weights import resampled_rows
 
 __all__ = [
     "broadcast",
@@ -27,6 +28,7 @@ __all__ = [
     "fit_to_base",
     "is_linear",
     "refuse_dependent",
+    "resampled",
     "rows_of",
     "spreads",
     "start_together",
@@ -105,12 +107,13 @@ def whiten(plan: Plan, stream: Iterable[Rows]) -> None:
     before = plan[:index]
     moments = Moments()
     first: tuple[Tensor, Tensor | None] | None = None
-    for x, context, _ in stream:
+    for x, context, weights, _ in stream:
         if first is None:
-            first = x, context
-            start_together(before, x, context)
+            first = resampled(x, context, weights)
+            start_together(before, *first)
         (value,), _ = before.encode(x, plan.embed(context))
-        moments.add(rows_of(layer, value))
+        rows = rows_of(layer, value)
+        moments.add(rows, None if weights is None else weights.repeat_interleave(len(rows) // len(x)))
     assert first is not None
     moments.reduce()
     whiten_layer(layer, moments)
@@ -182,6 +185,14 @@ def fit_to_base(plan: Plan, place: int, base: tuple[Tensor, Tensor], x: Tensor, 
     return True
 
 
+def resampled(x: Tensor, context: Tensor | None, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """A batch for a start that cannot weight its rows: each is there as often as its weight asks."""
+    if weights is None:
+        return x, context
+    rows = resampled_rows(weights)
+    return x[rows], None if context is None else context[rows]
+
+
 def start_together(plan: Plan, x: Tensor, context: Tensor | None) -> None:
     """Initialises the steps of a plan from a batch; in a distributed run all processes take those of the first."""
     plan.initialize(x, context)
@@ -238,7 +249,7 @@ def spreads(moments: Moments, where: str) -> Tensor:
     constant = (spread <= 1e-12 * moments.mean.abs()).nonzero().flatten().tolist()
     if constant:
         raise SingularError(
-            f"features {constant[:5]} of the input of {where} are constant over {moments.count} data points, and "
+            f"features {constant[:5]} of the input of {where} are constant over {moments.count:.0f} data points, and "
             "cannot be whitened; dequantize the data, or leave these features out"
         )
     return spread
@@ -269,12 +280,12 @@ def whitening(moments: Moments, where: str, shrinkage: float = 0.0) -> tuple[Ten
     return (vectors * values.rsqrt()) @ vectors.T / spread, log_det.item()
 
 
-def refuse_dependent(values: Tensor, count: int, where: str) -> None:
+def refuse_dependent(values: Tensor, count: float, where: str) -> None:
     """Raises :class:`SingularError` if correlations with these eigenvalues have no inverse."""
     flat = int((values <= 1e-12 * values.max()).sum())
     if flat:
         raise SingularError(
-            f"the features of the input of {where} are linearly dependent over {count} data points: "
+            f"the features of the input of {where} are linearly dependent over {count:.0f} data points: "
             f"{flat} of {len(values)} directions have no variance of their own, and cannot be whitened; "
             "dequantize the data, or pass more of it"
         )

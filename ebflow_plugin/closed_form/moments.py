@@ -12,17 +12,30 @@ import torch
 from torch import Tensor, distributed
 
 from ebflow_plugin.errors import EBFlowError, InputError
-from ebflow_plugin.plan.inputs import pair, to_device
+from ebflow_plugin.plan.inputs import Batch, batch_of, to_device
+from ebflow_plugin.plan.weights import refuse_weights
 
-__all__ = ["Moments", "Rows", "barrier", "batches", "held_out", "in_memory", "refuse_one_shot", "writable"]
+__all__ = [
+    "Moments",
+    "Rows",
+    "barrier",
+    "batches",
+    "counted",
+    "held_out",
+    "in_memory",
+    "refuse_one_shot",
+    "refuse_unequal",
+    "writable",
+]
 
-Rows = tuple[Tensor, Tensor | None, Tensor | None]  # the input of a plan, its context, and its log-volume
+# The input of a plan, its context, the weights of its rows, and its log-volume.
+Rows = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 CHUNK = 1000  # rows per forward pass, and per update of a scatter matrix
 PATIENCE = timedelta(minutes=2)  # how long to wait for other processes
 
 
 class Moments:
-    """Count, mean and scatter matrix of rows, merged chunk by chunk, which is stable for large means.
+    """Mean and scatter matrix of rows, which may have weights, merged chunk by chunk: stable for large means.
 
     Small batches are buffered until they fill a chunk: merging two scatters costs as much as hundreds of rows.
 
@@ -40,16 +53,18 @@ class Moments:
 
     def __init__(self, diagonal: bool = False) -> None:
         self.diagonal = diagonal
-        self._merged = 0
+        self._weight: float = 0  # the sum of the weights, and of their squares
+        self._squares: float = 0
         self._mean = torch.zeros(0, dtype=torch.float64)
         self._scatter = torch.zeros(0 if diagonal else (0, 0), dtype=torch.float64)
-        self._buffer: list[Tensor] = []
+        self._buffer: list[tuple[Tensor, Tensor | None]] = []
         self._buffered = 0  # rows in the buffer
 
     @property
-    def count(self) -> int:
-        """The number of rows."""
-        return self._merged + self._buffered
+    def count(self) -> float:
+        r"""The effective number of rows, :math:`(\sum w)^2 / \sum w^2`; of equal weights, their number."""
+        self._flush()
+        return self._weight if self._weight == self._squares else self._weight**2 / self._squares
 
     @property
     def mean(self) -> Tensor:
@@ -63,33 +78,50 @@ class Moments:
         self._flush()
         return self._scatter
 
-    def add(self, rows: Tensor) -> None:
-        """Adds rows with shape ``(N, D)``."""
-        self._buffer.append(rows.detach().to(torch.float64, copy=True))  # a loader may reuse its memory
+    def add(self, rows: Tensor, weights: Tensor | None = None) -> None:
+        """Adds rows with shape ``(N, D)``, and their weights with shape ``(N,)``."""
+        own = None if weights is None else weights.detach().to(torch.float64, copy=True)
+        self._buffer.append((rows.detach().to(torch.float64, copy=True), own))  # a loader may reuse its memory
         self._buffered += len(rows)
         if self.diagonal or self._buffered >= CHUNK:  # merging a diagonal costs no more than a row
             self._flush()
 
-    def merge(self, count: int, mean: Tensor, scatter: Tensor) -> None:
-        """Adds rows by their moments."""
+    def merge(self, other: Moments) -> None:
+        """Adds the rows of other moments."""
         self._flush()
-        if self._merged == 0:
-            self._merged, self._mean, self._scatter = count, mean, scatter
+        other._flush()
+        self._merge(other._weight, other._squares, other._mean, other._scatter)
+
+    def _merge(self, weight: float, squares: float, mean: Tensor, scatter: Tensor) -> None:
+        if not weight:
             return
-        total = self._merged + count
+        if not self._weight:
+            self._weight, self._squares, self._mean, self._scatter = weight, squares, mean, scatter
+            return
+        total = self._weight + weight
         shift = mean - self._mean
-        self._scatter = self._scatter + scatter + self._outer(shift) * (self._merged * count / total)
-        self._mean = self._mean + shift * (count / total)
-        self._merged = total
+        self._scatter = self._scatter + scatter + self._outer(shift) * (self._weight * weight / total)
+        self._mean = self._mean + shift * (weight / total)
+        self._weight, self._squares = total, self._squares + squares
 
     def _flush(self) -> None:
         """Merges the buffered rows."""
         if self._buffer:
-            rows, self._buffer, self._buffered = torch.cat(self._buffer), [], 0
-            mean = rows.mean(0)
+            rows, weighted = torch.cat([part for part, _ in self._buffer]), any(w is not None for _, w in self._buffer)
+            every = [rows.new_ones(len(part)) if w is None else w for part, w in self._buffer] if weighted else []
+            self._buffer, self._buffered = [], 0
+            if not weighted:
+                mean = rows.mean(0)
+                deviations = rows - mean
+                scatter = deviations.square().sum(0) if self.diagonal else deviations.T @ deviations
+                self._merge(len(rows), len(rows), mean, scatter)
+                return
+            weights = torch.cat(every)
+            total, squares = torch.stack([weights.sum(), weights.square().sum()]).tolist()
+            mean = (weights / total) @ rows
             deviations = rows - mean
-            scatter = deviations.square().sum(0) if self.diagonal else deviations.T @ deviations
-            self.merge(len(rows), mean, scatter)
+            heavy = weights[:, None] * deviations
+            self._merge(total, squares, mean, (heavy * deviations).sum(0) if self.diagonal else heavy.T @ deviations)
 
     def _outer(self, vector: Tensor) -> Tensor:
         return vector.square() if self.diagonal else torch.outer(vector, vector)
@@ -99,19 +131,21 @@ class Moments:
         if not (distributed.is_available() and distributed.is_initialized()):
             return
         every: list[Any] = [None] * distributed.get_world_size()
-        distributed.all_gather_object(every, (self.count, self.mean.cpu(), self.scatter.cpu()))
-        device = self.mean.device
-        self._merged = 0
-        for count, mean, scatter in every:
-            if count:
-                self.merge(count, mean.to(device), scatter.to(device))
+        self._flush()
+        distributed.all_gather_object(every, (self._weight, self._squares, self._mean.cpu(), self._scatter.cpu()))
+        device = self._mean.device
+        self._weight = self._squares = 0
+        for weight, squares, mean, scatter in every:
+            self._merge(weight, squares, mean.to(device), scatter.to(device))
 
     def covariance(self, unbiased: bool = True) -> Tensor:
         """The covariance, with the shape of the scatter; ``unbiased=False`` is the maximum-likelihood estimate."""
         least = 2 if unbiased else 1
         if self.count < least:
-            raise InputError(f"a covariance needs at least {least} data points, got {self.count}")
-        return self.scatter / (self.count - int(unbiased))
+            raise InputError(f"a covariance needs at least {least} data points, got {self.count:.0f}")
+        if self._weight == self._squares:
+            return self.scatter / (self.count - int(unbiased))
+        return self.scatter / self._weight * (self.count / (self.count - 1) if unbiased else 1.0)
 
     def second_moments(self, around: Tensor) -> Tensor:
         """The mean outer product (or square) of deviations from a point, with the shape of the scatter."""
@@ -197,7 +231,9 @@ def held_out(start: int, rows: int, every: int, device: torch.device) -> Tensor:
 def batches(
     data: Any, prepare: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]], device: torch.device
 ) -> Iterator[Rows]:
-    """Iterates over data in batches: a tensor, a pair of a tensor and its context, or a loader of either.
+    """Iterates over data in batches: a tensor, a tuple ``(x, context, weights)``, or a loader of either.
+
+    Rows of weight zero are left out, whatever they hold.
 
     Arguments:
         data: The data.
@@ -207,31 +243,52 @@ def batches(
     if isinstance(data, Tensor):
         parts: Iterable[Any] = data.split(CHUNK)
     elif in_memory(data):
-        parts = zip(data[0].split(CHUNK), data[1].split(CHUNK), strict=True)
+        whole = batch_of(data)
+        pieces = [None if part is None else part.split(CHUNK) for part in whole]
+        count = len(pieces[0] or ())
+        refuse_unequal(whole)
+        parts = zip(*([None] * count if part is None else part for part in pieces), strict=True)
     elif isinstance(data, Iterable) and not hasattr(data, "__array__"):
         parts = data
     else:
         raise InputError(
-            f"data must be a tensor, a pair (x, context) or a loader of these, got {type(data).__name__}; "
+            f"data must be a tensor, a tuple (x, context, weights) or a loader of these, got {type(data).__name__}; "
             "torch.as_tensor turns an array into a tensor"
         )
     empty = True
     for part in parts:
-        x, context = pair(part)
+        x, context, weights = counted(to_device(batch_of(part), device))
         if x.shape[0] == 0:
             continue
         empty = False
-        x, context = to_device(x, context, device)
         used, log_volume = prepare(x, context)
-        yield used, context, log_volume
+        yield used, context, weights, log_volume
     if empty:
-        raise InputError("data holds no batches")
+        raise InputError("data holds no batches, or no row of a weight above 0")
+
+
+def counted(batch: Batch) -> Batch:
+    """A batch without its rows of weight zero."""
+    x, context, weights = batch
+    if weights is None:
+        return batch
+    refuse_weights(weights, x, read=True)
+    kept = weights > 0
+    return x[kept], None if context is None else context[kept], weights[kept]
 
 
 def in_memory(data: Any) -> bool:
-    """Whether data are a tensor, or a pair of a tensor and its context."""
-    is_pair = isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, Tensor) for part in data)
-    return isinstance(data, Tensor) or is_pair
+    """Whether data are a tensor, or a tuple of a tensor, its context and its weights."""
+    whole = isinstance(data, tuple) and 2 <= len(data) <= 3 and isinstance(data[0], Tensor)
+    return isinstance(data, Tensor) or (whole and all(part is None or isinstance(part, Tensor) for part in data[1:]))
+
+
+def refuse_unequal(batch: Batch, name: str = "data") -> None:
+    """Raises if a context or weights have other than one row for each row of x."""
+    x, *others = batch
+    for what, part in zip(("context", "weights"), others, strict=True):
+        if part is not None and (part.dim() == 0 or len(part) != len(x)):
+            raise InputError(f"{name} and its {what} have {len(x)} and {len(part) if part.dim() else 0} rows")
 
 
 def refuse_one_shot(data: Any) -> None:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ebflow_plugin.closed_form.calibration import gaussian_of
-from ebflow_plugin.closed_form.initialization import fit_to_base, start_together
+from ebflow_plugin.closed_form.initialization import fit_to_base, resampled, start_together
 from ebflow_plugin.closed_form.moments import Moments, Rows, held_out
-from ebflow_plugin.plan.inputs import Batch
 from ebflow_plugin.plan.plan import Plan
+from ebflow_plugin.plan.weights import resampled_rows
 
 __all__ = ["HELD_OUT", "Passes", "Thinned"]
 
@@ -36,9 +36,9 @@ class Passes:
 
     def __init__(self, plan: Plan, data: Callable[[], Iterator[Rows]], keep: bool) -> None:
         self.plan, self.data, self.keep = plan, data, keep
-        self.first: Batch | None = None
+        self.first: tuple[Tensor, Tensor | None] | None = None
         self.base: tuple[Tensor, Tensor] | None = None
-        self._place, self._cached = 0, list[tuple[Tensor, Tensor | None, Tensor]]()
+        self._place, self._cached = 0, list[Rows]()
 
     @property
     def event_shape(self) -> tuple[int, ...]:
@@ -46,21 +46,22 @@ class Passes:
         assert self.first is not None
         return tuple(self.first[0].shape[1:])
 
-    def to(self, place: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """The inputs of a step, and the log-dets of the nonlinear steps before it, with shape ``(B,)``, in batches."""
+    def to(self, place: int) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+        """The inputs of a step, the log-dets of the nonlinear steps before it, ``(B,)``, and weights, in batches."""
         part = self.plan[self._place : place]
         started = False
-        for index, (x, context, log_det) in enumerate(self._batches()):
+        for index, (x, context, weights, log_det) in enumerate(self._batches()):
             if not started:
-                start_together(part, x, context)
+                start_together(part, *resampled(x, context, weights))
                 started = True
+            assert log_det is not None
             (value,), added = part.encode(x, self.plan.embed(context))
             total = log_det if added is None else log_det + added
             if self.keep and index < len(self._cached):
-                self._cached[index] = value, context, total
+                self._cached[index] = value, context, weights, total
             elif self.keep:
-                self._cached.append((value, context, total))
-            yield value, total
+                self._cached.append((value, context, weights, total))
+            yield value, total, weights
         if self.keep:
             self._place = place
 
@@ -77,9 +78,10 @@ class Passes:
         plan = plan or self.plan
         part = plan[self._place :]
         losses, index = Moments(diagonal=True), 0
-        for x, context, log_det in self._batches():
+        for x, context, weights, log_det in self._batches():
             if index == 0:
-                start_together(part, x, context)
+                start_together(part, *resampled(x, context, weights))
+            assert log_det is not None
             held = held_out(index, len(x), HELD_OUT, x.device)
             index += len(x)
             if not bool(held.any()):
@@ -90,7 +92,8 @@ class Passes:
                 shapes = tuple(tuple(latent.shape[1:]) for latent in latents)
                 self.base = gaussian_of(plan.base, shapes, latents[0].new_empty(0), "gaussianize=True")
             total = log_det[held] if added is None else log_det[held] + added
-            losses.add((total + plan.base_log_prob(latents, embedded))[:, None])
+            own = None if weights is None else weights[held]
+            losses.add((total + plan.base_log_prob(latents, embedded))[:, None], own)
         losses.reduce()
         if not losses.count:
             return float("nan")
@@ -108,13 +111,13 @@ class Passes:
         self._cached.clear()
         self._place = 0
 
-    def _batches(self) -> Iterator[tuple[Tensor, Tensor | None, Tensor]]:
+    def _batches(self) -> Iterator[Rows]:
         if self._cached:
             yield from list(self._cached)
             return
-        for x, context, log_volume in self.data():
-            self.first = self.first or (x, context)
-            yield x, context, x.new_zeros(len(x)).double() if log_volume is None else log_volume.double()
+        for x, context, weights, log_volume in self.data():
+            self.first = self.first or resampled(x, context, weights)
+            yield x, context, weights, x.new_zeros(len(x)).double() if log_volume is None else log_volume.double()
 
 
 class Thinned:
@@ -131,15 +134,21 @@ class Thinned:
     def __init__(self, count: int) -> None:
         self.count, self.stride, self.seen = count, 1, 0
         self._parts: list[Tensor] = []
+        self._weights: list[Tensor] = []
 
-    def add(self, rows: Tensor) -> None:
-        """Adds rows with any event shape."""
-        self._parts.append(rows[-self.seen % self.stride :: self.stride].clone())
+    def add(self, rows: Tensor, weights: Tensor | None = None) -> None:
+        """Adds rows with any event shape, and their weights: of all rows, or of none."""
+        chosen = slice(-self.seen % self.stride, None, self.stride)
+        self._parts.append(rows[chosen].clone())
+        if weights is not None:
+            self._weights.append(weights[chosen].clone())
         self.seen += len(rows)
         while sum(map(len, self._parts)) > 2 * self.count:
-            self._parts = [self.rows()[::2].clone()]
+            self._parts = [torch.cat(self._parts)[::2].clone()]
+            self._weights = [torch.cat(self._weights)[::2].clone()] if self._weights else []
             self.stride *= 2
 
     def rows(self) -> Tensor:
-        """The selected rows."""
-        return torch.cat(self._parts)
+        """The selected rows, each as often as its weight asks."""
+        rows = torch.cat(self._parts)
+        return rows[resampled_rows(torch.cat(self._weights))] if self._weights else rows

@@ -5,9 +5,26 @@ which they do not define. In: data. Out: ``transform``, the density direction, `
 log-determinants.
 """
 
+from typing import Any
+
+from torch import Tensor
+
 from ebflow_plugin.layers.full_conv2d import FullConv2d
 from ebflow_plugin.layers.full_linear import FullLinear
 from ebflow_plugin.layers.sinh_arcsinh import SinhArcsinh
 from ebflow_plugin.layers.smooth_leaky_relu import SmoothLeakyReLU
 
-__all__ = ["FullConv2d", "FullLinear", "SinhArcsinh", "SmoothLeakyReLU"]
+__all__ = ["FullConv2d", "FullLinear", "SinhArcsinh", "SmoothLeakyReLU", "log_det_at"]
+
+
+def log_det_at(layer: Any, x: Tensor) -> Tensor:
+    """The log-det of one of these layers at each sample of x, with shape ``(B,)``.
+
+    Example:
+        >>> import torch
+        >>> log_det_at(FullLinear(2, init="negative_identity"), torch.zeros(3, 2)).tolist()
+        [0.0, 0.0, 0.0]
+    """
+    linear = isinstance(layer, FullConv2d | FullLinear)
+    log_det: Tensor = layer.log_det(tuple(x.shape[1:])).expand(len(x)) if linear else layer.log_det(x)
+    return log_det

@@ -32,12 +32,12 @@ class Approximation:
     Attributes:
         solve: The preconditioner: maps a batch of outputs of W to a batch of inputs.
         control: The control variate :math:`v \mapsto M v`, whose trace is known; None if there is none.
-        trace: Returns :math:`\operatorname{tr}(M W)` of ``control``, differentiable in the parameters of W.
+        trace: Maps the parameters of W to :math:`\operatorname{tr}(M W)` of ``control``, one for each block.
     """
 
     solve: Callable[[Tensor], Tensor]
     control: Callable[[Tensor], Tensor] | None = None
-    trace: Callable[[], Tensor] | None = None
+    trace: Callable[[Tensor], Tensor] | None = None
 
 
 class Cost(NamedTuple):
@@ -158,24 +158,23 @@ class DenseOperator(LinearOperator):
 
     def approximate(self) -> Approximation:
         fixed = self.like
-        return dense_inverse(self.weight, fixed.mT * (fixed.shape[-1] / fixed.square().sum((-2, -1), keepdim=True)))
+        return dense_inverse(fixed.mT * (fixed.shape[-1] / fixed.square().sum((-2, -1), keepdim=True)))
 
     def sum_of_squares(self) -> float:
         return float(self.like.double().square().sum())
 
 
-def dense_inverse(matrix: Tensor, approximate: Tensor) -> Approximation:
+def dense_inverse(approximate: Tensor) -> Approximation:
     """An approximate inverse of a dense matrix that is itself dense.
 
     Arguments:
-        matrix: W, with shape ``(*, D, D)``.
-        approximate: M, with the same shape, constant.
+        approximate: M, with shape ``(*, D, D)``, constant.
     """
 
     def solve(v: Tensor) -> Tensor:
         return _multiply(approximate, v)
 
-    return Approximation(solve, control=solve, trace=lambda: (approximate.mT * matrix).sum())
+    return Approximation(solve, control=solve, trace=lambda matrix: (approximate.mT * matrix).sum((-2, -1)).flatten())
 
 
 def _multiply(matrix: Tensor, rows: Tensor) -> Tensor:

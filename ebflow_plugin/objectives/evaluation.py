@@ -14,6 +14,7 @@ from torch import Generator, Tensor
 from ebflow_plugin.closed_form.calibration import Calibration, CalibrationStep
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.plan.inputs import to_device
+from ebflow_plugin.plan.weights import counted_rows, refuse_weights
 
 __all__ = ["Likelihood", "LikelihoodSum", "calibrated"]
 
@@ -44,7 +45,7 @@ class LikelihoodSum:
         >>> x = torch.randn(10, 2)
         >>> total = LikelihoodSum(model)
         >>> for batch in x.split(4):
-        ...     total.add(batch, None)
+        ...     total.add(batch)
         >>> abs(total.mean().nll + model.log_prob(x).mean().item()) < 1e-5
         True
     """
@@ -64,14 +65,21 @@ class LikelihoodSum:
             self._calibration.module = module
 
     @torch.no_grad()
-    def add(self, x: Tensor, context: Tensor | None) -> None:
-        """Adds a batch."""
+    def add(self, x: Tensor, context: Tensor | None = None, weights: Tensor | None = None) -> None:
+        """Adds a batch. A row counts by its weight, and one of weight zero not at all."""
         if self._left is not None:
-            x, context = x[: self._left], None if context is None else context[: self._left]
+            x = x[: self._left]
+            context, weights = (None if part is None else part[: len(x)] for part in (context, weights))
             self._left -= len(x)
         if len(x) == 0:
             return
-        plan, (x, context) = self._exact.plan, to_device(x, context, self._sums.device)
+        plan, (x, context, weights) = self._exact.plan, to_device((x, context, weights), self._sums.device)
+        if weights is None:
+            shares = self._sums.new_ones(len(x))
+        else:
+            refuse_weights(weights, x)
+            shares, rows = weights.to(self._sums), counted_rows(weights)
+            x, context = x[rows], None if context is None else context[rows]
         _, u, before = self._model.match(x, context, self._generator)
         context = plan.embed(context)
         latents, log_det = plan.encode(u, context)
@@ -85,8 +93,9 @@ class LikelihoodSum:
         for z, constant in densities:
             value = plan.base_log_prob(z, context)
             value = (value if log_det is None else value + log_det) - constant
-            nlls.append(-(value + before).to(self._sums).sum())
-        self._sums = self._sums + torch.stack([nlls[0], nlls[-1], *nlls[0].new_tensor([len(x), x.numel()])])
+            nlls.append(-(shares * (value + before).to(self._sums)).sum())
+        total = shares.sum()
+        self._sums = self._sums + torch.stack([nlls[0], nlls[-1], total, total * x[0].numel()])
 
     def mean(self, total: Callable[[Tensor], Tensor] = lambda sums: sums) -> Likelihood:
         """The means over all rows, or NaN if there are none. ``total`` reduces the sums over several processes."""

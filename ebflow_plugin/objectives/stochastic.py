@@ -26,21 +26,22 @@ before (:mod:`ebflow_plugin.linalg.delayed`); until the first of them is known, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Generator, Tensor
 
 from ebflow_plugin.errors import ConditioningWarning, SingularError, warn
+from ebflow_plugin.linalg.circular import ConvOperator, side_by_side
 from ebflow_plugin.linalg.delayed import Delayed, free_to_read
 from ebflow_plugin.linalg.dense import without_autocast
 from ebflow_plugin.linalg.krylov import gmres
-from ebflow_plugin.linalg.operators import LinearOperator, dense_inverse
+from ebflow_plugin.linalg.operators import Approximation, LinearOperator, dense_inverse
 from ebflow_plugin.linalg.random import signs_like
-from ebflow_plugin.plan.step import LinearStep, Shapes
+from ebflow_plugin.plan.step import LinearStep, Shape, Shapes
 
 __all__ = ["LogDetEstimator"]
 
@@ -49,9 +50,11 @@ MEASURED_FIRST, MEASURED_EVERY = 4, 64
 MEASUREMENTS = 3  # whose median counts: one odd batch changes nothing
 FIRST_PROBES = 4  # the number of probes before the noise is known, and the least where it is measured
 MOST_PROBES = 64
+USES = 8  # of an approximate inverse of convolutions, unless solves with it begin to need more iterations
+OFTEN = 0.05  # the share of steps without convergence from which on it is said again
 ITERATION_PRODUCTS = 3  # that an iteration of a solve costs: a product, the preconditioner, the basis
 BATCH_PRODUCTS = 3  # that a row of the batch needs: forward, backward to the input, backward to the weight
-LATE = "on the way"  # in a state, beside the paths of layers, which have no spaces
+LATE, NEAR = "on the way", "approximate inverses"  # in a state, beside the paths of layers, which have no spaces
 SPARE = 0.25  # the share of iterations, beyond those that an earlier solve has needed, of a solve that nobody looks at
 
 
@@ -106,7 +109,7 @@ class Account:
         return max(best, FIRST_PROBES) if self.measures else best
 
     def add_solve(self, numbers: Sequence[float], made: int, most: int, tolerance: float) -> None:
-        """Adds the residual, the length of the remainders and the iterations needed of a solve that made some of them."""
+        """Adds the residual, the length of the remainders and the iterations needed, of a solve that made some."""
         self.residual, length, needed = numbers
         self.iterations, self.remainder = int(needed), math.inf if math.isnan(length) else length**2
         converged = self.residual <= tolerance
@@ -119,33 +122,111 @@ class Account:
         self.row_noises = [*self.row_noises, row_noise][-MEASUREMENTS:]
 
 
-@dataclass(frozen=True)
-class _Solved:
-    """The solves of one layer: the probes v, and the remainders of their solutions, s - M v."""
+class _Layer(NamedTuple):
+    """A layer, the event shapes of its input, and its matrix W."""
 
     step: LinearStep
     shapes: Shapes
     operator: LinearOperator
+
+    @property
+    def kind(self) -> Hashable:
+        """Layers of one kind are solved together: convolutions of one geometry and direction."""
+        operator = self.operator
+        if type(operator) is not ConvOperator:
+            return id(self.step)
+        return operator.geometry, operator.weight.dtype, operator.weight.device, self.step.inverted
+
+
+@dataclass
+class _Near:
+    """An approximate inverse of layers, which serves for some steps: weights move slowly, and any constant M will do.
+
+    Attributes:
+        weight: The weights that it was computed from.
+        uses: The number of solves with it.
+        least: The fewest iterations of one of them.
+        approximation: The inverse; None until it is needed.
+    """
+
+    weight: Tensor
+    uses: int = 0
+    least: float = math.inf
+    approximation: Approximation | None = None
+
+    def __reduce__(self) -> Any:
+        return _Near, (self.weight, self.uses, self.least)
+
+    def serves(self, iterations: int) -> bool:
+        """Whether it is still good, if the last solve needed so many iterations."""
+        last = self.least if self.uses else math.inf
+        self.least = min(self.least, iterations) if self.uses else math.inf
+        return self.uses < USES and iterations <= last + 1
+
+
+@dataclass(frozen=True)
+class _Solved:
+    """The solves of L layers of one kind, with P probes v each, and the remainders of their solutions, s - M v.
+
+    Attributes:
+        layers: The layers.
+        operator: All of them as one, on their channels side by side.
+        approximation: Its M.
+        probes: v, with shape ``(P, L, D)``.
+        remainder: s - M v, with the same shape.
+        residuals: With shape ``(P, L)``.
+        needed: The number of iterations that were needed.
+        made: The number that the solve could make.
+        most: The number that there are.
+    """
+
+    layers: Sequence[_Layer]
+    operator: LinearOperator
+    approximation: Approximation
     probes: Tensor
     remainder: Tensor
-    trace: Tensor | None
-    residual: Tensor
+    residuals: Tensor
     needed: Tensor
     made: int
     most: int
 
     @property
     def weight(self) -> float:
-        """The factor of log|det W| in the log-det of the step."""
-        return -self.operator.times if self.step.inverted else self.operator.times
+        """The factor of log|det W| in the log-det of each step."""
+        return -self.operator.times if self.layers[0].step.inverted else self.operator.times
 
-    def length(self) -> Tensor:
-        """The root mean square of the norms of the remainders."""
-        return self.remainder.square().flatten(1).sum(1).mean().sqrt()
+    def lengths(self) -> Tensor:
+        """The root mean square of the norms of the remainders of each layer."""
+        return self.remainder.square().sum(2).mean(0).sqrt().float()
 
     def numbers(self) -> Tensor:
-        """The largest residual, the length of the remainders, and the iterations needed, in single precision."""
-        return torch.stack([self.residual.max().float(), self.length().float(), self.needed.float()])
+        """For each layer the largest residual, the length of the remainders, and the iterations needed."""
+        needed = self.needed.float().expand(len(self.layers))
+        return torch.stack([self.residuals.amax(0).float(), self.lengths(), needed], 1)
+
+    def estimate(self, good: Sequence[bool]) -> Tensor:
+        """The sum of the log-dets of the good layers, as far as its gradient is concerned."""
+        operator, probes, remainder = self.operator, self.probes, self.remainder
+        kept = [place for place, fine in enumerate(good) if fine]
+        if isinstance(operator, ConvOperator) and len(kept) < len(good):  # what is not finite must not reach a gradient
+            weights = [
+                layer.operator.weight if fine else layer.operator.like
+                for layer, fine in zip(self.layers, good, strict=True)
+            ]
+            operator = operator.at(torch.cat(weights))
+            remainder = remainder.where(torch.tensor(good, device=remainder.device)[:, None], 0.0)
+        product = operator.apply(remainder.reshape(-1, *operator.shape)).reshape(probes.shape)
+        total = (probes * product).sum() / len(probes)
+        if self.approximation.trace is not None:
+            traces = self.approximation.trace(operator.weight).unflatten(0, (len(good), -1))
+            total = total + (traces if len(kept) == len(good) else traces[kept]).sum()
+        return self.weight * total
+
+    def terms(self, place: int) -> Tensor:
+        """The estimates of one layer by each probe, with shape ``(P,)``."""
+        operator = self.layers[place].operator
+        product = operator.apply(self.remainder[:, place].unflatten(1, operator.shape))
+        return self.weight * (self.probes[:, place] * product.flatten(1)).sum(1)
 
 
 @dataclass
@@ -167,6 +248,7 @@ class LogDetEstimator:
     accounts: dict[str, Account] = field(default_factory=dict)
     _solves: Delayed[list[tuple[str, int, int]]] = field(default_factory=Delayed)
     _noises: Delayed[list[str]] = field(default_factory=Delayed)
+    _near: dict[str, _Near] = field(default_factory=dict)
 
     def __call__(
         self,
@@ -189,27 +271,30 @@ class LogDetEstimator:
         if not torch.is_grad_enabled():
             return batch.new_zeros(())
         with without_autocast(batch):
-            operators = [(step, shapes, _operator(step, shapes)) for step, shapes in layers]
-            trained = [each for each in operators if _is_trained(each[2])]
-            solved = [self._solve(*each, len(batch), generator) for each in trained]
+            known = [_Layer(step, shapes, _operator(step, shapes)) for step, shapes in layers]
+            groups: dict[Hashable, list[_Layer]] = {}
+            for layer in known:
+                if layer.operator.weight.requires_grad:  # it may be frozen beside a bias, or computed by another module
+                    groups.setdefault(layer.kind, []).append(layer)
+            solved = [self._solve(group, len(batch), generator) for group in groups.values()]
             total = batch.new_zeros(())
-            measured: list[tuple[_Solved, Tensor]] = []
+            measured: list[tuple[_Solved, int]] = []
             if solved:
-                notes = [(each.step.path, each.made, each.most) for each in solved]
-                self._note(self._solves.add(notes, torch.stack([each.numbers().to(batch.device) for each in solved])))
+                notes = [(layer.step.path, each.made, each.most) for each in solved for layer in each.layers]
+                self._note(self._solves.add(notes, torch.cat([each.numbers().to(batch.device) for each in solved])))
             for each in solved:
-                account = self.accounts[each.step.path]
-                measures = self.probes is None and account.measures and len(batch) > 1 and not batch.is_meta
-                account.calls += 1
-                if not account.fails:
-                    product = each.operator.apply(each.remainder)
-                    terms = (each.probes * product).flatten(1).sum(1)
-                    if measures:
-                        measured.append((each, terms))
-                    estimate = terms.mean() if each.trace is None else terms.mean() + each.trace
-                    total = total + each.weight * (estimate - estimate.detach()).to(total)
-                else:
-                    total = total + self._exact(each).to(total)
+                accounts = [self.accounts[layer.step.path] for layer in each.layers]
+                for place, (layer, account) in enumerate(zip(each.layers, accounts, strict=True)):
+                    measures = self.probes is None and account.measures and len(batch) > 1 and not batch.is_meta
+                    account.calls += 1
+                    if account.fails:
+                        total = total + self._exact(layer).to(total)
+                    elif measures:
+                        measured.append((each, place))
+                good = [not account.fails for account in accounts]
+                if any(good):
+                    estimate = each.estimate(good)
+                    total = total + (estimate - estimate.detach()).to(total)
             if measured:
                 middle = len(batch) // 2
                 halves = [energy(part).mean() for part in (slice(middle), slice(middle, None))]
@@ -217,7 +302,7 @@ class LogDetEstimator:
         return total
 
     def metrics(self) -> dict[str, Any]:
-        """For each layer: the number of probes, the last solve, and how often the exact log-det was used."""
+        """For each layer the number of probes, the last solve, and how often the exact log-det was used; totals."""
         layers = {
             path: {
                 "probes": account.probes,
@@ -227,17 +312,23 @@ class LogDetEstimator:
             }
             for path, account in self.accounts.items()
         }
-        return {"log_det": layers, "exact_log_dets": sum(account.exact for account in self.accounts.values())}
+        totals = {
+            "log_dets": sum(account.calls for account in self.accounts.values()),
+            "exact_log_dets": sum(account.exact for account in self.accounts.values()),
+        }
+        return {"log_det": layers, **totals}
 
     def state(self) -> dict[str, Any]:
         """The statistics that later estimates depend on."""
         accounts = {path: dict(vars(account)) for path, account in self.accounts.items()}
         late = {"solves": self._solves.state(), "noises": self._noises.state()}
-        return {**accounts, **({LATE: late} if any(late.values()) else {})}
+        near = {name: (each.weight, each.uses, each.least) for name, each in self._near.items()}
+        return {**accounts, **({LATE: late} if any(late.values()) else {}), **({NEAR: near} if near else {})}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restores what :meth:`state` returned."""
-        self.accounts = {path: _account(known) for path, known in state.items() if path != LATE}
+        self.accounts = {path: _account(known) for path, known in state.items() if path not in (LATE, NEAR)}
+        self._near = {name: _Near(*known) for name, known in state.get(NEAR, {}).items()}
         late = state.get(LATE, {"solves": [], "noises": []})
         self._solves.load_state(late["solves"])
         self._noises.load_state(late["noises"])
@@ -247,50 +338,67 @@ class LogDetEstimator:
             for (path, made, most), numbers in zip(solves, rows, strict=True):
                 self.accounts[path].add_solve(numbers, made, most, self.tolerance)
 
-    def _solve(
-        self, step: LinearStep, shapes: Shapes, operator: LinearOperator, rows: int, generator: Generator | None
-    ) -> _Solved:
-        account = self.accounts.setdefault(step.path, Account())
-        account.probes = self.probes or account.best_probes(rows, operator.times)
-        most = min(self.iterations, math.prod(operator.shape))
-        looks = free_to_read(operator.like)
-        planned = most if looks else min(account.allowed or most, most)
+    def _solve(self, layers: Sequence[_Layer], rows: int, generator: Generator | None) -> _Solved:
+        operator, count = _joint([layer.operator for layer in layers]), len(layers)
+        accounts = [self.accounts.setdefault(layer.step.path, Account()) for layer in layers]
+        number = self.probes or max(account.best_probes(rows, operator.times) for account in accounts)
+        for account in accounts:
+            account.probes = number
+        most = min(self.iterations, math.prod(layers[0].operator.shape))
+        planned = most if free_to_read(operator.like) else min(max(each.allowed or most for each in accounts), most)
+        approximation = self._approximation(operator, accounts, " ".join(layer.step.path for layer in layers))
+
+        def on_all(function: Callable[[Tensor], Tensor], shape: Shape) -> Callable[[Tensor], Tensor]:
+            """A function of the channels of all layers, as one of rows: those of the first probe come first."""
+            return lambda flat: function(flat.reshape(number, *shape)).reshape(number * count, -1)
+
         with torch.no_grad():
-            if operator.matrix is not None and account.inverse is not None:
-                approximation = dense_inverse(operator.matrix, account.inverse.to(operator.like))
-            else:
-                approximation = operator.approximate()
-            probes = signs_like(operator.like.new_empty(account.probes, *operator.out_shape), generator)
+            probes = signs_like(operator.like.new_empty(number, *operator.out_shape), generator)
             solution = gmres(
-                lambda flat: operator.apply(flat.unflatten(1, operator.shape)).flatten(1),
-                probes.flatten(1),
-                precondition=lambda flat: approximation.solve(flat.unflatten(1, operator.out_shape)).flatten(1),
+                on_all(operator.apply, operator.shape),
+                probes.reshape(number * count, -1),
+                precondition=on_all(approximation.solve, operator.out_shape),
                 tolerance=self.tolerance,
                 iterations=planned,
             )
-            remainder = solution.x.unflatten(1, operator.shape)
+            remainder = solution.x
             if approximation.control is not None:
-                remainder = remainder - approximation.control(probes)
-        trace = None if approximation.trace is None else approximation.trace()
+                remainder = remainder - approximation.control(probes).reshape(number * count, -1)
+        by_layer = (each.reshape(number, count, -1) for each in (probes, remainder))
         # Where it looks, a solve that stops early has nothing more to do.
-        found = solution.residuals, solution.needed, planned, most
-        return _Solved(step, shapes, operator, probes, remainder, trace, *found)
+        found = solution.residuals.reshape(number, count), solution.needed, planned, most
+        return _Solved(layers, operator, approximation, *by_layer, *found)
 
-    def _exact(self, each: _Solved) -> Tensor:
+    def _approximation(self, operator: LinearOperator, accounts: Sequence[Account], name: str) -> Approximation:
+        """An approximate inverse, for convolutions that of some steps before."""
+        known = accounts[0].inverse
+        if not isinstance(operator, ConvOperator):
+            return operator.approximate() if known is None else dense_inverse(known.to(operator.like))
+        near = self._near.get(name)
+        if near is None or not near.serves(max(account.iterations for account in accounts)):
+            near = self._near[name] = _Near(operator.like.clone())
+        if near.approximation is None:
+            near.approximation = operator.at(near.weight).approximate()
+        near.uses += 1
+        return near.approximation
+
+    def _exact(self, layer: _Layer) -> Tensor:
         """A scalar 0 with the gradient of the exact log-det, in place of an estimate."""
-        step, account, matrix = each.step, self.accounts[each.step.path], each.operator.matrix
+        step, account, matrix = layer.step, self.accounts[layer.step.path], layer.operator.matrix
         account.exact += 1
-        if account.exact == 1:
+        share = account.exact / account.calls
+        if account.exact == 1 or (share >= OFTEN and str(account.exact).strip("0") == "1"):
             warn(
                 f"{step.where}: a solve for the gradient of its log-det did not converge in {account.iterations} "
-                f"iterations (residual {account.residual:.1e}, tolerance {self.tolerance:g}), so the exact log-det is "
-                "used in this step, and in every later one where that happens; fit() counts them as exact_log_dets. "
+                f"iterations (residual {account.residual:.1e}, tolerance {self.tolerance:g}), as in {account.exact} of "
+                f"{account.calls} steps so far ({share:.0%}), so the exact log-det is used there, which takes longer. "
                 "The layer is nearly singular, or far from its preconditioner: allow more iterations or a larger "
-                "tolerance, or keep it well-conditioned (conditioning= of ebflow_plugin.lightning.LitObjective).",
+                "tolerance, or keep it well-conditioned (ebflow_plugin.parameter_groups, or conditioning= of "
+                "ebflow_plugin.lightning.LitObjective).",
                 ConditioningWarning,
             )
         try:
-            exact = torch.as_tensor(step.log_det(each.shapes))
+            exact = torch.as_tensor(step.log_det(layer.shapes))
         except SingularError as error:
             raise SingularError(f"a linear step has no finite log-determinant\n  {step.where}\n{error}") from error
         if free_to_read(exact) and not bool(torch.isfinite(exact.detach())):  # elsewhere the loss shows it
@@ -303,16 +411,18 @@ class LogDetEstimator:
             account.inverse = torch.linalg.inv_ex(matrix.detach()).inverse
         return exact - exact.detach()
 
-    def _measure_noise(self, measured: Sequence[tuple[_Solved, Tensor]], halves: Sequence[Tensor], rows: int) -> None:
+    def _measure_noise(self, measured: Sequence[tuple[_Solved, int]], halves: Sequence[Tensor], rows: int) -> None:
         """Measures the noise of the probes and of the batch, in the parameters that a log-det depends on."""
-        groups = [_dependencies(terms, each.step) for each, terms in measured]
+        layers = [each.layers[place] for each, place in measured]
+        terms = [each.terms(place) for each, place in measured]
+        groups = [_dependencies(found, layer.step) for found, layer in zip(terms, layers, strict=True)]
         first, second = (_gradients(half, groups) for half in halves)
         noise = []
-        for (each, terms), parameters, one, other in zip(measured, groups, first, second, strict=True):
-            by_probe = torch.stack([_gradients(term, [parameters])[0] for term in terms]) * each.weight
+        for (each, place), found, parameters, one, other in zip(measured, terms, groups, first, second, strict=True):
+            by_probe = torch.stack([_gradients(term, [parameters])[0] for term in found])
             batch_noise = (one - other).square().sum() / 4 * rows
-            noise.append(torch.stack([by_probe.var(0).sum(), batch_noise, each.length().float().to(batch_noise)]))
-        paths = [each.step.path for each, _ in measured]
+            noise.append(torch.stack([by_probe.var(0).sum(), batch_noise, each.lengths()[place].to(batch_noise)]))
+        paths = [layer.step.path for layer in layers]
         for arrived, numbers in self._noises.add(paths, torch.stack(noise)):
             for path, (probe_noise, row_noise, length) in zip(arrived, numbers, strict=True):
                 # A loss or gradient that is not finite is reported by the guards of fit; of no noise there is no ratio.
@@ -336,9 +446,10 @@ def _operator(step: LinearStep, shapes: Shapes) -> LinearOperator:
     return operator
 
 
-def _is_trained(operator: LinearOperator) -> bool:
-    """Whether products have a gradient: the weight may be frozen beside a bias, or be computed by another module."""
-    return operator.apply(operator.like.new_zeros(1, *operator.shape)).requires_grad
+def _joint(operators: Sequence[LinearOperator]) -> LinearOperator:
+    """The matrices of layers of one kind as one."""
+    convolutions = [each for each in operators if isinstance(each, ConvOperator)]
+    return side_by_side(convolutions) if len(convolutions) > 1 else operators[0]
 
 
 def _dependencies(terms: Tensor, step: LinearStep) -> list[Tensor]:

@@ -18,6 +18,7 @@ from ebflow_plugin.plan.step import Shape
 
 __all__ = [
     "Batch",
+    "batch_of",
     "check_context",
     "check_input",
     "check_shape",
@@ -26,7 +27,6 @@ __all__ = [
     "integer",
     "is_number",
     "one_of",
-    "pair",
     "path_of",
     "positive",
     "refuse_non_finite",
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 
-Batch = tuple[Tensor, Tensor | None]
+Batch = tuple[Tensor, Tensor | None, Tensor | None]  # x, its context, and the weights of its rows
 
 
 def check_input(
@@ -138,23 +138,22 @@ def refuse_non_finite(name: str, tensor: Tensor) -> None:
         raise InputError(f"{name} holds {count} NaN or inf in {rows} of {tensor.shape[0]} rows, the first at {first}")
 
 
-def pair(item: Any, name: str = "a batch") -> Batch:
-    """Splits a batch into x and its context, which may be None.
+def batch_of(item: Any, name: str = "a batch") -> Batch:
+    """Splits a batch into x, its context and the weights of its rows; both may be None.
 
     Example:
-        >>> pair([torch.zeros(2, 3)])
-        (tensor([[0., 0., 0.],
-                [0., 0., 0.]]), None)
+        >>> batch_of([torch.zeros(1, 3), None, torch.ones(1)])
+        (tensor([[0., 0., 0.]]), None, tensor([1.]))
     """
     if isinstance(item, Tensor):
-        return item, None
-    if isinstance(item, (tuple, list)) and 1 <= len(item) <= 2 and isinstance(item[0], Tensor):
-        context = item[1] if len(item) == 2 else None
-        if context is None or isinstance(context, Tensor):
-            return item[0], context
+        return item, None, None
+    if isinstance(item, (tuple, list)) and 1 <= len(item) <= 3 and isinstance(item[0], Tensor):
+        x, context, weights = (*item, None, None)[:3]
+        if all(part is None or isinstance(part, Tensor) for part in (context, weights)):
+            return x, context, weights
     kind = f"{type(item).__name__} of {len(item)}" if isinstance(item, (tuple, list, dict)) else type(item).__name__
     raise InputError(
-        f"{name} must be a tensor x, or a pair (x, context), got a {kind}; choose with a collate_fn: "
+        f"{name} must be a tensor x, (x, context) or (x, context, weights), got a {kind}; choose with a collate_fn: "
         "DataLoader(…, collate_fn=lambda rows: torch.stack([row[0] for row in rows]))"
     )
 
@@ -171,22 +170,23 @@ def refuse_other_models(name: str, model: object) -> None:
         raise InputError(f"{name} needs an EBFlow, got {type(model).__name__}; wrap it first: ebflow_plugin.wrap(flow)")
 
 
-def to_device(x: Tensor, context: Tensor | None, device: torch.device) -> Batch:
+def to_device(batch: Batch, device: torch.device) -> Batch:
     """Moves a batch to the device of a model, as everything that iterates data does: loaders hold it on the CPU.
 
     What is no tensor, or one without storage, is left for the checks to refuse.
 
     Example:
-        >>> x, context = to_device(torch.zeros(2, 3), None, torch.device("meta"))
-        >>> x.device, context
-        (device(type='meta'), None)
+        >>> x, context, weights = to_device((torch.zeros(2, 3), None, torch.ones(2)), torch.device("meta"))
+        >>> x.device, context, weights.device
+        (device(type='meta'), None, device(type='meta'))
     """
     ahead = device.type != "cpu"  # the host would read a copy that has not arrived
 
     def moved(part: Any) -> Any:
         return part.to(device, non_blocking=ahead) if isinstance(part, Tensor) and not part.is_meta else part
 
-    return moved(x), moved(context)
+    x, context, weights = batch
+    return moved(x), moved(context), moved(weights)
 
 
 def positive(name: str, value: object) -> float:

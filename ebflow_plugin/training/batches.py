@@ -10,11 +10,12 @@ import torch
 from torch import Generator, Tensor, distributed
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
+from ebflow_plugin.closed_form.moments import counted, refuse_unequal
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.linalg.random import at_least, derive_seed
-from ebflow_plugin.plan.inputs import Batch, pair, refuse_non_finite
+from ebflow_plugin.plan.inputs import Batch, batch_of, refuse_non_finite
 
-__all__ = ["Loader", "once", "pairs_of", "process"]
+__all__ = ["Loader", "batches_of", "once", "process"]
 
 
 def process() -> tuple[int, int]:
@@ -31,7 +32,7 @@ class Loader:
     once (a DataLoader takes them row by row), and each process takes its own part of every batch.
 
     Arguments:
-        data: A tensor, a pair ``(tensor, context)``, or a Dataset with a length.
+        data: A tensor, a tuple ``(x, context)`` or ``(x, context, weights)``, or a Dataset with a length.
         batch_size: Rows of a batch, in each process.
         shuffle: Whether to shuffle each epoch; rows that do not fill a batch are left out of it. If not, all rows are
             used in order, and the last batch may be smaller.
@@ -74,11 +75,12 @@ class Loader:
         return size
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches of the epoch from the current place on; a tensor, or a pair with its context."""
-        return (x if context is None else (x, context) for x, context in self.pairs())
+        """The batches of the epoch from the current place on: x, (x, context) or (x, context, weights)."""
+        for x, context, weights in self.batches():
+            yield (x, context, weights) if weights is not None else x if context is None else (x, context)
 
-    def pairs(self) -> Iterator[Batch]:
-        """The same, all of them as pairs."""
+    def batches(self) -> Iterator[Batch]:
+        """The same, each as x, its context and its weights."""
         rank, world = process()
         if self.place == len(self):  # who counts batches does not exhaust it
             self.set_epoch(self.epoch + 1)
@@ -109,49 +111,54 @@ class Loader:
             self.place = 0
 
 
-def pairs_of(loader: Any) -> Iterator[Batch]:
-    """The batches of a loader, as pairs of x and its context, which may be None."""
-    return loader.pairs() if isinstance(loader, Loader) else (pair(item) for item in loader)
+def batches_of(loader: Any) -> Iterator[Batch]:
+    """The batches of a loader, as x, its context and its weights, both of which may be None."""
+    return loader.batches() if isinstance(loader, Loader) else (batch_of(item) for item in loader)
 
 
 def once(loader: Any) -> Iterator[Batch]:
-    """One pass over a loader, as pairs, which leaves the place of a :class:`Loader` as it is."""
+    """One pass over a loader, which leaves the place of a :class:`Loader` as it is."""
     if isinstance(loader, Loader):
         loader = copy(loader)
         loader.epoch = loader.place = 0
-    return pairs_of(loader)
+    return batches_of(loader)
 
 
 def source_of(data: Any, name: str) -> tuple[Callable[[Tensor], Batch], int]:
     """What gives the rows of some indices, and the number of rows."""
     if isinstance(data, TensorDataset):
         data = data.tensors
-    if isinstance(data, Tensor) or (isinstance(data, tuple) and data and all(isinstance(p, Tensor) for p in data)):
-        x, context = pair(data, name)
+    if isinstance(data, Tensor) or (
+        isinstance(data, tuple) and data and all(part is None or isinstance(part, Tensor) for part in data)
+    ):
+        whole = batch_of(data, name)
+        if whole[0].dim():
+            refuse_unequal(whole, name)
+            whole = counted(whole)
+        x, context, weights = whole
         for what, part in ((name, x), (f"the context of {name}", context)):
             if part is not None and part.is_floating_point() and not part.is_meta:
                 refuse_non_finite(what, part)
         rows = len(x) if x.dim() else 0
-        if context is not None and len(context) != rows:
-            raise InputError(f"{name} and its context have {rows} and {len(context)} rows")
 
         def fetch(index: Tensor) -> Batch:
-            return x[index.to(x.device)], None if context is None else context[index.to(context.device)]
+            own, heavy = (None if part is None else part[index.to(part.device)] for part in (context, weights))
+            return x[index.to(x.device)], own, heavy
     elif isinstance(data, Dataset) and not isinstance(data, IterableDataset) and isinstance(data, Sized):
         dataset, rows = data, len(data)
 
         def fetch(index: Tensor) -> Batch:
-            return pair(default_collate([dataset[place] for place in index.tolist()]))
+            return batch_of(default_collate([dataset[place] for place in index.tolist()]))
     else:
         hint = ""
         if isinstance(data, list) and data and all(isinstance(part, Tensor) for part in data):
-            hint = "; torch.cat(…) makes rows of one kind of it, a tuple (x, context) has a context"
+            hint = "; torch.cat(…) makes rows of one kind of it, a tuple (x, context, weights) has more"
         elif isinstance(data, DataLoader):
             hint = "; it has batches already"
         elif type(data).__module__ == "numpy":
             hint = f"; torch.from_numpy({name}) turns it into a tensor"
         raise InputError(
-            f"{name} must be a tensor, a pair (tensor, context), a Dataset with a length or a DataLoader, got "
+            f"{name} must be a tensor, a tuple (x, context, weights), a Dataset with a length or a DataLoader, got "
             f"{type(data).__module__}.{type(data).__qualname__}{hint}"
         )
     if not rows:

@@ -67,5 +67,6 @@ def describe(record: Mapping[str, Any], conditions: bool = True) -> list[str]:
     if conditions and record.get("condition"):
         parts.append(f"condition ≥ {max(values['condition'] for values in record['condition'].values()):.1e}")
     if record.get("exact_log_dets"):
-        parts.append(f"{record['exact_log_dets']} log-dets exact (no convergence)")
+        total = f" of {record['log_dets']}" if "log_dets" in record else ""
+        parts.append(f"{record['exact_log_dets']}{total} log-dets exact (no convergence)")
     return parts

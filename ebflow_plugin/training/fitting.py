@@ -26,7 +26,7 @@ from ebflow_plugin.objectives import Objective, ReverseKL
 from ebflow_plugin.objectives.evaluation import LikelihoodSum, calibrated
 from ebflow_plugin.objectives.noise import noise_of, terms_of, use_generators
 from ebflow_plugin.plan.inputs import Batch, flag, one_of, positive, to_device
-from ebflow_plugin.training.batches import Loader, once, pairs_of, process
+from ebflow_plugin.training.batches import Loader, batches_of, once, process
 from ebflow_plugin.training.ema import EMA
 from ebflow_plugin.training.events import Event, Record
 from ebflow_plugin.training.files import write_weights
@@ -117,8 +117,10 @@ def fit(
 
     Arguments:
         objective: The loss; it holds the model.
-        data: A tensor, a pair ``(tensor, context)``, a Dataset with a length, or a DataLoader, which keeps its own
-            batch size and order. None for an objective without data, :class:`~ebflow_plugin.objectives.ReverseKL`.
+        data: A tensor, a tuple ``(x, context)`` or ``(x, context, weights)``, a Dataset with a length, or a DataLoader
+            of these, which keeps its own batch size and order. A context may be None; weights are those of the rows, in
+            the loss, the validation NLL, calibrations and starts; the loss divides by their sum in each batch. None
+            for an objective without data, :class:`~ebflow_plugin.objectives.ReverseKL`.
         steps: The number of steps. This or ``epochs``.
         epochs: The number of passes over the data. This or ``steps``.
         batch_size: Rows in a batch. Rows that do not fill a batch are left out of the epoch.
@@ -223,8 +225,8 @@ def fit(
                 calibrated(model, None if loader is None else once(loader), kind),
             ):
                 likelihood = LikelihoodSum(model, Generator(device).manual_seed(derive_seed(seed, "validation", 0)))
-                for x, context in once(held_out):
-                    likelihood.add(x, context)
+                for batch in once(held_out):
+                    likelihood.add(*batch)
                 nll, bits, uncalibrated = likelihood.mean()
                 if math.isnan(nll):
                     raise TrainingError(f"step {step}: the NLL on the validation data is not a number")
@@ -243,12 +245,12 @@ def fit(
                     print(Event(0, {"nll": start_nll}, model, steps=total), file=sys.stderr, flush=True)
             began = time.monotonic()
             mark = began, 0
-            stream = repeat((None, None)) if loader is None else _endless(loader)
+            stream = repeat((None, None, None)) if loader is None else _endless(loader)
             for step, batch in zip(range(1, total + 1), stream, strict=False):
-                x, context = to_device(*batch, device)
+                x, context, weights = to_device(batch, device)
                 for parameter in parameters:
                     parameter.grad = None
-                loss = objective(x, context)
+                loss = objective(x, context) if weights is None else objective(x, context, weights)
                 if loss.requires_grad:
                     torch.autograd.backward(loss, inputs=parameters)
                 norms = gradient_norms(parameters, summed)
@@ -338,7 +340,7 @@ def _loader(
         first = next(once(loader), None) if known else None
     if first is None:
         raise InputError(f"{name}: the DataLoader is empty: its dataset has no rows, or drop_last leaves none")
-    first = to_device(*first, device)
+    first = to_device(first, device)
     check_batch(model, name, *first)
     return loader, first
 
@@ -350,7 +352,7 @@ def _endless(loader: Any) -> Iterator[Batch]:
         set_epoch = getattr(getattr(loader, "sampler", None), "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)
-        yield from pairs_of(loader)
+        yield from batches_of(loader)
         epoch += 1
 
 

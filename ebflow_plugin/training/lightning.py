@@ -17,7 +17,7 @@ from ebflow_plugin.linalg.random import derive_seed, random_state, set_random_st
 from ebflow_plugin.objectives import Objective
 from ebflow_plugin.objectives.evaluation import Likelihood, LikelihoodSum, calibrated
 from ebflow_plugin.objectives.noise import noise_of, use_generators
-from ebflow_plugin.plan.inputs import integer, is_number, one_of, pair
+from ebflow_plugin.plan.inputs import batch_of, integer, is_number, one_of
 from ebflow_plugin.plan.spectrum import (
     NEAR_SINGULAR,
     ConditionWatch,
@@ -54,8 +54,9 @@ class Evaluated(NamedTuple):
 class LitObjective(LightningModule):
     """An objective as a LightningModule, for ``Trainer.fit``.
 
-    Batches are tensors x, or pairs (x, context). It logs ``train_loss`` in every step that Lightning logs
-    (``log_every_n_steps``: a ``self.log`` in each would cost 0.7 ms), and ``val_loss``, with the same noise each time.
+    Batches are tensors x, or tuples (x, context) or (x, context, weights). It logs ``train_loss`` in every step that
+    Lightning logs (``log_every_n_steps``: a ``self.log`` in each would cost 0.7 ms), and ``val_loss``, with the same
+    noise each time.
     Each process draws its own noise, seeded by ``seed_everything``. Checkpoints hold the state of the generators and of
     the objective; with a :class:`~ebflow_plugin.training.batches.Loader` a resumed run equals an uninterrupted one. A
     checkpoint that is saved after an :class:`ExactNLL` has the calibration of that NLL in its ``state_dict``.
@@ -117,7 +118,7 @@ class LitObjective(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         with use_generators(self._noise):
-            loss: Tensor = self.objective(*pair(batch))
+            loss = self._weighted(*batch_of(batch))
         self.last = batch, loss.detach()
         if batch_idx % self.trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
             self.log("train_loss", loss, prog_bar=True)
@@ -126,17 +127,26 @@ class LitObjective(LightningModule):
             loss = loss + self._conditioning * conditioning_penalty(layers, self._probes) if layers else loss
         return loss
 
+    def _weighted(self, x: Tensor, context: Tensor | None, weights: Tensor | None) -> Tensor:
+        """The loss of a batch; of weighted rows by their share in the batches of all processes, whose mean is taken."""
+        if weights is None:
+            loss: Tensor = self.objective(x, context)
+            return loss
+        loss, total = self.objective(x, context, weights), weights.to(torch.get_default_dtype()).sum()
+        return loss if process()[1] == 1 else loss * (total * process()[1] / total_of(total.clone()))
+
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        generator, (x, context) = Generator(self.device), pair(batch)
+        generator, (x, context, weights) = Generator(self.device), batch_of(batch)
         generator.manual_seed(derive_seed("validation", self.global_rank, batch_idx))
         if len(x):  # the last rows may be those of other processes
-            loss = self.objective(x, context, generator=generator)
+            weighted = () if weights is None else (weights,)
+            loss = self.objective(x, context, *weighted, generator=generator)
             self.log("val_loss", loss, batch_size=len(x), sync_dist=True)
 
     def full_layers(self) -> list[FullLayer]:
         """The full layers of the model, at the shape of the last batch."""
         model = self.objective.model
-        plan, u, _ = model.match(pair(self.last[0])[0][:1], None, Generator(self.device).manual_seed(0))
+        plan, u, _ = model.match(batch_of(self.last[0])[0][:1], None, Generator(self.device).manual_seed(0))
         return full_layers(plan, tuple(u.shape[1:]))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -219,10 +229,10 @@ class DataDependentStart(Callback):
             return
         if any(hasattr(parameter, "to_local") for parameter in model.parameters()):
             raise InputError("a sharded model cannot be initialised: call model.initialize(x) before the training")
-        own = tuple(None if part is None else part.cpu() for part in pair(batch))
-        x, context = zip(*gathered(own), strict=True)
+        own = tuple(None if part is None else part.cpu() for part in batch_of(batch))
+        parts = zip(*gathered(own), strict=True)
         if rank == 0:
-            joined = (torch.cat(part).to(module.device) for part in (x, context) if part[0] is not None)
+            joined = (None if part[0] is None else torch.cat(part).to(module.device) for part in parts)
             model.initialize(*joined, generator=Generator(module.device).manual_seed(0))
         if trainer.world_size > 1:
             with torch.no_grad():
@@ -286,7 +296,7 @@ class ExactNLL(Callback):
                             derive_seed(self._seed, "validation", process()[0])
                         )
                         self._sums.append(LikelihoodSum(model, noise, _own_rows(loader)))
-            self._sums[place].add(*pair(batch))
+            self._sums[place].add(*batch_of(batch))
 
     def on_validation_epoch_end(self, trainer: Trainer, module: Any) -> None:
         for place, found in enumerate(self._found(trainer, module)):
@@ -373,7 +383,7 @@ class FiniteGuard(Callback):
         finding = self._watch.check()
         if finding is not None:
             with unsharded(module):
-                lines = diagnose(module.objective.model, *pair(module.last[0])) if finding.step == step else []
+                lines = diagnose(module.objective.model, *batch_of(module.last[0])[:2]) if finding.step == step else []
             raise failure(module.objective.model, finding, lines, ADVICE)
 
 

@@ -8,9 +8,9 @@ import platform
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import version
-from math import cos, pi
+from math import cos, pi, prod
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,8 @@ from ebflow_examples.runs import (
     likelihood,
     run_configuration,
 )
-from ebflow_plugin.errors import InputError
+from ebflow_plugin.covering import FEW, FEWEST
+from ebflow_plugin.errors import CoverageWarning, InputError
 from ebflow_plugin.layers import FullConv2d, FullLinear
 from ebflow_plugin.training.batches import Loader
 from ebflow_plugin.training.files import BEST, atomic_write, latest
@@ -46,6 +47,7 @@ from ebflow_plugin.training.optimizers import fusible
 __all__ = [
     "Outcome",
     "configuration",
+    "covered",
     "first_process",
     "free_folder",
     "optimizer_for",
@@ -183,6 +185,7 @@ def _train(run: Run, out: Path, resume: bool, progress: bool) -> dict[str, Any]:
         },
         "learnt": result.best_step != 0,
         "test": likelihood(model, run.split("test"), config.seed).to_dict(),
+        "coverage": covered(run) if first else None,
         "seconds": round(time.monotonic() - started, 2),
         "training_seconds": round(last["seconds"], 2),
         "steps_per_second": round(result.steps / last["seconds"], 2) if last["seconds"] else None,
@@ -193,6 +196,20 @@ def _train(run: Run, out: Path, resume: bool, progress: bool) -> dict[str, Any]:
     if first:
         atomic_write(out / SUMMARY, lambda file: file.write(f"{to_json(summary)}\n".encode()))
     return summary
+
+
+def covered(run: Run) -> dict[str, Any] | None:
+    """What score matching cannot see, on test data; None for other objectives, many dimensions, or too few rows.
+
+    See :func:`ebflow_plugin.coverage`. In many dimensions its shares say little, and an inverse may take long.
+    """
+    rows = run.split("test")
+    if run.config.loss in ("ml", "sml") or prod(rows.shape[1:]) > FEW or len(rows) < FEWEST:
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CoverageWarning)  # what it says is printed
+        found = ebf.coverage(run.model, rows, generator=run.generator(run.config.seed, "coverage"))
+    return {**asdict(found), "fine": bool(found), "advice": found.advice}
 
 
 def _how(out: Path) -> str:
@@ -224,8 +241,19 @@ def report(summary: dict[str, Any], out: Path) -> str:
             f"at step {best_step} (last {validation['nll_last']:.4f})",
             f"test NLL        {test['nll']:.4f} ± {test['nll_error']:.4f} nats of the best weights, step {best_step}",
             f"test bits/dim   {test['bits_per_dim']:.4f} ± {test['bits_error']:.4f}",
+            *(() if summary["coverage"] is None else (_coverage(summary["coverage"]),)),
             f"next: ebflow {'density' if two else 'sample'} {out}",
         )
+    )
+
+
+def _coverage(found: dict[str, Any]) -> str:
+    """What score matching does not see in its loss, and what to do about it."""
+    flags = "" if found["fine"] else " (here: more --steps, --shrink, --latent-weight 1, or --loss ml)"
+    return (
+        f"coverage        {found['outside']:.1%} of the samples are far from the data, {found['missed']:.1%} of the "
+        f"data far from the samples (usual: 1%)\n"
+        f"                {found['advice']}{flags}"
     )
 
 

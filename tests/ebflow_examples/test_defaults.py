@@ -1,12 +1,15 @@
-"""What is chosen for few rows: a run without a calibration."""
+"""What is chosen: for few rows, a run without a calibration; in the plane, noise that shrinks."""
+
+import json
 
 import numpy as np
 import pytest
 import torch
 
+import ebflow_plugin as ebf
 from commands import ebflow, refused_at_length
 from ebflow_examples.config import TrainConfig
-from ebflow_examples.defaults import CALIBRATION_ROWS
+from ebflow_examples.defaults import CALIBRATION_ROWS, objective_of, settle
 from ebflow_examples.runs import build
 from ebflow_plugin.errors import InputError
 
@@ -52,3 +55,70 @@ def test_a_calibration_that_too_few_rows_are_asked_for_is_refused_before_the_wor
     assert "needs at least 20 training rows, and" in refused_at_length("train", *flags)
     assert not (tmp_path / "run" / "config.toml").exists()
     assert "has 1 row to train on" in refused_at_length("train", *flags[:4], "--limit", 1)
+
+
+@pytest.mark.parametrize("loss", [None, "dsm", "ssm", "fdssm"])
+def test_score_matching_in_the_plane_has_noise_that_shrinks_and_matched_latents(loss):
+    run = settle(build(TrainConfig(data="swirl", loss=loss, device="cpu")))
+    config, objective = run.config, objective_of(run.model, run.config)
+    assert (config.loss, config.steps, config.batch_size, config.lr) == (loss or "dsm", 4000, 256, 2e-3)
+    assert objective.noise.option == ebf.objectives.NoiseSchedule(end=0.375, steps=2400)
+    assert objective.latent_weight == 1.0
+    # The noise of the set is the last of the schedule: the points are those before it.
+    assert torch.equal(run.data.train, run.data.clean)
+
+
+def test_noise_shrinks_for_its_share_of_the_steps_that_there_are():
+    def chosen(**options):
+        return settle(build(TrainConfig(data="sine", loss="dsm", device="cpu", limit=2000, **options))).config
+
+    assert chosen(steps=50).shrink == 30
+    assert chosen(epochs=10, batch_size=100).shrink == 120
+    assert chosen(steps=1).shrink == 1
+    assert chosen(steps=50, shrink=7, latent_weight=0.0).to_dict()["shrink"] == 7
+
+
+@pytest.mark.parametrize(
+    ("options", "sigma"),
+    [
+        ({"loss": "dsm", "shrink": 0}, 0.375),
+        ({"loss": "dsm", "sigma": 0.1}, 0.1),
+        ({"loss": "ssm", "shrink": 0}, None),
+        ({"loss": "sm"}, None),
+        ({"loss": "ml"}, None),
+    ],
+)
+def test_what_is_said_about_noise_holds(options, sigma):
+    run = settle(build(TrainConfig(data="swirl", device="cpu", **options)))
+    assert objective_of(run.model, run.config).state() == {}
+    assert run.config.sigma == sigma
+    assert run.config.latent_weight is None
+    assert run.config.steps == 500
+    assert torch.equal(run.data.train, run.data.clean) == (sigma == 0.375)
+
+
+def test_noise_shrinks_for_other_data_if_it_is_asked_for(tmp_path):
+    np.save(tmp_path / "rows.npy", np.random.default_rng(0).standard_normal((200, 3)))
+    told = TrainConfig(
+        data=str(tmp_path / "rows.npy"), loss="ssm", sigma=0.2, shrink=4, latent_weight=0.5, device="cpu"
+    )
+    run = settle(build(told))
+    assert objective_of(run.model, run.config).noise.option == ebf.objectives.NoiseSchedule(end=0.2, steps=4)
+    plain = settle(build(TrainConfig(data=str(tmp_path / "rows.npy"), loss="dsm", device="cpu")))
+    assert objective_of(plain.model, plain.config).noise.option == 0.1
+
+
+def test_a_run_with_shrinking_noise_goes_on_with_the_schedule_that_it_began_with(tmp_path):
+    np.save(tmp_path / "rows.npy", np.random.default_rng(0).standard_normal((500, 2)))
+    told = ["--data", tmp_path / "rows.npy", "--loss", "dsm", "--sigma", 0.2, "--shrink", 6, "--latent-weight", 1]
+    ebflow("train", *told, "--schedule", "constant", "--steps", 4, "--out", tmp_path / "parts")
+    parts = ebflow("train", "--out", tmp_path / "parts", "--resume", "--steps", 8, "--json")
+    again = ["--config", tmp_path / "parts" / "config.toml", "--out", tmp_path / "whole", "--json"]
+    whole = ebflow("train", *again)
+    found, expected = json.loads(parts.stdout), json.loads(whole.stdout)
+    assert (found["steps"], found["test"], found["coverage"]) == (8, expected["test"], expected["coverage"])
+
+
+def test_a_longer_run_in_the_plane_keeps_the_schedule_that_was_chosen_for_it():
+    run = settle(build(TrainConfig(data="sine", loss="dsm", device="cpu", limit=300, steps=50)))
+    assert settle(build(run.config.updated({"steps": 500}))).config.shrink == 30

@@ -79,7 +79,8 @@ def test_a_refused_run_leaves_the_folder_as_it_was(run, monkeypatch):
 
 def test_of_two_losses_the_later_word_holds_and_drops_the_options_of_the_other():
     config = TrainConfig(loss="dsm", sigma=0.3)
-    assert config.updated({"loss": "ssm"}).sigma is None
+    assert config.updated({"loss": "ml"}).sigma is None
+    assert config.updated({"loss": "ssm"}).sigma == 0.3  # which has it too
     assert config.updated({"loss": "dsm"}).sigma == 0.3
     assert config.updated({"loss": "fdssm", "eps": 0.5}).eps == 0.5
 
@@ -87,7 +88,10 @@ def test_of_two_losses_the_later_word_holds_and_drops_the_options_of_the_other()
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--loss", "ssm", "--sigma", 1], "sigma is an option of dsm, and does nothing with loss ssm"),
+        (["--loss", "ml", "--sigma", 1], "sigma is an option of ssm, dsm, fdssm, and does nothing with loss ml"),
+        (["--loss", "ml", "--latent-weight", 1], "latent_weight is an option of"),
+        (["--loss", "ssm", "--shrink", 5], "shrink needs a sigma, to which the noise shrinks"),
+        (["--loss", "dsm", "--shrink", -1], "shrink must be at least 0, got -1"),
         (["--loss", "dsm", "--eps", 1], "eps is an option of fdssm"),
         (["--projections", 2], "projections is an option of ssm, and does nothing with the loss that is chosen"),
         (["--data", "swirl", "--alpha", 0.1], "alpha is of images"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,12 +14,12 @@ import torch
 
 import ebflow_plugin as ebf
 from ebflow_examples import plots
-from ebflow_examples.bench.contenders import training_step
 from ebflow_examples.config import TrainConfig
 from ebflow_examples.defaults import objective_of, settle
 from ebflow_examples.reproduce import paper
 from ebflow_examples.reproduce.common import Cell, CellResult, Options, workplace
 from ebflow_examples.reproduce.output import Grid, Report, beside, column, grouped
+from ebflow_examples.reproduce.timed import step_seconds
 from ebflow_examples.runs import Run, build, likelihood
 from ebflow_examples.streams import drawing_from
 from ebflow_examples.training import Outcome, run_trainer
@@ -109,7 +108,8 @@ def _train(run: Run, seconds: float, folder: Path, validation: int) -> tuple[Out
     folder.mkdir(parents=True, exist_ok=True)
     settled = folder / "steps.txt"
     if not settled.is_file():
-        settled.write_text(f"{max(2, round(seconds / _step_seconds(run)))}\n", encoding="utf-8")
+        step = step_seconds(run)
+        settled.write_text(f"{max(2, round(seconds / step))}\n", encoding="utf-8")
     steps = int(settled.read_text(encoding="utf-8"))
     run = replace(run, config=replace(run.config, steps=steps))
     files = latest(folder)
@@ -128,19 +128,6 @@ def _train(run: Run, seconds: float, folder: Path, validation: int) -> tuple[Out
         lasted.write_text(f"{(time.process_time() - began) * steps / left:.2f}\n", encoding="utf-8")
     ebf.load_best(run.model, folder)
     return result, float(lasted.read_text(encoding="utf-8"))
-
-
-def _step_seconds(run: Run) -> float:
-    """Processor seconds of a step: the best of three, after one that warms up."""
-    probe, batch = copy.deepcopy(run.model), run.split("train")[: run.config.batch_size]
-    with drawing_from(run.config.seed, "probe"):
-        step = training_step(probe, objective_of(probe, run.config), batch)
-        taken = []
-        for _ in range(4):
-            began = time.process_time()
-            step()
-            taken.append(time.process_time() - began)
-    return min(taken[1:])
 
 
 def report(options: Options, found: Sequence[CellResult], path: Path) -> Report:

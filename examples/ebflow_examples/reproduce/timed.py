@@ -29,7 +29,7 @@ from ebflow_plugin.objectives.evaluation import Likelihood, LikelihoodSum, calib
 from ebflow_plugin.training import Event, FitResult
 from ebflow_plugin.training.files import write_weights
 
-__all__ = ["Trained", "train_for"]
+__all__ = ["Trained", "step_seconds", "train_for"]
 
 NO_END = 10**9  # steps; the clock ends a run
 PROBE_SECONDS = 0.3  # to see how long a step takes, unless a single one takes longer

@@ -197,12 +197,12 @@ def test_all_processes_decide_alike(monkeypatch):
     # Rows 9, 19, … are held out in each shard: 200 is a multiple of 10, so the joined data hold out the same rows.
     expected = alone.calibrate(torch.cat(shards))
     gathered = []  # what each Moments of the other process would send, in order
-    monkeypatch.setattr(Moments, "reduce", lambda self: gathered.append((self.count, self.mean, self.scatter)))
+    monkeypatch.setattr(Moments, "reduce", lambda self: gathered.append(copy.deepcopy(self)))
     other = ebf.wrap(nonlinear_flow())
     other.flow.load_state_dict(state)
     other.calibrate(shards[1])
     sent = iter(list(gathered))
-    monkeypatch.setattr(Moments, "reduce", lambda self: self.merge(*next(sent)))
+    monkeypatch.setattr(Moments, "reduce", lambda self: self.merge(next(sent)))
     model = ebf.wrap(nonlinear_flow())
     model.flow.load_state_dict(state)
     report = model.calibrate(shards[0])
@@ -218,10 +218,10 @@ def test_other_shards_give_the_same_map(monkeypatch):
     alone = ebf.wrap(nonlinear_flow())
     expected = alone.calibrate(x)
     gathered = []
-    monkeypatch.setattr(Moments, "reduce", lambda self: gathered.append((self.count, self.mean, self.scatter)))
+    monkeypatch.setattr(Moments, "reduce", lambda self: gathered.append(copy.deepcopy(self)))
     ebf.wrap(copy.deepcopy(alone.flow)).calibrate(x[1::2])
     sent = iter(list(gathered))
-    monkeypatch.setattr(Moments, "reduce", lambda self: self.merge(*next(sent)))
+    monkeypatch.setattr(Moments, "reduce", lambda self: self.merge(next(sent)))
     model = ebf.wrap(copy.deepcopy(alone.flow))
     report = model.calibrate(x[::2])
     assert report.shrinkage == expected.shrinkage  # enough rows: both choose the same

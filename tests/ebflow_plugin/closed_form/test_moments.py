@@ -86,7 +86,7 @@ def test_batches_are_moved_to_the_device_of_the_flow(call, form):
 
 
 def test_a_flow_without_storage_takes_batches_of_the_cpu():
-    x, _, _ = next(batches([torch.zeros(2, D)], lambda x, _: (x, None), torch.device("meta")))
+    x, *_ = next(batches([torch.zeros(2, D)], lambda x, _: (x, None), torch.device("meta")))
     assert x.is_meta
     nflows_model().to("meta").initialize(skewed(5))
 
@@ -119,7 +119,7 @@ def test_processes_without_rows_have_nothing_to_merge(first, monkeypatch):
     one.add(rows)
 
     def gather(every, mine):
-        every[:] = [(0, other.mean, other.scatter), mine][:: 1 if first else -1]
+        every[:] = [(0, 0, other.mean, other.scatter), mine][:: 1 if first else -1]
 
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)

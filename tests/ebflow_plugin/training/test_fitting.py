@@ -26,8 +26,8 @@ QUIET = {"progress": False}
 
 def evaluate(model, source, seed):
     total = LikelihoodSum(model, rng(derive_seed(seed, "validation", 0)))
-    for x, context in once(source):
-        total.add(x, context)
+    for batch in once(source):
+        total.add(*batch)
     return total.mean()
 
 

@@ -61,10 +61,10 @@ REFUSED = {
     "stream": (lambda m: fit(ML(m), DataLoader(Stream()), steps=1), "does not know its length"),
     "a list": (lambda m: fit(ML(m), [1, 2], steps=1), "a Dataset with a length or a DataLoader, got builtins.list"),
     "dicts": (lambda m: fit(ML(m), Dicts(), steps=1), "(?s)got a dict of 1.*collate_fn"),
-    "triple": (lambda m: fit(ML(m), (make_data(), LABELS, LABELS), steps=1), "a pair .x, context., got a tuple of 3"),
+    "four": (lambda m: fit(ML(m), (make_data(), *3 * [LABELS]), steps=1), "x, context, weights., got a tuple of 4"),
     "a list of tensors": (
         lambda m: fit(ML(m), [make_data(), make_data(seed=1)], steps=1),
-        r"(?s)data must be a tensor.*got builtins.list.*torch.cat.*tuple \(x, context\)",
+        r"(?s)data must be a tensor.*got builtins.list.*torch.cat.*tuple \(x, context, weights\)",
     ),
     "validation in a list": (
         lambda m: fit(ML(m), make_data(), steps=1, validation=[make_data()]),

@@ -318,6 +318,11 @@ def test_two_processes_train_as_one_with_the_joined_batch(found):
             torch.testing.assert_close(process[name], expected, rtol=1e-9, atol=1e-10)
             if f"sharded {name}" in process:
                 torch.testing.assert_close(process[f"sharded {name}"], expected, rtol=1e-9, atol=1e-10)
+    for name in ("ssm", "ml"):  # a process counts by the weights of its rows
+        expected = script.steps(script.OBJECTIVES[name], weighted=True)
+        assert not same(expected, script.steps(script.OBJECTIVES[name]))
+        for process in (first, second):
+            torch.testing.assert_close(process[f"weighted {name}"], expected, rtol=1e-9, atol=1e-10)
     assert same(first["sml"], second["sml"])
     assert "sharded ssm" in first
 

@@ -20,7 +20,8 @@ from ebflow_plugin.lightning import (
     Loader,
     trainer,
 )
-from ebflow_plugin.objectives import DSM, ML
+from ebflow_plugin.objectives import DSM, FDSSM, ML, NoiseSchedule
+from ebflow_plugin.objectives.schedule import AddedNoise
 from lightning_models import Cut, run
 from training_models import CrashError, make_data, make_model, same, weights
 
@@ -71,6 +72,26 @@ def test_the_statistics_of_an_objective_resume_too(tmp_path):
     found, again, _ = run(tmp_path / "parts", **options)
     assert again == rows
     assert same(found, expected)
+
+
+@pytest.mark.parametrize("start", [None, 2.0])
+def test_shrinking_noise_goes_on_where_it_was(tmp_path, start, monkeypatch):
+    schedule = NoiseSchedule(start=start, end=0.25, steps=15)
+
+    def objective(model):
+        return DSM(model, sigma=schedule, latent_weight=0.5) + 0.5 * FDSSM(model, sigma=schedule)
+
+    def parts(name):
+        with pytest.raises(CrashError):
+            run(tmp_path / name, Cut(9), objective=objective)
+        return run(tmp_path / name, objective=objective)[:2]
+
+    expected, rows, _ = run(tmp_path / "whole", objective=objective)
+    found, again = parts("parts")
+    assert again == rows
+    assert same(found, expected)
+    monkeypatch.setattr(AddedNoise, "load_state", lambda noise, state: None)
+    assert not same(parts("forgetful")[0], expected)
 
 
 def test_the_last_two_are_kept_and_the_best_with_its_nll(tmp_path):

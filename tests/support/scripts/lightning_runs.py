@@ -91,10 +91,12 @@ def started_model(seed=0):
     return model
 
 
-def own_batches(rank, world):
-    """Three batches: in each process its rows of the joined ones."""
-    joined = make_data(3 * ROWS, dtype=torch.float64).split(ROWS)
-    return DataLoader([batch.chunk(world)[rank] for batch in joined], batch_size=None)
+def own_batches(rank, world, weighted=False):
+    """Three batches: in each process its rows of the joined ones, and their weights, if they have any."""
+    joined = make_data(3 * ROWS, dtype=torch.float64)
+    own = [batch.chunk(world)[rank] for batch in joined.split(ROWS)]
+    heavy = [batch.chunk(world)[rank] for batch in torch.arange(3 * ROWS).double().split(ROWS)]
+    return DataLoader([(x, None, w) for x, w in zip(own, heavy, strict=True)] if weighted else own, batch_size=None)
 
 
 def whole_weights(model):
@@ -103,7 +105,7 @@ def whole_weights(model):
     return {name: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().clone() for name, t in state}
 
 
-def steps(make, rank=0, world=1, strategy="auto", kind=SameNoise, callbacks=()):
+def steps(make, rank=0, world=1, strategy="auto", kind=SameNoise, callbacks=(), weighted=False):
     """The weights after three steps, each of one joined batch."""
     model = started_model(seed=rank)  # the first process's weights must win
     if kind is Sharded:
@@ -116,7 +118,7 @@ def steps(make, rank=0, world=1, strategy="auto", kind=SameNoise, callbacks=()):
         callbacks=list(callbacks),
         **QUIET,
     )
-    trainer.fit(kind(make(model), sgd), own_batches(rank, world))
+    trainer.fit(kind(make(model), sgd), own_batches(rank, world, weighted))
     return whole_weights(model)
 
 
@@ -147,6 +149,8 @@ def main():
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     found = {name: steps(make, rank, world, "ddp") for name, make in OBJECTIVES.items()}
     found["sml"] = steps(ebf.objectives.SML, rank, world, "ddp")
+    for name in ("ssm", "ml"):
+        found[f"weighted {name}"] = steps(OBJECTIVES[name], rank, world, "ddp", weighted=True)
     found["run"] = epochs(3, strategy="ddp", world=world)
     epochs(2, folder, strategy="ddp", world=world)
     found["resumed"] = epochs(3, ckpt_path=folder / "last.ckpt", strategy="ddp", world=world)

@@ -8,7 +8,7 @@ from torch import Tensor
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.linalg.dense import is_readable
 
-__all__ = ["check_weights", "counted_rows", "resampled_rows", "weighted_mean"]
+__all__ = ["check_weights", "counted_rows", "refuse_weights", "resampled_rows", "weighted_mean"]
 
 
 def check_weights(weights: Tensor, x: Tensor) -> Tensor:
@@ -24,21 +24,41 @@ def check_weights(weights: Tensor, x: Tensor) -> Tensor:
         Traceback (most recent call last):
         ebflow_plugin.errors.InputError: weights must be at least 0, finite, and not all 0, got 1 of 2 that are not
     """
-    if not isinstance(weights, Tensor) or weights.shape != x.shape[:1] or weights.is_complex():
-        got = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
-        raise InputError(f"weights must be a real tensor of shape ({len(x)},), one for each row of x, got {got}")
+    refuse_weights(weights, x)
     if weights.device != x.device:
         raise InputError(f"weights are on {weights.device}, x is on {x.device}; move one with .to()")
     if len(weights) == 0:
         return weights.detach()
     weights = weights.detach().to(x.dtype if x.is_floating_point() else torch.get_default_dtype())
-    if weights.device.type == "cpu" and not torch.compiler.is_compiling() and is_readable(weights):
-        bad = int((~(torch.isfinite(weights) & (weights >= 0))).sum())
-        if bad or not bool(weights.any()):
-            found = f"{bad} of {len(weights)} that are not" if bad else f"{len(weights)} zeros"
-            raise InputError(f"weights must be at least 0, finite, and not all 0, got {found}")
+    cheap = weights.device.type == "cpu" and not torch.compiler.is_compiling() and is_readable(weights)
+    if cheap and not bool(weights.any()):
+        raise InputError(f"weights must be at least 0, finite, and not all 0, got {len(weights)} zeros")
     scaled = weights / weights.amax()
     return torch.where((weights >= 0).all(), scaled, torch.full_like(scaled, torch.nan))
+
+
+def refuse_weights(weights: Tensor, x: Tensor, read: bool = False) -> None:
+    """Raises if weights have a wrong shape, or are negative, NaN or inf. They may all be zero.
+
+    Arguments:
+        weights: The weights.
+        x: The rows.
+        read: Reads the values on any device, not on the CPU alone.
+
+    Example:
+        >>> refuse_weights(torch.ones(2, 1), torch.zeros(2, 3))
+        Traceback (most recent call last):
+        ebflow_plugin.errors.InputError: weights must be a real tensor of shape (2,), one for each row of x, got (2, 1)
+    """
+    if not isinstance(weights, Tensor) or weights.shape != x.shape[:1] or weights.is_complex():
+        got = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
+        raise InputError(f"weights must be a real tensor of shape ({len(x)},), one for each row of x, got {got}")
+    cheap = weights.device.type == "cpu" and not torch.compiler.is_compiling()
+    if not ((read or cheap) and is_readable(weights)):
+        return
+    bad = int((~(torch.isfinite(weights) & (weights >= 0))).sum())
+    if bad:
+        raise InputError(f"weights must be at least 0, finite, and not all 0, got {bad} of {len(weights)} that are not")
 
 
 def counted_rows(weights: Tensor) -> Tensor:
