@@ -21,9 +21,9 @@ from ebflow_plugin.adapting import (
     ElementwiseStep,
     NonlinearStep,
     OpaqueStep,
+    PackedSplineStep,
     SigmoidStep,
     Smoothness,
-    SplineStep,
     clamped_logit_map,
     sigmoid_map,
 )
@@ -69,7 +69,7 @@ class AdditiveCouplingStep(NetworkStep):
     reason = VOLUME_PRESERVING
 
 
-class RationalSplineStep(SplineStep, NflowsStep):
+class RationalSplineStep(PackedSplineStep, NflowsStep):
     """A piecewise rational-quadratic transform."""
 
 

@@ -21,10 +21,10 @@ from ebflow_plugin.adapting import (
     ElementwiseMap,
     NonlinearStep,
     OpaqueStep,
+    PackedSplineStep,
     RefusedStep,
     SigmoidStep,
     Smoothness,
-    SplineStep,
     comes_from,
     is_a,
     logit_map,
@@ -151,8 +151,11 @@ def whole_coupling(mode: str) -> type[CouplingStep]:
     return WholeCouplingStep
 
 
-class RationalSplineStep(SplineStep, NormflowsStep):
+class RationalSplineStep(PackedSplineStep, NormflowsStep):
     """A rational-quadratic spline."""
+
+    def accepted(self, context: Tensor | None) -> Tensor | None:
+        return context if self.conditional else None
 
 
 class PeriodicStep(NormflowsStep):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ebflow_plugin.adapting import comes_from, resolve, summed
+from ebflow_plugin.adapting import comes_from, rational_quadratic, resolve, summed
 
 __all__ = ["PACKAGES", "bare", "forward", "inverse", "known_name", "ours", "unwrapped"]
 
@@ -82,7 +82,10 @@ def forward(transform: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
         return forward(transform.meta(x), x)
     if kind in ISOMETRIES:
         return transform(x), None
-    y, log_slope = _monotonic(transform, x) if kind in BISECTED else transform.call_and_ladj(x)
+    if kind == "MonotonicRQSTransform":
+        y, log_slope = rational_quadratic(x, transform.horizontal, transform.vertical, transform.derivatives)
+    else:
+        y, log_slope = _monotonic(transform, x) if kind in BISECTED else transform.call_and_ladj(x)
     return y, summed(log_slope) if log_slope.dim() > 1 else log_slope
 
 
@@ -102,6 +105,8 @@ def inverse(transform: Any, y: Tensor) -> Tensor:
         return x
     if kind in BISECTED:
         return _root(transform, y)
+    if kind == "MonotonicRQSTransform":
+        return rational_quadratic(y, transform.horizontal, transform.vertical, transform.derivatives, inverse=True)[0]
     value: Tensor = transform.inv(y)
     return value
 

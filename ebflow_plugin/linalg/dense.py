@@ -23,7 +23,7 @@ from torch.autograd import Function, forward_ad
 from torch.autograd.function import once_differentiable
 
 from ebflow_plugin.errors import SingularError
-from ebflow_plugin.linalg.memo import Memo
+from ebflow_plugin.linalg.memo import Memo, is_tracing
 
 __all__ = ["Band", "CachedLU", "Dense", "Matrix", "Solver", "is_readable", "is_traced", "without_autocast"]
 
@@ -335,7 +335,7 @@ def is_traced(tensor: Tensor) -> bool:
 
 
 def is_readable(tensor: Tensor) -> bool:
-    """Whether Python can read the values of a tensor: not on the meta device, and not inside vmap.
+    """Whether Python can read the values of a tensor: not on the meta device, inside vmap, or while a graph is traced.
 
     Example:
         >>> is_readable(torch.eye(2)), is_readable(torch.eye(2, device="meta"))
@@ -345,7 +345,7 @@ def is_readable(tensor: Tensor) -> bool:
         if torch._C._functorch.is_batchedtensor(tensor):
             return False
         tensor = torch._C._functorch.get_unwrapped(tensor)
-    return not tensor.is_meta
+    return not (tensor.is_meta or is_tracing())
 
 
 def _order(lu: Tensor, pivots: Tensor) -> Tensor:

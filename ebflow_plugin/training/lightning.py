@@ -62,7 +62,7 @@ class LitObjective(LightningModule):
     checkpoint that is saved after an :class:`ExactNLL` has the calibration of that NLL in its ``state_dict``.
 
     Arguments:
-        objective: The loss; it holds the model.
+        objective: The loss; it holds the model. ``objective.compile()`` first trains it in one graph.
         optimizer: As in :func:`~ebflow_plugin.fit`: an optimizer, or a function that builds one from the parameters.
         scheduler: As in :func:`~ebflow_plugin.fit`. It is stepped after each step, ``ReduceLROnPlateau`` after each
             epoch with ``val_nll``.

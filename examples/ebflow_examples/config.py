@@ -49,7 +49,6 @@ def _option(default: Any, panel: str, text: str, auto: str = "") -> Any:
 # Settings that files of older runs hold: false is what they are now.
 RETIRED = {
     "amp": "train in Lightning with precision='bf16-mixed' (ebflow_plugin.lightning)",
-    "compile": "energies are no longer compiled",
 }
 
 
@@ -126,6 +125,7 @@ class TrainConfig:
     clip_norm: float | None = _option(
         None, OPTIMISER, "Largest norm of the gradient.", "none; 10 for rows that are no images"
     )
+    compile: bool = _option(False, OPTIMISER, "Compile the loss and its gradients into one graph: a minute, once.")
     ema: bool = _option(True, OPTIMISER, "Average the weights, and evaluate the average.")
     ema_decay: float = _option(0.999, OPTIMISER, "Decay of the average.")
 
