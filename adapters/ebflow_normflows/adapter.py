@@ -230,8 +230,7 @@ class NormflowsAdapter(Adapter):
     def inverse_of(self, module: nn.Module) -> nn.Module:
         from normflows.flows import Reverse
 
-        reverse: nn.Module = Reverse(module)
-        return reverse
+        return Reverse(module)
 
     def unit(self, flow: nn.Module, path: str, inverted: bool) -> tuple[str, bool]:
         if type(flow.get_submodule(path)).__name__ in BACKWARDS:

@@ -79,8 +79,7 @@ class Adapter(ABC):
     def own_log_prob(self, flow: Any, x: Tensor, context: Tensor | None) -> Tensor:
         """The library's own ``log_prob``, the reference of the invariant."""
         self.release(flow)
-        result: Tensor = flow.log_prob(x) if context is None else flow.log_prob(x, context)
-        return result
+        return flow.log_prob(x) if context is None else flow.log_prob(x, context)
 
     def release(self, flow: nn.Module) -> None:
         """Empties caches of the library's modules, whose graphs cannot be copied. Does nothing by default."""
