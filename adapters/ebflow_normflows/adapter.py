@@ -222,11 +222,6 @@ class NormflowsAdapter(Adapter):
             result = flow.log_prob(x)
         return result
 
-    def full_layer(self, features: int, images: bool) -> nn.Module:
-        from ebflow_normflows.layers import FullConv2d, FullLinear
-
-        return FullConv2d(features, kernel_size=1) if images else FullLinear(features)
-
     def inverse_of(self, module: nn.Module) -> nn.Module:
         from normflows.flows import Reverse
 

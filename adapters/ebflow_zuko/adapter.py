@@ -202,11 +202,6 @@ class ZukoAdapter(Adapter):
             return of_samples[0]
         return flow(context).log_prob(x)
 
-    def full_layer(self, features: int, images: bool) -> nn.Module:
-        from ebflow_zuko.layers import FullLinear
-
-        return FullLinear(features)
-
     def inverse_of(self, module: nn.Module) -> nn.Module:
         from zuko.lazy import LazyInverse
 
