@@ -200,8 +200,7 @@ class PlannedFlow(nn.Module):
         if self._anchor is None:
             return None
         owner, _, name = self._anchor.rpartition(".")
-        parameter: Tensor | None = getattr(self.flow.get_submodule(owner), name, None)
-        return parameter
+        return getattr(self.flow.get_submodule(owner), name, None)
 
     def check(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         """Raises on input that the flow cannot take. Returns x; integers for a Dequantize get the dtype of the flow.

@@ -63,8 +63,7 @@ def known_name(factory: Any) -> str | None:
         return resolve(factory, lambda cls: cls.__name__ if ours(cls) else None)[0]
     if getattr(factory, "__module__", "").partition(".")[0] not in ("torch", "zuko"):
         return None
-    name: str | None = getattr(factory, "__name__", None)
-    return name
+    return getattr(factory, "__name__", None)
 
 
 def forward(transform: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -107,8 +106,7 @@ def inverse(transform: Any, y: Tensor) -> Tensor:
         return _root(transform, y)
     if kind == "MonotonicRQSTransform":
         return rational_quadratic(y, transform.horizontal, transform.vertical, transform.derivatives, inverse=True)[0]
-    value: Tensor = transform.inv(y)
-    return value
+    return transform.inv(y)
 
 
 def bare(transform: Any) -> Any:

@@ -71,8 +71,7 @@ class Dense:
         r"""Returns :math:`\log |\det A|`, with shape :math:`(*)`, real."""
         if is_traced(self.matrix):
             # The backward of slogdet is one solve; that of lu_factor costs three times as much (measured).
-            result: Tensor = torch.linalg.slogdet(self.matrix)[1]
-            return result
+            return torch.linalg.slogdet(self.matrix)[1]
         lu, _ = self._factors()
         return lu.diagonal(dim1=-2, dim2=-1).abs().log().sum(-1)
 
@@ -87,8 +86,7 @@ class Dense:
         columns, info = torch.linalg.solve_ex(self.matrix, rows.to(self.matrix.dtype).mT)
         if is_readable(info) and bool(info.any()):
             raise SingularError(f"{_name(self.matrix.shape[-1])} is singular: a pivot is zero. {_ADVICE}")
-        solved: Tensor = columns.mT
-        return solved
+        return columns.mT
 
     def _factors(self) -> tuple[Tensor, Tensor]:
         lu, pivots, _ = torch.linalg.lu_factor_ex(self.matrix)

@@ -120,5 +120,4 @@ def _within(rows: Tensor) -> Tensor:
 
 def _distances(rows: Tensor, others: Tensor) -> Tensor:
     """Without the shortcut by a matrix product, whose rounding has large gradients at small distances."""
-    found: Tensor = torch.cdist(rows, others, compute_mode="donot_use_mm_for_euclid_dist")
-    return found
+    return torch.cdist(rows, others, compute_mode="donot_use_mm_for_euclid_dist")
