@@ -1,4 +1,4 @@
-r"""The gradient of log-determinants without determinants: probes, solves, and the number of probes.
+r"""The gradient of log-determinants without determinants: probes, and solves.
 
 For a layer with the matrix W and an approximate inverse M of it (:mod:`ebflow_plugin.linalg.operators`),
 
@@ -8,15 +8,7 @@ For a layer with the matrix W and an approximate inverse M of it (:mod:`ebflow_p
 The first term has a closed form, the second is estimated. It is small where M is accurate: away from the edges of an
 image for the circular version of a convolution, everywhere for a layer that is nearly orthogonal.
 
-The number P of probes is the one that minimises the variance of the gradient times the cost of a step,
-
-.. math:: \left(V_b + \frac{V_p}{P}\right) (C_b + P\, C_p) \to \min, \qquad
-          P = \sqrt{\frac{V_p}{V_b} \cdot \frac{C_b}{C_p}},
-
-with the variances of the batch and of one probe, and the products with the layer that the batch and a probe need; but
-the probes may cost no more than the batch, as long as four of them are left. :math:`V_p` can grow a hundredfold in one
-step, so it is followed in every step: it is proportional to :math:`\|s - M v\|^2`. The factor, like :math:`V_b`, is
-measured from time to time, and the median of the last three measurements counts.
+How many probes there are: :mod:`ebflow_plugin.objectives.probes`.
 
 On the CPU a step reads what its own solves returned. Elsewhere it would wait for the device, so the number of probes
 and of iterations, and whether a layer falls back to its exact log-determinant, follow from the solves of some steps
@@ -27,8 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from statistics import median
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -41,85 +32,14 @@ from ebflow_plugin.linalg.dense import without_autocast
 from ebflow_plugin.linalg.krylov import gmres
 from ebflow_plugin.linalg.operators import Approximation, LinearOperator, dense_inverse
 from ebflow_plugin.linalg.random import signs_like
+from ebflow_plugin.objectives.probes import Account
 from ebflow_plugin.plan.step import LinearStep, Shape, Shapes
 
 __all__ = ["LogDetEstimator"]
 
-# The noise is measured in the steps before MEASURED_FIRST, in those whose number is a power of two, and in every 64th.
-MEASURED_FIRST, MEASURED_EVERY = 4, 64
-MEASUREMENTS = 3  # whose median counts: one odd batch changes nothing
-FIRST_PROBES = 4  # the number of probes before the noise is known, and the least where it is measured
-MOST_PROBES = 64
 USES = 8  # of an approximate inverse of convolutions, unless solves with it begin to need more iterations
 OFTEN = 0.05  # the share of steps without convergence from which on it is said again
-ITERATION_PRODUCTS = 3  # that an iteration of a solve costs: a product, the preconditioner, the basis
-BATCH_PRODUCTS = 3  # that a row of the batch needs: forward, backward to the input, backward to the weight
 LATE, NEAR = "on the way", "approximate inverses"  # in a state, beside the paths of layers, which have no spaces
-SPARE = 0.25  # the share of iterations, beyond those that an earlier solve has needed, of a solve that nobody looks at
-
-
-@dataclass
-class Account:
-    """Statistics of the estimates of one layer.
-
-    Attributes:
-        calls: The number of estimates so far.
-        noise_factors: The variance of the gradient of a probe over the squared norm of its remainder, as last measured.
-        row_noises: The variance of the gradient of one row of the batch, as last measured.
-        remainder: The squared norm of the remainders of the last solve, the mean of all probes.
-        probes: The number of probes of the last solve.
-        exact: The number of steps that used the exact log-det, since a solve did not converge.
-        iterations: The iterations that the last solve has needed; 0 if there was none.
-        allowed: The iterations that the next solve may make where nobody looks; 0 for all of them.
-        residual: The residual of the last solve, the largest of all probes.
-        fails: Whether it did not converge in all the iterations that there are, so that the exact log-det is used.
-        inverse: The inverse of a dense layer, from the last step whose solve did not converge.
-    """
-
-    calls: int = 0
-    noise_factors: list[float] = field(default_factory=list)
-    row_noises: list[float] = field(default_factory=list)
-    remainder: float = 0.0
-    probes: int = FIRST_PROBES
-    exact: int = 0
-    iterations: int = 0
-    allowed: int = 0
-    residual: float = 0.0
-    fails: bool = False
-    inverse: Tensor | None = None
-
-    @property
-    def measures(self) -> bool:
-        """Whether the noise is measured in the next step."""
-        return self.calls < MEASURED_FIRST or self.calls.bit_count() == 1 or self.calls % MEASURED_EVERY == 0
-
-    def best_probes(self, rows: int, times: int) -> int:
-        """The number of probes that minimises variance times cost, by the last step and the last measurements.
-
-        Arguments:
-            rows: The number of rows of the batch.
-            times: The number of equal blocks that each of them goes through; a probe goes through one.
-        """
-        if not self.row_noises:
-            return FIRST_PROBES
-        noise = median(self.noise_factors) * self.remainder * rows / median(self.row_noises)
-        cost = BATCH_PRODUCTS * rows * times / (ITERATION_PRODUCTS * self.iterations + BATCH_PRODUCTS)
-        most = max(FIRST_PROBES, min(cost, MOST_PROBES))
-        best = max(1, math.ceil(min(math.sqrt(noise * cost), most)))
-        return max(best, FIRST_PROBES) if self.measures else best
-
-    def add_solve(self, numbers: Sequence[float], made: int, most: int, tolerance: float) -> None:
-        """Adds the residual, the length of the remainders and the iterations needed, of a solve that made some."""
-        self.residual, length, needed = numbers
-        self.iterations, self.remainder = int(needed), math.inf if math.isnan(length) else length**2
-        converged = self.residual <= tolerance
-        self.fails = not converged and made >= most
-        self.allowed = math.ceil((1 + SPARE) * needed) + 1 if converged else 2 * made
-
-    def add_measurement(self, noise_factor: float, row_noise: float) -> None:
-        """Adds to the last measurements, and forgets the oldest."""
-        self.noise_factors = [*self.noise_factors, noise_factor][-MEASUREMENTS:]
-        self.row_noises = [*self.row_noises, row_noise][-MEASUREMENTS:]
 
 
 class _Layer(NamedTuple):
@@ -327,7 +247,7 @@ class LogDetEstimator:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restores what :meth:`state` returned."""
-        self.accounts = {path: _account(known) for path, known in state.items() if path not in (LATE, NEAR)}
+        self.accounts = {path: Account.of(known) for path, known in state.items() if path not in (LATE, NEAR)}
         self._near = {name: _Near(*known) for name, known in state.get(NEAR, {}).items()}
         late = state.get(LATE, {"solves": [], "noises": []})
         self._solves.load_state(late["solves"])
@@ -429,15 +349,6 @@ class LogDetEstimator:
                 known = probe_noise, row_noise, length**2
                 if all(map(math.isfinite, known)) and min(known) > 0:
                     self.accounts[path].add_measurement(probe_noise / length**2, row_noise)
-
-
-def _account(known: Mapping[str, Any]) -> Account:
-    """An account from a checkpoint; where an earlier version has left no measurements, they begin anew."""
-    names = {each.name for each in fields(Account)}
-    account = Account(**{name: value for name, value in known.items() if name in names})
-    if not names <= set(known):
-        account.calls = 0
-    return account
 
 
 def _operator(step: LinearStep, shapes: Shapes) -> LinearOperator:

@@ -110,7 +110,7 @@ def test_noise_shrinks_for_other_data_if_it_is_asked_for(tmp_path):
 
 def test_a_run_with_shrinking_noise_goes_on_with_the_schedule_that_it_began_with(tmp_path):
     np.save(tmp_path / "rows.npy", np.random.default_rng(0).standard_normal((500, 2)))
-    told = ["--data", tmp_path / "rows.npy", "--loss", "dsm", "--sigma", 0.2, "--shrink", 6, "--latent-weight", 1]
+    told = ["--data", tmp_path / "rows.npy", "--model", "fc", "--loss", "dsm", "--sigma", 0.2, "--shrink", 6]
     ebflow("train", *told, "--schedule", "constant", "--steps", 4, "--out", tmp_path / "parts")
     parts = ebflow("train", "--out", tmp_path / "parts", "--resume", "--steps", 8, "--json")
     again = ["--config", tmp_path / "parts" / "config.toml", "--out", tmp_path / "whole", "--json"]

@@ -1,12 +1,20 @@
-"""The optimiser of a run, and what importing the commands takes."""
+"""The optimiser of a run, what is said about its mass, and what importing the commands takes."""
 
+import json
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 
+import numpy as np
+import pytest
+import torch
+
+from commands import ebflow
 from ebflow_examples.config import TrainConfig
+from ebflow_examples.defaults import settle
 from ebflow_examples.runs import build
-from ebflow_examples.training import optimizer_for
+from ebflow_examples.training import covered, optimizer_for
 
 
 def test_weight_decay_is_of_full_linear_layers_alone():
@@ -39,3 +47,45 @@ print("lightning" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+def rows_of(tmp_path, dim=2, count=500):
+    np.save(tmp_path / "rows.npy", np.random.default_rng(0).standard_normal((count, dim)))
+    return tmp_path / "rows.npy"
+
+
+def gaussian_run(tmp_path, loss, **shape):
+    return settle(build(TrainConfig(data=str(rows_of(tmp_path, **shape)), model="fc", loss=loss, device="cpu")))
+
+
+@pytest.mark.parametrize("loss", ["sm", "ssm", "dsm", "fdssm"])
+def test_mass_far_from_the_data_is_told_after_score_matching(tmp_path, loss):
+    run = gaussian_run(tmp_path, loss)
+    good = covered(run)
+    assert good["fine"]
+    assert good["rows"] == len(run.data.test) // 2
+    with torch.no_grad():
+        next(run.model.flow.parameters()).mul_(0.1)  # samples are spread ten times as far
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it is printed, and warns of nothing
+        found = covered(run)
+    assert not found["fine"]
+    assert found["outside"] > 0.5
+    assert "mass lies where there are no data" in found["advice"]
+
+
+@pytest.mark.parametrize(("loss", "shape"), [("ml", {}), ("dsm", {"dim": 17}), ("dsm", {"count": 390})])
+def test_coverage_is_not_asked_for_where_it_says_nothing(tmp_path, loss, shape):
+    assert covered(gaussian_run(tmp_path, loss, **shape)) is None
+
+
+def test_a_run_prints_coverage_beside_the_nll(tmp_path):
+    told = ["--data", rows_of(tmp_path), "--model", "fc", "--out", tmp_path / "run", "--limit", 300]
+    good = ebflow("train", *told, "--loss", "dsm", "--steps", 2).stdout
+    assert "test NLL" in good
+    assert "nothing to do: the samples lie where the data lie\n" in good
+    bad = ebflow("train", *told, "--loss", "dsm", "--steps", 4, "--lr", 5, "--no-ema", "--no-whiten", "--fresh").stdout
+    share = json.loads((tmp_path / "run" / "summary.json").read_text())["coverage"]["outside"]
+    assert f"coverage        {share:.1%} of the samples are far from the data" in bad
+    assert "(here: more --steps, --shrink, --latent-weight 1, or --loss ml)" in bad
+    assert "coverage  " not in ebflow("train", *told, "--loss", "ml", "--steps", 2, "--fresh").stdout
