@@ -132,7 +132,8 @@ class LitObjective(LightningModule):
         if weights is None:
             loss: Tensor = self.objective(x, context)
             return loss
-        loss, total = self.objective(x, context, weights), weights.to(torch.get_default_dtype()).sum()
+        loss = self.objective(x, context, weights)
+        total = weights.to(loss.dtype).sum()
         return loss if process()[1] == 1 else loss * (total * process()[1] / total_of(total.clone()))
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
