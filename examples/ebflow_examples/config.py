@@ -35,6 +35,7 @@ LOSS_OPTIONS: dict[str, tuple[str, ...]] = {  # and the losses that have each
     "sigma": NOISED,
     "shrink": NOISED,
     "latent_weight": (*NOISED, "sm"),
+    "ml_weight": NOISED,
     "eps": ("fdssm",),
     "projections": ("ssm",),
     "log_det": ("ml",),
@@ -101,6 +102,12 @@ class TrainConfig:
         LOSS,
         "Score matching: weight of the distance of the latents from the base. For few dimensions.",
         "1 where noise shrinks by itself, else 0",
+    )
+    ml_weight: float | None = _option(
+        None,
+        LOSS,
+        "DSM, SSM, FDSSM: this share of the loss is likelihood, of the same points with noise.",
+        "0.1 for SSM and FDSSM where noise shrinks by itself, else 0",
     )
     eps: float | None = _option(None, LOSS, "FDSSM: length of the finite difference.", "1 for images, 0.1 otherwise")
     projections: int | None = _option(None, LOSS, "SSM: directions for each sample.", "1")
