@@ -15,7 +15,7 @@ from torch import Generator, Tensor
 from ebflow_plugin.errors import CoverageWarning, InputError, warn
 from ebflow_plugin.linalg.random import at_least, check_generator
 from ebflow_plugin.model import EBFlow
-from ebflow_plugin.objectives.latent_match import base_distance
+from ebflow_plugin.objectives.latent_match import base_distance, base_noise
 from ebflow_plugin.plan.inputs import batch_of, refuse_non_finite, to_device
 from ebflow_plugin.plan.inverse import draw
 
@@ -129,7 +129,7 @@ def coverage(model: EBFlow, data: Any, *, rows: int = 1000, generator: Generator
     first, second = drawn.flatten(1).split(count)
     embedded = plan.embed(context)
     latents, _ = plan.encode(u, embedded)
-    distance = base_distance(plan, latents, embedded, generator)
+    distance = base_distance(plan, latents, embedded, base_noise(plan, u, context, generator))
     report = CoverageReport(
         outside=_share_beyond(first, far, near),
         missed=_share_beyond(far, second, first),

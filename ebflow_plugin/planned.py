@@ -200,8 +200,7 @@ class PlannedFlow(nn.Module):
         if self._anchor is None:
             return None
         owner, _, name = self._anchor.rpartition(".")
-        parameter: Tensor | None = getattr(self.flow.get_submodule(owner), name, None)
-        return parameter
+        return getattr(self.flow.get_submodule(owner), name, None)
 
     def check(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         """Raises on input that the flow cannot take. Returns x; integers for a Dequantize get the dtype of the flow.
@@ -236,6 +235,8 @@ class Watch:
     Arguments:
         parts: The modules.
         buffers: A module whose buffers are watched too.
+        traced: Whether everything counts that a graph has as a constant: buffers, tensors, numbers with a point, and
+            the flag ``training``.
 
     Example:
         >>> net = nn.Sequential(nn.Tanh())
@@ -246,18 +247,20 @@ class Watch:
         (True, False)
     """
 
-    def __init__(self, parts: list[Any], buffers: nn.Module | None = None) -> None:
+    def __init__(self, parts: list[Any], buffers: nn.Module | None = None, *, traced: bool = False) -> None:
         self._classes = [(part, type(part)) for part in parts]
         self._sizes: list[tuple[dict[Any, Any], int]] = []
         self._members: list[tuple[dict[Any, Any], Any, Any]] = []
         for part in parts:
             attributes = vars(part)
-            chosen = {name: value for name, value in attributes.items() if _decides(name, value)}
+            chosen = {name: value for name, value in attributes.items() if _decides(name, value, traced)}
             self._record(attributes, chosen)
             if isinstance(part, nn.Module):
                 self._record(part._modules, part._modules)
                 self._record(part._forward_hooks, {})
                 self._record(part._forward_pre_hooks, {})
+                if traced:
+                    self._record(part._buffers, part._buffers)
         if buffers is not None:
             self._record(buffers._buffers, buffers._buffers)
 
@@ -279,10 +282,12 @@ class Watch:
         return all(held.get(name) is value for held, name, value in self._members)
 
 
-def _decides(name: str, value: Any) -> bool:
+def _decides(name: str, value: Any, traced: bool = False) -> bool:
     """Whether an attribute may decide how a module acts: a string, a flag, a function, an object."""
     if isinstance(value, bool):
-        return name != "training"  # read on each call
+        return traced or name != "training"  # read on each call
+    if traced and isinstance(value, (Tensor, float)):
+        return True
     return not isinstance(value, _READ_EACH_CALL)
 
 
@@ -304,6 +309,7 @@ def _arrangement(plan: Plan, flow: nn.Module) -> list[Any]:
             yield part.module
             if isinstance(part, LinearStep) and isinstance(part.module, nn.Module) and part.path not in owners:
                 yield from part.module.modules()
+            yield from part.reads
 
     for member in members():
         if hasattr(member, "__dict__"):

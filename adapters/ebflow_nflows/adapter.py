@@ -178,11 +178,6 @@ class NflowsAdapter(Adapter):
             return known(base, "_distribution")
         return (ChangedBase if is_a(base, BASES, self.packages) else ForeignBase)(base, "_distribution")
 
-    def full_layer(self, features: int, images: bool) -> nn.Module:
-        from ebflow_nflows.layers import FullConv2d, FullLinear
-
-        return FullConv2d(features, kernel_size=1) if images else FullLinear(features)
-
     def inverse_of(self, module: nn.Module) -> nn.Module:
         from ebflow_nflows.layers import Inverted
 

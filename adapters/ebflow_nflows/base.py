@@ -33,8 +33,7 @@ class NflowsBase(Base):
     def log_prob(self, latents: tuple[Tensor, ...], context: Tensor | None) -> Tensor:
         (z,) = latents
         if self._density_takes_context:
-            log_prob: Tensor = self.module.log_prob(z, context=context)
-            return log_prob
+            return self.module.log_prob(z, context=context)
         log_prob = self.module.log_prob(z)
         return log_prob
 

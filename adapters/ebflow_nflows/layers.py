@@ -61,13 +61,11 @@ class Inverted(Transform):
 
     def forward(self, inputs: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The transform's inverse."""
-        result: tuple[Tensor, Tensor] = self._transform.inverse(inputs, context)
-        return result
+        return self._transform.inverse(inputs, context)
 
     def inverse(self, inputs: Tensor, context: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The transform's forward."""
-        result: tuple[Tensor, Tensor] = self._transform(inputs, context)
-        return result
+        return self._transform(inputs, context)
 
 
 class FullLinear(layers.FullLinear, _Layer):

@@ -57,8 +57,7 @@ class ActNormStep(InitialisedAffineStep):
     """ActNorm: ``log_scale`` and ``shift`` per feature or channel, from the first batch in training mode."""
 
     def flag(self) -> Tensor:
-        flag: Tensor = self.module.initialized
-        return flag
+        return self.module.initialized
 
     def start(self, x: Tensor) -> None:
         if not self.inverted:  # nflows initialises it only in the forward direction
@@ -76,8 +75,7 @@ class ActNormStep(InitialisedAffineStep):
         return self.module.scale.reshape(broadcast), self.module.shift.reshape(broadcast)
 
     def log_scale(self, dim: int) -> Tensor:
-        log_scale: Tensor = self.module.log_scale
-        return log_scale
+        return self.module.log_scale
 
 
 class NflowsSqueezeStep(SqueezeStep):
@@ -86,20 +84,17 @@ class NflowsSqueezeStep(SqueezeStep):
     @property
     def factor(self) -> int:  # type: ignore[override]
         """The side of the squares of pixels that become channels."""
-        factor: int = self.module.factor
-        return factor
+        return self.module.factor
 
 
 class NaiveLinearStep(MatrixStep):
     """NaiveLinear, whose own inverse raises on current torch."""
 
     def weight(self) -> Tensor:
-        weight: Tensor = self.module._weight
-        return weight
+        return self.module._weight
 
     def bias(self) -> Tensor:
-        bias: Tensor = self.module.bias
-        return bias
+        return self.module.bias
 
 
 class OneByOneConvolutionStep(PackedLUStep):
@@ -109,8 +104,7 @@ class OneByOneConvolutionStep(PackedLUStep):
     images = True
 
     def order(self) -> Tensor:
-        order: Tensor = self.module.permutation._permutation
-        return order
+        return self.module.permutation._permutation
 
 
 class FactorsStep(MixingStep):
@@ -118,8 +112,7 @@ class FactorsStep(MixingStep):
 
     @property
     def features(self) -> int:
-        size: int = self.module.features
-        return size
+        return self.module.features
 
     def bias(self) -> Tensor | None:
         return getattr(self.module, "bias", None)

@@ -21,9 +21,9 @@ from ebflow_plugin.adapting import (
     ElementwiseStep,
     NonlinearStep,
     OpaqueStep,
+    PackedSplineStep,
     SigmoidStep,
     Smoothness,
-    SplineStep,
     clamped_logit_map,
     sigmoid_map,
 )
@@ -33,8 +33,7 @@ class NflowsStep(NonlinearStep):
     """A transform that is called as in nflows: ``transform(x, context)``."""
 
     def call_forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
-        result: tuple[Tensor, Tensor] = self.module(x, context)
-        return result
+        return self.module(x, context)
 
     def call_inverse(self, y: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
         try:
@@ -69,7 +68,7 @@ class AdditiveCouplingStep(NetworkStep):
     reason = VOLUME_PRESERVING
 
 
-class RationalSplineStep(SplineStep, NflowsStep):
+class RationalSplineStep(PackedSplineStep, NflowsStep):
     """A piecewise rational-quadratic transform."""
 
 
@@ -179,8 +178,7 @@ class ScaledSigmoidStep(SigmoidStep):
 
     def temperature(self, x: Tensor) -> Tensor:
         """T on the device of x: in nflows 0.14 it is a plain CPU tensor."""
-        result: Tensor = self.module.temperature.to(x)
-        return result
+        return self.module.temperature.to(x)
 
     def forward_map(self, x: Tensor, context: Tensor | None) -> ElementwiseMap:
         temperature = self.temperature(x)

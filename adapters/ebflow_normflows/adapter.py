@@ -222,16 +222,10 @@ class NormflowsAdapter(Adapter):
             result = flow.log_prob(x)
         return result
 
-    def full_layer(self, features: int, images: bool) -> nn.Module:
-        from ebflow_normflows.layers import FullConv2d, FullLinear
-
-        return FullConv2d(features, kernel_size=1) if images else FullLinear(features)
-
     def inverse_of(self, module: nn.Module) -> nn.Module:
         from normflows.flows import Reverse
 
-        reverse: nn.Module = Reverse(module)
-        return reverse
+        return Reverse(module)
 
     def unit(self, flow: nn.Module, path: str, inverted: bool) -> tuple[str, bool]:
         if type(flow.get_submodule(path)).__name__ in BACKWARDS:

@@ -35,8 +35,7 @@ class AffineConstStep(ElementwiseAffineStep):
         return torch.exp(self.module.s), self.module.t
 
     def log_scale(self, dim: int) -> Tensor:
-        log_scale: Tensor = self.module.s
-        return log_scale
+        return self.module.s
 
     def library_flaw(self, shape: Shape) -> str | None:
         if len(shape) + 1 == self.module.s.dim():
@@ -51,8 +50,7 @@ class ActNormStep(InitialisedAffineStep, AffineConstStep):
     """
 
     def flag(self) -> Tensor:
-        flag: Tensor = self.module.data_dep_init_done
-        return flag
+        return self.module.data_dep_init_done
 
     def samples(self, x: Tensor) -> Tensor:
         shared: list[int] = self.module.batch_dims
@@ -120,8 +118,7 @@ class ConvolutionStep(MatrixStep):
     images = True
 
     def weight(self) -> Tensor:
-        weight: Tensor = self.module.W
-        return weight
+        return self.module.W
 
 
 class LUConvolutionStep(TriangularStep):
@@ -140,8 +137,7 @@ class LUConvolutionStep(TriangularStep):
         return lower, torch.triu(module.U, diagonal=1) + torch.diag(module.sign_S * torch.exp(module.log_S))
 
     def log_diagonal(self) -> Tensor:
-        log_diagonal: Tensor = self.module.log_S
-        return log_diagonal
+        return self.module.log_S
 
     def row_order(self) -> Tensor:
         return self._order.get([self.module.P], lambda: self.module.P.argmax(1), key="rows")
@@ -153,8 +149,7 @@ class VectorStep(MatrixStep):
     transposed = True
 
     def weight(self) -> Tensor:
-        weight: Tensor = self.module.W
-        return weight
+        return self.module.W
 
 
 class LUVectorStep(LUConvolutionStep):

@@ -21,10 +21,10 @@ from ebflow_plugin.adapting import (
     ElementwiseMap,
     NonlinearStep,
     OpaqueStep,
+    PackedSplineStep,
     RefusedStep,
     SigmoidStep,
     Smoothness,
-    SplineStep,
     comes_from,
     is_a,
     logit_map,
@@ -151,8 +151,11 @@ def whole_coupling(mode: str) -> type[CouplingStep]:
     return WholeCouplingStep
 
 
-class RationalSplineStep(SplineStep, NormflowsStep):
+class RationalSplineStep(PackedSplineStep, NormflowsStep):
     """A rational-quadratic spline."""
+
+    def accepted(self, context: Tensor | None) -> Tensor | None:
+        return context if self.conditional else None
 
 
 class PeriodicStep(NormflowsStep):
@@ -201,12 +204,10 @@ class ClassAffineStep(NormflowsStep):
     reason = DEPENDS_ON_CONTEXT
 
     def call_forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
-        result: tuple[Tensor, Tensor] = self.module(x, self._one_hot(x, context))
-        return result
+        return self.module(x, self._one_hot(x, context))
 
     def call_inverse(self, y: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
-        result: tuple[Tensor, Tensor] = self.module.inverse(y, self._one_hot(y, context))
-        return result
+        return self.module.inverse(y, self._one_hot(y, context))
 
     def _one_hot(self, x: Tensor, context: Tensor | None) -> Tensor:
         if context is None:
@@ -268,8 +269,7 @@ class ResidualStep(NormflowsStep):
     def decode(self, z: Tensor, context: Tensor | None) -> Tensor:
         net = self.module.iresblock.nnet
         if self.module.reverse != self.inverted:
-            explicit: Tensor = z + net(z)
-            return explicit
+            return z + net(z)
         return self._fixed_point(net, z)
 
     def _fixed_point(self, net: nn.Module, y: Tensor) -> Tensor:

@@ -200,19 +200,12 @@ class ZukoAdapter(Adapter):
         if is_estimator(flow):
             of_samples: Tensor = flow.log_prob(x[None], context)
             return of_samples[0]
-        result: Tensor = flow(context).log_prob(x)
-        return result
-
-    def full_layer(self, features: int, images: bool) -> nn.Module:
-        from ebflow_zuko.layers import FullLinear
-
-        return FullLinear(features)
+        return flow(context).log_prob(x)
 
     def inverse_of(self, module: nn.Module) -> nn.Module:
         from zuko.lazy import LazyInverse
 
-        inverse: nn.Module = LazyInverse(module)
-        return inverse
+        return LazyInverse(module)
 
 
 class Embedding(nn.Module):

@@ -75,8 +75,7 @@ class NormalBase(ZukoBase):
         return ((distribution.mean, distribution.stddev),)
 
     def mean(self, context: Tensor | None) -> Tensor:
-        mean: Tensor = self.build(context).mean
-        return mean
+        return self.build(context).mean
 
 
 def base_of(module: Any, path: str) -> ZukoBase:

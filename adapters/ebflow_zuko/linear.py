@@ -110,8 +110,7 @@ class AdditiveStep(LazyPart, TranslationStep):
     """AdditiveTransform, whose shift is a parameter or depends on the context: its log-det is 0 in either case."""
 
     def shift(self, x: Tensor, context: Tensor | None) -> Tensor:
-        shift: Tensor = bare(self.build(accepted_context(self.module, context))).shift
-        return shift
+        return bare(self.build(accepted_context(self.module, context))).shift
 
 
 class OrderStep(LazyPart, PermutationStep):

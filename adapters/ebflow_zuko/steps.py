@@ -199,8 +199,7 @@ class CouplingStep(AutoregressiveStep):
     @property
     def _constant(self) -> int:
         """The number of constant features, from the output size of the network, without reading the mask."""
-        count: int = self.module.mask.numel() - self.module.hyper.out_features // self.module.total
-        return count
+        return self.module.mask.numel() - self.module.hyper.out_features // self.module.total
 
     @property
     def conditional(self) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ebflow_plugin.adapting import comes_from, resolve, summed
+from ebflow_plugin.adapting import comes_from, rational_quadratic, resolve, summed
 
 __all__ = ["PACKAGES", "bare", "forward", "inverse", "known_name", "ours", "unwrapped"]
 
@@ -63,8 +63,7 @@ def known_name(factory: Any) -> str | None:
         return resolve(factory, lambda cls: cls.__name__ if ours(cls) else None)[0]
     if getattr(factory, "__module__", "").partition(".")[0] not in ("torch", "zuko"):
         return None
-    name: str | None = getattr(factory, "__name__", None)
-    return name
+    return getattr(factory, "__name__", None)
 
 
 def forward(transform: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -82,7 +81,10 @@ def forward(transform: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
         return forward(transform.meta(x), x)
     if kind in ISOMETRIES:
         return transform(x), None
-    y, log_slope = _monotonic(transform, x) if kind in BISECTED else transform.call_and_ladj(x)
+    if kind == "MonotonicRQSTransform":
+        y, log_slope = rational_quadratic(x, transform.horizontal, transform.vertical, transform.derivatives)
+    else:
+        y, log_slope = _monotonic(transform, x) if kind in BISECTED else transform.call_and_ladj(x)
     return y, summed(log_slope) if log_slope.dim() > 1 else log_slope
 
 
@@ -102,8 +104,9 @@ def inverse(transform: Any, y: Tensor) -> Tensor:
         return x
     if kind in BISECTED:
         return _root(transform, y)
-    value: Tensor = transform.inv(y)
-    return value
+    if kind == "MonotonicRQSTransform":
+        return rational_quadratic(y, transform.horizontal, transform.vertical, transform.derivatives, inverse=True)[0]
+    return transform.inv(y)
 
 
 def bare(transform: Any) -> Any:

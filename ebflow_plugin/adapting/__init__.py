@@ -35,6 +35,7 @@ from ebflow_plugin.adapting.shared import (
     drop_caches,
     lazy_layers,
 )
+from ebflow_plugin.adapting.spline_steps import PackedSplineStep
 from ebflow_plugin.linalg.memo import Memo
 from ebflow_plugin.plan.elementwise import (
     ActivationStep,
@@ -60,6 +61,7 @@ from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.registry import resolve
 from ebflow_plugin.plan.smooth_modules import Smoothness, register_networks, worst_of
 from ebflow_plugin.plan.smoothness import smoothness_of
+from ebflow_plugin.plan.splines import rational_quadratic
 from ebflow_plugin.plan.step import (
     Base,
     Gaussian,
@@ -102,6 +104,7 @@ __all__ = [
     "OpaqueStep",
     "OrthogonalStep",
     "PackedLUStep",
+    "PackedSplineStep",
     "PermutationStep",
     "Plan",
     "Products",
@@ -125,6 +128,7 @@ __all__ = [
     "lazy_layers",
     "logit_map",
     "per_sample",
+    "rational_quadratic",
     "register_networks",
     "registered_smoothness",
     "resolve",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
+from importlib import import_module
 from importlib.util import find_spec
 from inspect import signature
 from types import MappingProxyType
@@ -79,8 +80,7 @@ class Adapter(ABC):
     def own_log_prob(self, flow: Any, x: Tensor, context: Tensor | None) -> Tensor:
         """The library's own ``log_prob``, the reference of the invariant."""
         self.release(flow)
-        result: Tensor = flow.log_prob(x) if context is None else flow.log_prob(x, context)
-        return result
+        return flow.log_prob(x) if context is None else flow.log_prob(x, context)
 
     def release(self, flow: nn.Module) -> None:
         """Empties caches of the library's modules, whose graphs cannot be copied. Does nothing by default."""
@@ -103,9 +103,10 @@ class Adapter(ABC):
                     "base distribution. Wrap a plain flow of the library with the same parts instead."
                 )
 
-    @abstractmethod
     def full_layer(self, features: int, images: bool) -> nn.Module:
-        """A FullLinear, or a 1 × 1 FullConv2d, of this library."""
+        """A FullLinear, or a 1 × 1 FullConv2d, of this library: by default that of the adapter's module ``layers``."""
+        layers = import_module(f"{type(self).__module__.partition('.')[0]}.layers")
+        return layers.FullConv2d(features, kernel_size=1) if images else layers.FullLinear(features)
 
     @abstractmethod
     def inverse_of(self, module: nn.Module) -> nn.Module:
@@ -137,8 +138,7 @@ class Adapter(ABC):
         else:
             rules = {cls: REGISTERED.get(cls) or self.rule(cls) for cls in type(module).__mro__}
             rule, why = resolve(module, rules.get)
-        while rule is not None and not isinstance(rule, (type, Container, RegisteredRule)):
-            rule = rule(module)
+        rule = _decided(rule, module)
         if isinstance(rule, type) and issubclass(rule, LinearStep) and (part := altered_part(module)) is not None:
             rule, why = None, f"unknown: {part} inside it is hooked or patched"  # linear steps would not call it
         if isinstance(rule, Container):
@@ -167,9 +167,7 @@ class Adapter(ABC):
         return step
 
     def _own_step(self, module: nn.Module, path: str) -> Iterator[Step]:
-        rule = self.rule(type(module))
-        while rule is not None and not isinstance(rule, (type, Container, RegisteredRule)):
-            rule = rule(module)
+        rule = _decided(self.rule(type(module)), module)
         if isinstance(rule, type):
             yield rule(module, path)
 
@@ -189,6 +187,13 @@ class Adapter(ABC):
         step.reason = why or "registered by the user"
         step.registered_smoothness = rule.smoothness
         return step
+
+
+def _decided(rule: Rule | None, module: Any) -> type[Step] | Container | RegisteredRule | None:
+    """The rule of a module, of which a function of the module decides."""
+    while rule is not None and not isinstance(rule, (type, Container, RegisteredRule)):
+        rule = rule(module)
+    return rule
 
 
 def comes_from(cls: type, packages: tuple[str, ...]) -> bool:

@@ -57,8 +57,7 @@ def gaussian_mean(density: Any) -> Tensor | None:
     if isinstance(density, distributions.Independent):
         return gaussian_mean(density.base_dist)
     if isinstance(density, _GAUSSIANS):
-        mean: Tensor = density.mean
-        return mean
+        return density.mean
     return None
 
 

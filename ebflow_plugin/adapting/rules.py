@@ -156,14 +156,12 @@ class RegisteredLinearStep(SeenShapesStep, LinearStep):
     def apply(self, x: Tensor) -> Tensor:
         if self._rule.apply is not None:
             return self._rule.apply(self.module, x)
-        result: Tensor = self._caller.call_forward(x, None)[0]
-        return result
+        return self._caller.call_forward(x, None)[0]
 
     def invert(self, y: Tensor) -> Tensor:
         if self._rule.invert is not None:
             return self._rule.invert(self.module, y)
-        result: Tensor = self._caller.call_inverse(y, None)[0]
-        return result
+        return self._caller.call_inverse(y, None)[0]
 
     def log_abs_det(self, shape: Shape) -> Tensor | float:
         return self._log_abs_det(shape, None)

@@ -99,15 +99,13 @@ class PackedLUStep(TriangularStep):
 
     @property
     def features(self) -> int:
-        size: int = self.module.features
-        return size
+        return self.module.features
 
     def log_diagonal(self) -> Tensor:
         return torch.log(self.module.upper_diag)
 
     def bias(self) -> Tensor:
-        bias: Tensor = self.module.bias
-        return bias
+        return self.module.bias
 
 
 def drop_caches(flow: nn.Module, packages: tuple[str, ...]) -> None:

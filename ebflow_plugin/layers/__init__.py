@@ -26,5 +26,4 @@ def log_det_at(layer: Any, x: Tensor) -> Tensor:
         [0.0, 0.0, 0.0]
     """
     linear = isinstance(layer, FullConv2d | FullLinear)
-    log_det: Tensor = layer.log_det(tuple(x.shape[1:])).expand(len(x)) if linear else layer.log_det(x)
-    return log_det
+    return layer.log_det(tuple(x.shape[1:])).expand(len(x)) if linear else layer.log_det(x)

@@ -11,8 +11,8 @@ from torch import Generator, Tensor, nn
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.layers.initial_values import empty_parameters, fill_orthogonal, known_init
 from ebflow_plugin.linalg.dense import CachedLU
-from ebflow_plugin.linalg.geometry import positive_integer
 from ebflow_plugin.linalg.operators import DenseOperator, LinearOperator, single_at_least
+from ebflow_plugin.linalg.random import at_least
 
 __all__ = ["FullLinear"]
 
@@ -57,7 +57,7 @@ class FullLinear(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        features = self.features = positive_integer("features", features)
+        features = self.features = at_least(1, "features", features)
         self.init = known_init(init)
         self.weight, self.bias = empty_parameters((features, features), bias, device, dtype)
         self._lu = CachedLU()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ebflow_plugin.errors import InputError
-from ebflow_plugin.linalg.geometry import positive_integer
+from ebflow_plugin.linalg.random import at_least
 
 __all__ = ["SinhArcsinh"]
 
@@ -46,7 +46,7 @@ class SinhArcsinh(nn.Module):
         self, features: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
-        self.features = positive_integer("features", features)
+        self.features = at_least(1, "features", features)
         self.log_tail = nn.Parameter(torch.zeros(features, device=device, dtype=dtype))
         self.skewness = nn.Parameter(torch.zeros(features, device=device, dtype=dtype))
 

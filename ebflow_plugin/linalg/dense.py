@@ -23,7 +23,7 @@ from torch.autograd import Function, forward_ad
 from torch.autograd.function import once_differentiable
 
 from ebflow_plugin.errors import SingularError
-from ebflow_plugin.linalg.memo import Memo
+from ebflow_plugin.linalg.memo import Memo, is_tracing
 
 __all__ = ["Band", "CachedLU", "Dense", "Matrix", "Solver", "is_readable", "is_traced", "without_autocast"]
 
@@ -71,8 +71,7 @@ class Dense:
         r"""Returns :math:`\log |\det A|`, with shape :math:`(*)`, real."""
         if is_traced(self.matrix):
             # The backward of slogdet is one solve; that of lu_factor costs three times as much (measured).
-            result: Tensor = torch.linalg.slogdet(self.matrix)[1]
-            return result
+            return torch.linalg.slogdet(self.matrix)[1]
         lu, _ = self._factors()
         return lu.diagonal(dim1=-2, dim2=-1).abs().log().sum(-1)
 
@@ -87,8 +86,7 @@ class Dense:
         columns, info = torch.linalg.solve_ex(self.matrix, rows.to(self.matrix.dtype).mT)
         if is_readable(info) and bool(info.any()):
             raise SingularError(f"{_name(self.matrix.shape[-1])} is singular: a pivot is zero. {_ADVICE}")
-        solved: Tensor = columns.mT
-        return solved
+        return columns.mT
 
     def _factors(self) -> tuple[Tensor, Tensor]:
         lu, pivots, _ = torch.linalg.lu_factor_ex(self.matrix)
@@ -335,7 +333,7 @@ def is_traced(tensor: Tensor) -> bool:
 
 
 def is_readable(tensor: Tensor) -> bool:
-    """Whether Python can read the values of a tensor: not on the meta device, and not inside vmap.
+    """Whether Python can read the values of a tensor: not on the meta device, inside vmap, or while a graph is traced.
 
     Example:
         >>> is_readable(torch.eye(2)), is_readable(torch.eye(2, device="meta"))
@@ -345,7 +343,7 @@ def is_readable(tensor: Tensor) -> bool:
         if torch._C._functorch.is_batchedtensor(tensor):
             return False
         tensor = torch._C._functorch.get_unwrapped(tensor)
-    return not tensor.is_meta
+    return not (tensor.is_meta or is_tracing())
 
 
 def _order(lu: Tensor, pivots: Tensor) -> Tensor:

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ebflow_plugin.errors import InputError, suggest
-from ebflow_plugin.linalg.random import as_integer
+from ebflow_plugin.linalg.random import as_integer, at_least
 
-__all__ = ["Axis", "Geometry", "Setting", "convolve", "convolve_transposed", "positive_integer"]
+__all__ = ["Axis", "Geometry", "Setting", "convolve", "convolve_transposed"]
 
 PADDING_MODES = ("circular", "reflect", "replicate", "zeros")
 
@@ -177,13 +177,12 @@ class Setting:
         groups: int = 1,
     ) -> Setting:
         """Checks the user's options, and fills in defaults."""
-        in_channels = positive_integer("in_channels", in_channels)
-        groups = positive_integer("groups", groups)
+        in_channels, groups = at_least(1, "in_channels", in_channels), at_least(1, "groups", groups)
         kernel_size, stride = _pair("kernel_size", kernel_size), _pair("stride", stride)
         dilation = _pair("dilation", dilation)
         if out_channels is None:
             out_channels = in_channels * math.prod(stride)
-        out_channels = positive_integer("out_channels", out_channels)
+        out_channels = at_least(1, "out_channels", out_channels)
         if padding_mode not in PADDING_MODES:
             raise InputError(f"unknown padding_mode {padding_mode!r}. {suggest(padding_mode, PADDING_MODES)}")
         for name, channels in (("in_channels", in_channels), ("out_channels", out_channels)):
@@ -307,8 +306,7 @@ def convolve_transposed(y: Tensor, weight: Tensor, geometry: Geometry) -> Tensor
     if padding is not None:
         return full
     like = full.new_zeros(y.shape[0], *geometry.shape)
-    x: Tensor = torch.func.vjp(lambda image: _pad(image, geometry), like)[1](full)[0]
-    return x
+    return torch.func.vjp(lambda image: _pad(image, geometry), like)[1](full)[0]
 
 
 def _conv_padding(geometry: Geometry) -> Pair | None:
@@ -342,25 +340,11 @@ def _automatic_padding(kernel_size: Pair, stride: Pair, dilation: Pair) -> Sides
     return left, right, top, bottom
 
 
-def positive_integer(name: str, value: object) -> int:
-    """Returns a positive integer of any type as an int, or raises an error that names it.
-
-    Example:
-        >>> positive_integer("groups", 0)
-        Traceback (most recent call last):
-        ebflow_plugin.errors.InputError: groups must be a positive integer, got 0.
-    """
-    number = as_integer(value)
-    if number is None or number < 1:
-        raise InputError(f"{name} must be a positive integer, got {value!r}.")
-    return number
-
-
 def _pair(name: str, value: int | Pair) -> Pair:
     both = value if as_integer(value) is None and not isinstance(value, bool) else (value, value)
     if not isinstance(both, tuple | list) or len(both) != 2:
         raise InputError(f"{name} must be an integer, or one for the height and one for the width, got {value!r}.")
-    return positive_integer(name, both[0]), positive_integer(name, both[1])
+    return at_least(1, name, both[0]), at_least(1, name, both[1])
 
 
 def _sides(value: int | Pair | Sides) -> Sides:

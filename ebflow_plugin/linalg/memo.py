@@ -6,16 +6,40 @@ writes into them. :class:`Memo` notices all of these.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["Memo"]
+__all__ = ["Memo", "is_tracing", "tracing"]
 
 T = TypeVar("T")
+_TRACING: ContextVar[bool] = ContextVar("tracing", default=False)
 SMALL = 10_000  # tensors of up to this many elements share one reduction
+
+
+@contextmanager
+def tracing() -> Iterator[None]:
+    """A ``with`` block that records a graph of tensors without values: none can be read, and nothing is cached.
+
+    Example:
+        >>> with tracing():
+        ...     is_tracing()
+        True
+    """
+    token = _TRACING.set(True)
+    try:
+        yield
+    finally:
+        _TRACING.reset(token)
+
+
+def is_tracing() -> bool:
+    """Whether the caller runs inside of :func:`tracing`."""
+    return _TRACING.get()
 
 
 class Memo(Generic[T]):
@@ -58,6 +82,8 @@ class Memo(Generic[T]):
         """
         if any(tensor.is_meta for tensor in tensors):
             return compute()  # a meta tensor has no contents to compare
+        if is_tracing() and (self.contents or self._cached is None):
+            return compute()
         # Ids, not references: torch refuses to swap a tensor that has a weak reference. If an id is reused, equal
         # checksums mean equal contents, for which the value is right too.
         state = (key, *(_stamp(tensor) for tensor in tensors), self._checksum(tensors))
@@ -65,7 +91,8 @@ class Memo(Generic[T]):
         if cached is not None and cached[0] == state:
             return cached[1]
         value = compute()
-        self._cached = (state, value)
+        if not is_tracing():
+            self._cached = (state, value)
         return value
 
     def _checksum(self, tensors: Sequence[Tensor]) -> tuple[float, ...]:

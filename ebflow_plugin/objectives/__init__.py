@@ -28,7 +28,8 @@ from typing import Any, TypeVar
 
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.model import EBFlow
-from ebflow_plugin.objectives.base import FunctionObjective, Objective, WeightedSum
+from ebflow_plugin.objectives.base import Objective, WeightedSum
+from ebflow_plugin.objectives.functions import FunctionObjective
 from ebflow_plugin.objectives.latent_match import LatentMatch
 from ebflow_plugin.objectives.likelihood import ML, SML
 from ebflow_plugin.objectives.reverse import ReverseKL

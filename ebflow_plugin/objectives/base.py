@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping
 from numbers import Real
-from typing import Any, ClassVar, TypedDict
+from typing import Any, ClassVar, NamedTuple, Self, TypedDict
 
 import torch
 from torch import Generator, Tensor, nn
@@ -15,17 +14,44 @@ from torch import Generator, Tensor, nn
 from ebflow_plugin.errors import InputError, UnknownNameError, suggest
 from ebflow_plugin.linalg.random import check_generator
 from ebflow_plugin.model import EBFlow
+from ebflow_plugin.objectives.compiling import CompiledLoss
 from ebflow_plugin.objectives.schedule import AddedNoise
+from ebflow_plugin.plan.derivatives import transformed
 from ebflow_plugin.plan.inputs import is_number, usable
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.weights import check_weights, counted_rows, resampled_rows, weighted_mean
 
-__all__ = ["Common", "FunctionObjective", "Objective", "WeightedSum"]
+__all__ = ["Common", "DrawnObjective", "Objective", "Prepared", "WeightedSum"]
+
+
+_NO_ROWS = "x holds no samples, so that there is no mean"
 
 
 class Common(TypedDict, total=False):
     """The options that every objective takes; see :class:`Objective`."""
 
+    generator: Generator | None
+
+
+class Prepared(NamedTuple):
+    """What one objective computes a loss of a batch from, after everything that reads values or draws numbers.
+
+    Attributes:
+        plan: The plan of the matched variable.
+        u: The matched variable, with shape ``(B, *)``.
+        context: The context, with ``B`` rows, still attached to its graph.
+        weights: The checked weights of the rows.
+        log_det: The log-det of the preprocessing, with shape ``(B,)``.
+        drawn: The drawn numbers; None for an objective that draws its own.
+        generator: The source of all randomness.
+    """
+
+    plan: Plan
+    u: Tensor
+    context: Tensor | None
+    weights: Tensor | None
+    log_det: Tensor
+    drawn: tuple[Tensor, ...] | None
     generator: Generator | None
 
 
@@ -65,6 +91,8 @@ class Objective(nn.Module, ABC):
     model: EBFlow
     in_data_space: ClassVar[bool] = False  # whether the value includes the log-det of the preprocessing
     noise: AddedNoise | None = None  # that it adds to the matched variable
+    not_compiled: ClassVar[str] = ""  # why it cannot be
+    _compiled: CompiledLoss | None = None
 
     def __init__(self, model: EBFlow, *, generator: Generator | None = None, **unknown: object) -> None:
         super().__init__()
@@ -100,21 +128,108 @@ class Objective(nn.Module, ABC):
         if torch.is_inference_mode_enabled():  # a score needs a graph, which inference tensors cannot be part of
             with torch.inference_mode(False), torch.no_grad():
                 return self._losses(x, context, weights, generator)
+        plan, u, context, log_det, generator = self._matched(x, context, weights, generator)
+        if len(u) == 0:
+            return u.flatten(1).sum(1)
+        values = self.per_sample(plan, u, context, generator)
+        return values - log_det if self.in_data_space else values
+
+    def _matched(
+        self, x: Tensor, context: Tensor | None, weights: Tensor | None, generator: Generator | None
+    ) -> tuple[Plan, Tensor, Tensor | None, Tensor, Generator | None]:
+        """The plan, the matched variable, the context and the log-det of the preprocessing, ready for a loss."""
         if generator is None:
             generator = self.generator
         else:
             check_generator(generator)
         plan, u, log_det = self.model.match(x, context, generator)
         u, context = u.detach(), None if context is None else usable(context)
-        if len(u) == 0:
-            return u.flatten(1).sum(1)
-        if plan.waits_for_data():
+        if len(u) and plan.waits_for_data():
             picked = slice(None) if weights is None else resampled_rows(weights)
             plan.initialize(u[picked], None if context is None else context[picked])
-        if self.noise is not None:
+        if len(u) and self.noise is not None:
             self.noise.begin(u, self.model.training)
-        values = self.per_sample(plan, u, context, generator)
-        return values - log_det.detach() if self.in_data_space else values
+        return plan, u, context, log_det.detach(), generator
+
+    def prepare(
+        self, x: Tensor, context: Tensor | None, weights: Tensor | None, generator: Generator | None
+    ) -> Prepared:
+        """Everything of a loss that reads values or draws numbers, and so is no part of a compiled graph."""
+        if weights is not None:
+            x, context, weights = self._counted(x, context, weights)
+        plan, u, context, log_det, generator = self._matched(x, context, weights, generator)
+        if len(u) == 0:
+            raise InputError(_NO_ROWS)
+        return Prepared(plan, u, context, weights, log_det, self.draw(plan, u, context, generator), generator)
+
+    def mean(self, given: Prepared) -> Tensor:
+        """The loss of a prepared batch, a scalar: a pure function of its tensors and of the parameters."""
+        if given.drawn is None:
+            values = self.per_sample(given.plan, given.u, given.context, given.generator)
+        else:
+            values = self.value(given.plan, given.u, given.context, given.drawn)
+        return weighted_mean(values - given.log_det if self.in_data_space else values, given.weights)
+
+    def draw(
+        self, plan: Plan, u: Tensor, context: Tensor | None, generator: Generator | None
+    ) -> tuple[Tensor, ...] | None:
+        """Draws the numbers that :meth:`value` needs; None if :meth:`per_sample` does all, as by default."""
+        return None
+
+    def value(self, plan: Plan, u: Tensor, context: Tensor | None, drawn: tuple[Tensor, ...]) -> Tensor:
+        """Computes the loss of each sample, as :meth:`per_sample` does, from drawn numbers."""
+        raise NotImplementedError
+
+    def _counted(self, x: Tensor, context: Tensor | None, weights: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Checks weights, and replaces the rows that have none."""
+        x = self.model.check(x, context)
+        weights = check_weights(weights, x)
+        if len(x):
+            rows = counted_rows(weights)
+            x, context = x[rows], None if context is None else context[rows]
+        return x, context, weights
+
+    def compile(self, **options: Any) -> Self:  # type: ignore[override]
+        """Compiles the loss: a call computes it and all gradients in one graph of :func:`torch.compile`.
+
+        ``objective(x).backward()`` works as before, with the same values to rounding and the same random numbers. The
+        first call takes a minute: it traces the loss, its gradients, and the gradients in x inside of it, and compiles
+        them. A second batch size adds one more graph, which serves all sizes. After a change of the flow the next call
+        compiles it anew; new values of its parameters are no change. Losses without gradients are not compiled, and a
+        compiled loss has no second derivatives.
+
+        Arguments:
+            options: Options of :func:`torch.compile`, such as ``mode`` and ``backend``.
+
+        Returns:
+            The objective itself.
+
+        Raises:
+            UnsupportedStepError: In a call, if a step reads the values of tensors; the message names it.
+
+        Example:
+            >>> import ebflow_plugin as ebf
+            >>> from nflows import distributions, flows, transforms
+            >>> model = ebf.wrap(flows.Flow(transforms.LULinear(2), distributions.StandardNormal([2])))
+            >>> objective = ebf.objectives.DSM(model).compile(backend="eager")
+            >>> objective(torch.randn(5, 2)).backward()
+        """
+        for term in self.modules():
+            if isinstance(term, Objective) and term.not_compiled:
+                raise InputError(f"{type(term).__name__} cannot be compiled: {term.not_compiled}")
+        self._compiled = CompiledLoss(options)
+        return self
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether :meth:`compile` was called."""
+        return self._compiled is not None
+
+    def _graph(self) -> CompiledLoss | None:
+        """The compiled loss, where it serves: it computes gradients, and cannot be transformed."""
+        if self._compiled is None or not torch.is_grad_enabled() or transformed():
+            return None
+        return self._compiled
 
     def forward(
         self,
@@ -132,15 +247,13 @@ class Objective(nn.Module, ABC):
             weights: The weights of the rows, with shape ``(B,)``: at least 0, of any scale. No gradient reaches them.
             generator: The source of all randomness in this call, in place of the objective's own.
         """
+        if (graph := self._graph()) is not None:
+            return graph(self, [(1.0, self)], [self.prepare(x, context, weights, generator)])
         if weights is not None:
-            x = self.model.check(x, context)
-            weights = check_weights(weights, x)
-            if len(x):
-                rows = counted_rows(weights)
-                x, context = x[rows], None if context is None else context[rows]
+            x, context, weights = self._counted(x, context, weights)
         values = self._losses(x, context, weights, generator)
         if len(values) == 0:
-            raise InputError("x holds no samples, so that there is no mean")
+            raise InputError(_NO_ROWS)
         return weighted_mean(values, weights)
 
     def metrics(self) -> dict[str, Any]:
@@ -174,6 +287,20 @@ class Objective(nn.Module, ABC):
         if isinstance(other, Real) and other == 0:  # sum() starts from 0
             return self
         return NotImplemented
+
+
+class DrawnObjective(Objective):
+    """An objective whose random numbers are drawn first, by :meth:`draw`, so that :meth:`value` can be compiled."""
+
+    def per_sample(self, plan: Plan, u: Tensor, context: Tensor | None, generator: Generator | None) -> Tensor:
+        return self.value(plan, u, context, self.draw(plan, u, context, generator))
+
+    def draw(self, plan: Plan, u: Tensor, context: Tensor | None, generator: Generator | None) -> tuple[Tensor, ...]:
+        return ()
+
+    @abstractmethod
+    def value(self, plan: Plan, u: Tensor, context: Tensor | None, drawn: tuple[Tensor, ...]) -> Tensor:
+        """Computes the loss of each sample, with shape ``(B,)``, from the numbers that :meth:`draw` returned."""
 
 
 class WeightedSum(Objective):
@@ -239,6 +366,9 @@ class WeightedSum(Objective):
         generator: Generator | None = None,
     ) -> Tensor:
         """Computes the weighted sum of the terms' losses, of weighted rows; without data terms, without x."""
+        if (graph := self._graph()) is not None and x is not None:
+            pairs = list(self._pairs())
+            return graph(self, pairs, [term.prepare(x, context, weights, generator) for _, term in pairs])
         terms = [weight * term(x, context, weights, generator=generator) for weight, term in self._pairs()]
         return torch.stack(terms).sum(0)
 
@@ -262,70 +392,6 @@ class WeightedSum(Objective):
     def extra_repr(self) -> str:
         """Describes the weights."""
         return f"weights={self.weights}"
-
-
-class FunctionObjective(Objective):
-    """A user's function as an objective: ``function(model, x, context, **options)`` returns a scalar.
-
-    The function receives the model in data space, the batch before preprocessing, detached, and the context, still
-    attached to its graph. A function with a parameter ``weights`` also receives the weights of the rows, if there are
-    any: checked, and divided by their sum, so that ``(weights * values).sum()`` is the mean. Other functions refuse
-    weights, since only the function knows how its scalar depends on a row.
-
-    Arguments:
-        model: An EBFlow.
-        function: The function.
-        options: Keyword arguments of the function, after its first three.
-
-    Example:
-        >>> import ebflow_plugin as ebf
-        >>> from nflows import distributions, flows, transforms
-        >>> model = ebf.wrap(flows.Flow(transforms.LULinear(2), distributions.StandardNormal([2])))
-        >>> def ridge(model, x, context, power=2):
-        ...     return model.energy(x, context).abs().pow(power).mean()
-        >>> FunctionObjective(model, ridge, power=1)(torch.randn(5, 2)).shape
-        torch.Size([])
-    """
-
-    def __init__(self, model: EBFlow, function: Callable[..., Tensor], **options: object) -> None:
-        super().__init__(model)
-        self.name = getattr(function, "__name__", type(function).__name__)
-        parameters = list(inspect.signature(function).parameters.values())[3:]
-        self._weighted = any(parameter.name == "weights" for parameter in parameters)
-        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-            known = [parameter.name for parameter in parameters]
-            for option in options:
-                if option not in known:
-                    raise UnknownNameError(f"{self.name} has no option {option!r}. {suggest(option, known)}")
-        self.function = partial(function, **options)
-
-    def per_sample(self, plan: Plan, u: Tensor, context: Tensor | None, generator: Generator | None) -> Tensor:
-        raise NotImplementedError("the function computes a scalar")
-
-    def forward(
-        self,
-        x: Tensor,
-        context: Tensor | None = None,
-        weights: Tensor | None = None,
-        *,
-        generator: Generator | None = None,
-    ) -> Tensor:
-        """Calls the function, which has its own randomness."""
-        checked, options = self.model.check(x, context), {}
-        if weights is not None:
-            if not self._weighted:
-                raise InputError(f"{self.name} takes no weights of rows: give it a parameter weights=None, and use it")
-            scaled = check_weights(weights, checked)
-            options["weights"] = scaled / scaled.sum()
-        value = self.function(self.model, x.detach(), context, **options)
-        if not isinstance(value, Tensor) or value.dim() != 0:
-            shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise InputError(f"{self.name} must return a scalar tensor, got {shape}; take the mean over the batch")
-        return value
-
-    def extra_repr(self) -> str:
-        """Describes the function and its options."""
-        return ", ".join([self.name, *(f"{key}={value!r}" for key, value in self.function.keywords.items())])
 
 
 def _listed(terms: object) -> list[tuple[float, Objective]]:

@@ -12,14 +12,14 @@ from ebflow_plugin.errors import InputError
 from ebflow_plugin.linalg.random import gaussian_like
 from ebflow_plugin.linalg.streams import seeded_by
 from ebflow_plugin.model import EBFlow
-from ebflow_plugin.objectives.base import Common, Objective
+from ebflow_plugin.objectives.base import Common, DrawnObjective
 from ebflow_plugin.objectives.schedule import AddedNoise, NoiseSchedule
 from ebflow_plugin.plan.plan import Plan
 
 __all__ = ["LatentMatch", "base_distance", "energy_distance"]
 
 
-class LatentMatch(Objective):
+class LatentMatch(DrawnObjective):
     r"""The energy distance of a batch's latents from the base: a term to add to score matching on small problems.
 
     .. math:: L = 2\,\mathbb{E}\|g(x) - r\| - \mathbb{E}\|g(x) - g(x')\| - \mathbb{E}\|r - r'\|,
@@ -57,38 +57,43 @@ class LatentMatch(Objective):
         super().__init__(model, **common)
         self.noise = None if sigma is None else AddedNoise(sigma)
 
-    def per_sample(self, plan: Plan, u: Tensor, context: Tensor | None, generator: Generator | None) -> Tensor:
-        if self.noise is not None:
-            u = self.noise.add(u, generator)
+    def draw(self, plan: Plan, u: Tensor, context: Tensor | None, generator: Generator | None) -> tuple[Tensor, ...]:
+        noised = u if self.noise is None else self.noise.add(u, generator)
+        return noised, base_noise(plan, u, context, generator)
+
+    def value(self, plan: Plan, u: Tensor, context: Tensor | None, drawn: tuple[Tensor, ...]) -> Tensor:
+        noised, noise = drawn
         embedded = plan.embed(context)
-        latents, _ = plan.encode(u, embedded)
-        return base_distance(plan, latents, embedded, generator)
+        return base_distance(plan, plan.encode(noised, embedded)[0], embedded, noise)
 
     def extra_repr(self) -> str:
         """Describes the options."""
         return "" if self.noise is None else str(self.noise)
 
 
-def base_distance(
-    plan: Plan, latents: tuple[Tensor, ...], context: Tensor | None, generator: Generator | None
-) -> Tensor:
-    """The energy distance of latents from the base of a plan, with shape ``(B,)``. The context is the embedded one."""
+def base_distance(plan: Plan, latents: tuple[Tensor, ...], context: Tensor | None, noise: Tensor) -> Tensor:
+    """The energy distance of latents from the base of a plan, with shape ``(B,)``. The context is the embedded one.
+
+    The noise is that of :func:`base_noise`: for a Gaussian base, samples are mean + std * noise.
+    """
     if len(latents[0]) < 2:
         raise InputError("matching latents compares the rows of a batch, and there is one; it needs two at least")
-    return energy_distance(flatten(latents), flatten(_base_samples(plan, latents, context, generator)))
+    with torch.no_grad():
+        gaussian = plan.base.gaussian(context)
+        if gaussian is not None:
+            parts = zip(latents, noise.split([z[0].numel() for z in latents], dim=1), gaussian, strict=True)
+            noise = flatten(tuple(mean + std * part.reshape(z.shape) for z, part, (mean, std) in parts))
+    return energy_distance(flatten(latents), noise)
 
 
 @torch.no_grad()
-def _base_samples(
-    plan: Plan, latents: tuple[Tensor, ...], context: Tensor | None, generator: Generator | None
-) -> tuple[Tensor, ...]:
-    """As many samples of the base. Those of a Gaussian do not synchronise with the device."""
-    gaussian = plan.base.gaussian(context)
-    if gaussian is not None:
-        pairs = zip(latents, gaussian, strict=True)
-        return tuple(mean + std * gaussian_like(z, generator) for z, (mean, std) in pairs)
-    with seeded_by(generator, latents[0].device):
-        return plan.base.sample(len(latents[0]), context, latents[0])
+def base_noise(plan: Plan, u: Tensor, context: Tensor | None, generator: Generator | None) -> Tensor:
+    """As many rows of noise as u has, flat: standard normal for a Gaussian base, else samples of the base."""
+    embedded = plan.embed(context)
+    if plan.base.gaussian(embedded) is not None:  # without synchronising with the device
+        return gaussian_like(u.flatten(1), generator)
+    with seeded_by(generator, u.device):
+        return flatten(plan.base.sample(len(u), embedded, u))
 
 
 def energy_distance(rows: Tensor, others: Tensor) -> Tensor:
@@ -115,5 +120,4 @@ def _within(rows: Tensor) -> Tensor:
 
 def _distances(rows: Tensor, others: Tensor) -> Tensor:
     """Without the shortcut by a matrix product, whose rounding has large gradients at small distances."""
-    found: Tensor = torch.cdist(rows, others, compute_mode="donot_use_mm_for_euclid_dist")
-    return found
+    return torch.cdist(rows, others, compute_mode="donot_use_mm_for_euclid_dist")

@@ -8,9 +8,10 @@ from typing import Any, Unpack
 import torch
 from torch import Generator, Tensor
 
-from ebflow_plugin.errors import InputError
+from ebflow_plugin.errors import InputError, UnsupportedStepError
+from ebflow_plugin.linalg.memo import is_tracing
 from ebflow_plugin.model import EBFlow
-from ebflow_plugin.objectives.base import Common, Objective
+from ebflow_plugin.objectives.base import Common, DrawnObjective, Objective
 from ebflow_plugin.objectives.relative import relative_plan
 from ebflow_plugin.objectives.stochastic import LogDetEstimator
 from ebflow_plugin.plan.inputs import integer, one_of, positive
@@ -189,6 +190,11 @@ class ML(LogDetObjective):
         values = energy + plan.log_z(shape, energy, without=[step for step, _ in estimated])
         if not estimated:
             return values
+        if is_tracing():
+            raise UnsupportedStepError(
+                f"{estimated[0][0].where}: its log-det is estimated by a solver, which is no part of a compiled loss; "
+                "use ML(model) with exact log-dets, or leave this loss uncompiled"
+            )
 
         def energies(rows: slice) -> Tensor:
             return plan.energy(u[rows], None if context is None else context[rows])
@@ -196,7 +202,7 @@ class ML(LogDetObjective):
         return values - self._estimator(estimated, u, energies, generator)
 
 
-class SML(Objective):
+class SML(DrawnObjective):
     r"""Maximum likelihood by samples of the model, without a determinant (Eq. 4).
 
     .. math:: L = \mathbb{E}_{p_x}[E(x)] - \mathbb{E}_{\mathrm{sg}(p)}[E(x)]
@@ -218,11 +224,12 @@ class SML(Objective):
         >>> SML(model, generator=torch.Generator().manual_seed(0))(torch.randn(5, 2)).backward()
     """
 
-    def per_sample(self, plan: Plan, u: Tensor, context: Tensor | None, generator: Generator | None) -> Tensor:
+    def draw(self, plan: Plan, u: Tensor, context: Tensor | None, generator: Generator | None) -> tuple[Tensor, ...]:
         if context is None:
-            drawn = draw(plan, len(u), None, generator, u)
-        else:
-            drawn = draw(plan, 1, context, generator, u).squeeze(1)
-            context = torch.cat([context, context])
-        energy, model_energy = plan.energy(torch.cat([u, drawn.to(u)]), context).chunk(2)
+            return (draw(plan, len(u), None, generator, u).to(u),)
+        return (draw(plan, 1, context, generator, u).squeeze(1).to(u),)
+
+    def value(self, plan: Plan, u: Tensor, context: Tensor | None, drawn: tuple[Tensor, ...]) -> Tensor:
+        rows = None if context is None else torch.cat([context, context])
+        energy, model_energy = plan.energy(torch.cat([u, *drawn]), rows).chunk(2)
         return energy - model_energy

@@ -76,6 +76,8 @@ class ReverseKL(LogDetObjective):
         True
     """
 
+    not_compiled = "it samples the model in each step"
+
     def __init__(
         self,
         model: EBFlow,

@@ -17,8 +17,8 @@ from ebflow_plugin.errors import InputError
 from ebflow_plugin.linalg.random import gaussian_like, signs_like, uniform_like
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives import checks
-from ebflow_plugin.objectives.base import Common, Objective
-from ebflow_plugin.objectives.latent_match import base_distance
+from ebflow_plugin.objectives.base import Common, DrawnObjective
+from ebflow_plugin.objectives.latent_match import base_distance, base_noise
 from ebflow_plugin.objectives.schedule import AddedNoise, NoiseSchedule
 from ebflow_plugin.plan.derivatives import derivatives
 from ebflow_plugin.plan.inputs import integer, is_number, one_of, positive
@@ -38,7 +38,7 @@ class ScoreOptions(Common, total=False):
     latent_weight: float
 
 
-class ScoreObjective(Objective):
+class ScoreObjective(DrawnObjective):
     r"""An objective of the score alone.
 
     Arguments:
@@ -67,18 +67,26 @@ class ScoreObjective(Objective):
         latents = f", latent_weight={self.latent_weight:g}" if self.latent_weight else ""
         return f"{noise}energy_weight={self.energy_weight:g}{latents}"
 
+    def draw(self, plan: Plan, u: Tensor, context: Tensor | None, generator: Generator | None) -> tuple[Tensor, ...]:
+        drawn = self.drawn(u, generator)
+        return (*drawn, base_noise(plan, u, context, generator)) if self.latent_weight else drawn
+
+    def drawn(self, u: Tensor, generator: Generator | None) -> tuple[Tensor, ...]:
+        """What :meth:`value` needs, but for the samples of the base: the last to be drawn."""
+        return ()
+
     def _matching(
         self,
         values: Tensor,
         plan: Plan,
         latents: tuple[Tensor, ...],
         context: Tensor | None,
-        generator: Generator | None,
+        drawn: Sequence[Tensor],
     ) -> Tensor:
         """Adds the distance of latents from the base to values, if it was asked for."""
         if not self.latent_weight:
             return values
-        return values + self.latent_weight * base_distance(plan, latents, plan.embed(context), generator)
+        return values + self.latent_weight * base_distance(plan, latents, plan.embed(context), drawn[-1])
 
     def _integrated(
         self,
@@ -87,13 +95,13 @@ class ScoreObjective(Objective):
         context: Tensor | None,
         directions: Sequence[Tensor],
         mean: bool,
-        generator: Generator | None,
+        drawn: Sequence[Tensor],
     ) -> Tensor:
         """½‖∇E‖² minus the sum or the mean of the curvatures along the directions; and the regularisers."""
         result = derivatives(plan, u, context, directions, energy=self.energy_weight > 0)
         curvatures = torch.stack(result.curvatures)
         values = 0.5 * dot(result.gradient, result.gradient) - (curvatures.mean(0) if mean else curvatures.sum(0))
-        values = self._matching(values, plan, result.latents, context, generator)
+        values = self._matching(values, plan, result.latents, context, drawn)
         return values if result.energy is None else values + self.energy_weight * result.energy
 
     @contextmanager
@@ -146,10 +154,10 @@ class SM(ScoreObjective):
         checks.warn_about_jumps(self, checks.EVERY_JUMP)
         checks.warn_about_uniform_noise(self)
 
-    def per_sample(self, plan: Plan, u: Tensor, context: Tensor | None, generator: Generator | None) -> Tensor:
+    def value(self, plan: Plan, u: Tensor, context: Tensor | None, drawn: tuple[Tensor, ...]) -> Tensor:
         size = prod(u.shape[1:])
         axes = torch.eye(size, dtype=u.dtype, device=u.device).reshape(size, 1, *u.shape[1:])
-        return self._integrated(plan, u, context, [axis.expand_as(u) for axis in axes], False, generator)
+        return self._integrated(plan, u, context, [axis.expand_as(u) for axis in axes], False, drawn)
 
 
 class SSM(ScoreObjective):
@@ -205,12 +213,14 @@ class SSM(ScoreObjective):
         if self.noise is None:
             checks.warn_about_uniform_noise(self)
 
-    def per_sample(self, plan: Plan, u: Tensor, context: Tensor | None, generator: Generator | None) -> Tensor:
-        if self.noise is not None:
-            u = self.noise.add(u, generator)
-        directions = [PROJECTIONS[self.projection](u, generator) for _ in range(self.projections)]
+    def drawn(self, u: Tensor, generator: Generator | None) -> tuple[Tensor, ...]:
+        noised = u if self.noise is None else self.noise.add(u, generator)
+        return (noised, *(PROJECTIONS[self.projection](u, generator) for _ in range(self.projections)))
+
+    def value(self, plan: Plan, u: Tensor, context: Tensor | None, drawn: tuple[Tensor, ...]) -> Tensor:
+        noised, directions = drawn[0], drawn[1 : 1 + self.projections]
         with self.adding_noise():
-            return self._integrated(plan, u, context, directions, True, generator)
+            return self._integrated(plan, noised, context, directions, True, drawn)
 
     def extra_repr(self) -> str:
         """Describes the options."""
@@ -265,17 +275,20 @@ class FDSSM(ScoreObjective):
         harmed_by = checks.EVERY_JUMP if self.eps < SMALL_EPS else (Smoothness.JUMPS,)
         checks.warn_about_jumps(self, harmed_by, rarely=True)
 
-    def per_sample(self, plan: Plan, u: Tensor, context: Tensor | None, generator: Generator | None) -> Tensor:
-        size, eps = prod(u.shape[1:]), self.eps if self.noise is None else self.eps * self.noise.growth
-        if self.noise is not None:
-            u = self.noise.add(u, generator)
-        step = sphere(u, generator) * (eps / sqrt(size))
+    def drawn(self, u: Tensor, generator: Generator | None) -> tuple[Tensor, ...]:
+        eps = self.eps if self.noise is None else self.eps * self.noise.growth
+        size, noised = prod(u.shape[1:]), u if self.noise is None else self.noise.add(u, generator)
+        return noised, sphere(u, generator) * (eps / sqrt(size)), u.new_ones(()) * (size / eps**2)
+
+    def value(self, plan: Plan, u: Tensor, context: Tensor | None, drawn: tuple[Tensor, ...]) -> Tensor:
+        noised, step, scale = drawn[:3]
         rows = None if context is None else torch.cat([context] * 3)
         with self.adding_noise(f"eps={self.eps:g}"):
-            energies, latents = plan.energy_from(0, (torch.cat([u, u + step, u - step]),), plan.embed(rows))
+            points = torch.cat([noised, noised + step, noised - step])
+            energies, latents = plan.energy_from(0, (points,), plan.embed(rows))
         energy, ahead, after = energies.chunk(3)
-        values = ((energy - ahead) + (energy - after) + 0.125 * (ahead - after).square()) * (size / eps**2)
-        values = self._matching(values, plan, tuple(z[: len(u)] for z in latents), context, generator)
+        values = ((energy - ahead) + (energy - after) + 0.125 * (ahead - after).square()) * scale
+        values = self._matching(values, plan, tuple(z[: len(u)] for z in latents), context, drawn)
         return values + self.energy_weight * energy if self.energy_weight else values
 
     def extra_repr(self) -> str:
@@ -335,7 +348,7 @@ class DSM(ScoreObjective):
         checks.refuse_false_derivatives(self)
         checks.warn_about_jumps(self, (Smoothness.JUMPS,))
 
-    def per_sample(self, plan: Plan, u: Tensor, context: Tensor | None, generator: Generator | None) -> Tensor:
+    def drawn(self, u: Tensor, generator: Generator | None) -> tuple[Tensor, ...]:
         noise = gaussian_like(u, generator)
         sigma: Tensor | float
         if self.noise is not None:
@@ -344,10 +357,14 @@ class DSM(ScoreObjective):
             assert self.sigma_range is not None
             low, high = self.sigma_range
             sigma = low * (high / low) ** uniform_like(u.new_empty(len(u), *[1] * (u.dim() - 1)), generator)
+        return u + sigma * noise, noise / sigma
+
+    def value(self, plan: Plan, u: Tensor, context: Tensor | None, drawn: tuple[Tensor, ...]) -> Tensor:
+        noised, pull = drawn[:2]  # (x - x̃) / σ² is -noise / σ
         with self.adding_noise(self._drawn_from()):
-            found = derivatives(plan, u + sigma * noise, context)
-        error = found.gradient - noise / sigma  # (x - x̃) / σ² is -noise / σ
-        values = self._matching(0.5 * dot(error, error), plan, found.latents, context, generator)
+            found = derivatives(plan, noised, context)
+        error = found.gradient - pull
+        values = self._matching(0.5 * dot(error, error), plan, found.latents, context, drawn)
         return values + self.energy_weight * plan.energy(u, context) if self.energy_weight else values
 
     def extra_repr(self) -> str:

@@ -234,17 +234,16 @@ class FullLinearStep(MatrixStep):
         self._lu = module._lu
 
     def weight(self) -> Tensor:
-        weight: Tensor = self.module.weight
-        return weight
+        return self.module.weight
+
+    dense = weight
 
     def bias(self) -> Tensor | None:
-        bias: Tensor | None = self.module.bias
-        return bias
+        return self.module.bias
 
     @property
     def features(self) -> int:
-        features: int = self.module.features
-        return features
+        return self.module.features
 
     def library_flaw(self, shape: Shape) -> str | None:
         return None
@@ -257,28 +256,23 @@ class FullConvStep(LinearStep):
     reason = "full, unconstrained"
 
     def apply(self, x: Tensor) -> Tensor:
-        result: Tensor = self.module.transform(x)
-        return result
+        return self.module.transform(x)
 
     def invert(self, y: Tensor) -> Tensor:
-        result: Tensor = self.module.invert(y)
-        return result
+        return self.module.invert(y)
 
     def decode(self, z: Tensor, context: Tensor | None) -> Tensor:
         plain = torch._C._functorch.peek_interpreter_stack() is None  # no transform of torch.func
         if self.inverted or not (plain and is_traced(self.module.weight)):
-            result: Tensor = super().decode(z, context)
-            return result
+            return super().decode(z, context)
         result = self.module.invert_once(z)  # in training, a sample is differentiated once
         return result
 
     def log_abs_det(self, shape: Shape) -> Tensor:
-        result: Tensor = self.module.log_det(shape)
-        return result
+        return self.module.log_det(shape)
 
     def operator(self, shape: Shape | None) -> LinearOperator | None:
-        operator: LinearOperator | None = None if shape is None else self.module.operator(shape)
-        return operator
+        return None if shape is None else self.module.operator(shape)
 
     def forward_shapes(self, shapes: Shapes) -> Shapes:
         return (self.module.output_shape(shapes[0]),)
@@ -305,5 +299,4 @@ def solved(weight: Tensor, rows: Tensor) -> Tensor:
         >>> solved(torch.tensor([[2.0, 0.0], [0.0, 4.0]]), torch.tensor([[2.0, 4.0]]))
         tensor([[1., 1.]])
     """
-    result: Tensor = torch.linalg.solve_ex(weight, rows.to(weight.dtype).mT)[0].mT
-    return result
+    return torch.linalg.solve_ex(weight, rows.to(weight.dtype).mT)[0].mT

@@ -270,8 +270,7 @@ def score_of(energy: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         tensor([[-1., -1.]])
     """
     if torch._C._functorch.peek_interpreter_stack() is not None:  # inside a transform of torch.func
-        score: Tensor = -torch.func.grad(lambda point: energy(point).sum())(x)
-        return score
+        return -torch.func.grad(lambda point: energy(point).sum())(x)
     differentiable = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     with torch.inference_mode(False), torch.enable_grad():
         if not (differentiable and x.requires_grad):

@@ -21,7 +21,6 @@ __all__ = [
     "REGISTERED_NETWORKS",
     "Smoothness",
     "kinked_parts",
-    "opaque_parts",
     "smoothness_of",
     "stochastic_parts",
 ]
@@ -88,21 +87,6 @@ def kinked_parts(module: nn.Module) -> Iterator[tuple[str, str]]:
         for part in ingredients(module)
         if part.smoothness in (Smoothness.KINKED, Smoothness.JUMPS)
     )
-
-
-def opaque_parts(module: nn.Module) -> Iterator[str]:
-    """Finds parts of unknown smoothness: modules with a custom ``forward``, and functions outside the tables.
-
-    A class registered with :func:`ebflow_plugin.register_nonlinear` is known; its submodules are still inspected.
-
-    Example:
-        >>> class Mine(nn.Module):
-        ...     def forward(self, x):
-        ...         return x.relu()
-        >>> list(opaque_parts(nn.Sequential(nn.Linear(2, 2), Mine())))
-        ['1']
-    """
-    return (part.path for part in ingredients(module) if part.smoothness == Smoothness.UNKNOWN)
 
 
 def smoothness_of(module: Any) -> Smoothness:

@@ -75,6 +75,7 @@ class Part:
         path: Its path in the user's model.
     """
 
+    reads: Sequence[nn.Module] = ()  # submodules whose parameters it reads, in place of calling them
     _stochastic: Sequence[Callable[[], str | None]] = ()  # reasons why its networks are not deterministic in their mode
 
     def __init__(self, module: Any, path: str) -> None:

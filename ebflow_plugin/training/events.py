@@ -64,6 +64,8 @@ def describe(record: Mapping[str, Any], conditions: bool = True) -> list[str]:
         parts.append(f"NLL {'' if before is None else f'{before:.4f} -> '}{record['nll']:.4f}{note}")
     if record.get("bits_per_dim") is not None:
         parts.append(f"bits/dim {record['bits_per_dim']:.4f}")
+    if record.get("effective") is not None:
+        parts.append(f"effective {record['effective']:.2f}")
     if conditions and record.get("condition"):
         parts.append(f"condition ≥ {max(values['condition'] for values in record['condition'].values()):.1e}")
     if record.get("exact_log_dets"):

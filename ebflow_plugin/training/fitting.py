@@ -101,6 +101,7 @@ def fit(
     patience: int | None = None,
     ema: bool | EMA | None = None,
     calibrate: bool | str | None = None,
+    compile: bool = False,
     callback: Callable[[Event], object] | None = None,
     progress: bool = True,
     seed: int = 0,
@@ -140,6 +141,8 @@ def fit(
             :meth:`EBFlow.calibrate <ebflow_plugin.EBFlow.calibrate>`), and reports the NLL after it: the best weights
             are the best calibrated ones. Training continues without the calibration. It takes one pass over the data
             each time.
+        compile: Compiles the objective, unless it is compiled already, which takes about a minute, once
+            (:meth:`Objective.compile <ebflow_plugin.objectives.Objective.compile>`).
         callback: A function of an :class:`~ebflow_plugin.Event`, called at each evaluation. If it returns True, the run
             stops.
         progress: Prints a line for each evaluation to standard error.
@@ -186,6 +189,8 @@ def fit(
     if callback is not None and not callable(callback):
         raise InputError(f"callback must be a function of an event, got {callback!r}")
     flag("progress", progress)
+    if flag("compile", compile) and not objective.is_compiled:
+        objective.compile()
     if process()[1] > 1 or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InputError("fit trains in one process, and there are several; ebflow_plugin.lightning trains in them all")
     seed, model = int(seed), objective.model

@@ -62,7 +62,7 @@ class LitObjective(LightningModule):
     checkpoint that is saved after an :class:`ExactNLL` has the calibration of that NLL in its ``state_dict``.
 
     Arguments:
-        objective: The loss; it holds the model.
+        objective: The loss; it holds the model. ``objective.compile()`` first trains it in one graph.
         optimizer: As in :func:`~ebflow_plugin.fit`: an optimizer, or a function that builds one from the parameters.
         scheduler: As in :func:`~ebflow_plugin.fit`. It is stepped after each step, ``ReduceLROnPlateau`` after each
             epoch with ``val_nll``.
@@ -132,7 +132,8 @@ class LitObjective(LightningModule):
         if weights is None:
             loss: Tensor = self.objective(x, context)
             return loss
-        loss, total = self.objective(x, context, weights), weights.to(torch.get_default_dtype()).sum()
+        loss = self.objective(x, context, weights)
+        total = weights.to(loss.dtype).sum()
         return loss if process()[1] == 1 else loss * (total * process()[1] / total_of(total.clone()))
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:

@@ -35,6 +35,7 @@ LOSS_OPTIONS: dict[str, tuple[str, ...]] = {  # and the losses that have each
     "sigma": NOISED,
     "shrink": NOISED,
     "latent_weight": (*NOISED, "sm"),
+    "ml_weight": NOISED,
     "eps": ("fdssm",),
     "projections": ("ssm",),
     "log_det": ("ml",),
@@ -49,7 +50,6 @@ def _option(default: Any, panel: str, text: str, auto: str = "") -> Any:
 # Settings that files of older runs hold: false is what they are now.
 RETIRED = {
     "amp": "train in Lightning with precision='bf16-mixed' (ebflow_plugin.lightning)",
-    "compile": "energies are no longer compiled",
 }
 
 
@@ -103,6 +103,12 @@ class TrainConfig:
         "Score matching: weight of the distance of the latents from the base. For few dimensions.",
         "1 where noise shrinks by itself, else 0",
     )
+    ml_weight: float | None = _option(
+        None,
+        LOSS,
+        "DSM, SSM, FDSSM: this share of the loss is likelihood, of the same points with noise.",
+        "0.1 for SSM and FDSSM where noise shrinks by itself, else 0",
+    )
     eps: float | None = _option(None, LOSS, "FDSSM: length of the finite difference.", "1 for images, 0.1 otherwise")
     projections: int | None = _option(None, LOSS, "SSM: directions for each sample.", "1")
     log_det: str | None = _option(None, LOSS, "ML: how gradients of log-determinants are taken.", "exact")
@@ -126,6 +132,7 @@ class TrainConfig:
     clip_norm: float | None = _option(
         None, OPTIMISER, "Largest norm of the gradient.", "none; 10 for rows that are no images"
     )
+    compile: bool = _option(False, OPTIMISER, "Compile the loss and its gradients into one graph: a minute, once.")
     ema: bool = _option(True, OPTIMISER, "Average the weights, and evaluate the average.")
     ema_decay: float = _option(0.999, OPTIMISER, "Decay of the average.")
 

@@ -133,8 +133,7 @@ class Textures:
         response = torch.fft.fft2(kernel, s=(64, 64)).permute(2, 3, 0, 1)
         variance = torch.linalg.inv(response).abs().square().sum(-1).mean((0, 1))
         nodes, weights = (torch.from_numpy(part) for part in np.polynomial.hermite_e.hermegauss(NODES))
-        mean: Tensor = self._bend.invert(variance.sqrt()[:, None] * nodes) @ (weights / weights.sum())
-        return mean
+        return self._bend.invert(variance.sqrt()[:, None] * nodes) @ (weights / weights.sum())
 
     def _images(self, x: Tensor) -> Tensor:
         if x.dim() < 2 or x[0].numel() != math.prod(self.shape):

@@ -152,6 +152,8 @@ def _train(run: Run, out: Path, resume: bool, progress: bool) -> dict[str, Any]:
     run = settle(run)
     config, model = run.config, run.model
     objective = objective_of(model, config)
+    if config.compile:
+        objective.compile()
     kept = {name: (out / name).read_bytes() if (out / name).is_file() else None for name in (CONFIG, DATA, SUMMARY)}
     if first:
         atomic_write(out / DATA, lambda file: file.write(f"{mark}\n".encode()))

@@ -36,8 +36,7 @@ class Triangular(nn.Module):
 
     def invert(self, y: Tensor) -> Tensor:
         """Moves towards data."""
-        x: Tensor = torch.linalg.solve_triangular(self.matrix().mT, y - self.bias, upper=not self.upper, left=False)
-        return x
+        return torch.linalg.solve_triangular(self.matrix().mT, y - self.bias, upper=not self.upper, left=False)
 
     def log_det(self) -> Tensor:
         """Returns log |det| of :meth:`transform`, a scalar."""

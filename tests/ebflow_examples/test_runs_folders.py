@@ -91,6 +91,7 @@ def test_of_two_losses_the_later_word_holds_and_drops_the_options_of_the_other()
         (["--loss", "ml", "--sigma", 1], "sigma is an option of ssm, dsm, fdssm, and does nothing with loss ml"),
         (["--loss", "ml", "--latent-weight", 1], "latent_weight is an option of"),
         (["--loss", "ssm", "--shrink", 5], "shrink needs a sigma, to which the noise shrinks"),
+        (["--loss", "dsm", "--ml-weight", 1.5], "ml_weight is a share of the loss, from 0 to 1, got 1.5"),
         (["--loss", "dsm", "--shrink", -1], "shrink must be at least 0, got -1"),
         (["--loss", "dsm", "--eps", 1], "eps is an option of fdssm"),
         (["--projections", 2], "projections is an option of ssm, and does nothing with the loss that is chosen"),

@@ -112,15 +112,13 @@ def against_normflows(settings: Settings) -> Table:
 
 def zuko_lu(features: int) -> nn.Module:
     """The linear layer of zuko, which holds LU factors."""
-    layer: nn.Module = UnconditionalTransform(LULinearTransform, LU=torch.eye(features))
-    return layer
+    return UnconditionalTransform(LULinearTransform, LU=torch.eye(features))
 
 
 def zuko_fc(linear: Callable[[int], nn.Module]) -> nn.Module:
     """The paper's FC-based model of zuko."""
     base = UnconditionalDistribution(DiagNormal, torch.zeros(DIM), torch.ones(DIM), buffer=True)
-    flow: nn.Module = Flow([linear(DIM), ebflow_zuko.SmoothLeakyReLU(ALPHA), linear(DIM)], base)
-    return flow
+    return Flow([linear(DIM), ebflow_zuko.SmoothLeakyReLU(ALPHA), linear(DIM)], base)
 
 
 def against_zuko(settings: Settings) -> Table:

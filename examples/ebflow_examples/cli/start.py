@@ -97,6 +97,12 @@ def train(
         bool | None,
         typer.Option("--resume/--fresh", help="Go on with the run in --out, or replace it.", show_default=False),
     ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            help="Train by reverse KL on an energy in place of data: double-well or phi4.", show_default=False
+        ),
+    ] = None,
     as_json: Json = False,
     **flags: Any,
 ) -> None:
@@ -115,12 +121,23 @@ def train(
     ebflow train --data mnist --data-root ~/data --epochs 5
     ebflow train --out runs/swirl --resume --steps 5000
     ebflow train --config runs/swirl/config.toml --seed 1
+    ebflow train --target double-well
     torchrun --nproc-per-node 4 -m ebflow_examples train --data mnist --out runs/mnist
     ```
     """
     from ebflow_examples.training import configuration, first_process, free_folder, report, train
+    from ebflow_plugin.errors import InputError
 
     given = {name: value for name, value in flags.items() if value is not None}
+    if target is not None:
+        from ebflow_examples import energies
+
+        if config is not None or resume:
+            raise InputError("--target runs from its own options, in one go: leave --config and --resume out")
+        folder = out or Path("runs") / target
+        found = energies.train_on(target, given, folder)
+        say_json({"out": str(folder), **found}) if as_json else say(energies.report(found, folder))
+        return
     settings = configuration(given, config, out, resume)
     folder = free_folder(settings) if out is None else out
     summary = train(settings, folder, resume=bool(resume))

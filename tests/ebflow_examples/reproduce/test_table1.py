@@ -39,6 +39,9 @@ def test_shrinking_noise_is_added_to_the_points_before_theirs(loss, monkeypatch)
     probed, objective = objectives
     assert probed.model is not objective.model
     assert objective.model is trained.run.model
+    if loss != "dsm":  # whose gradients have heavy tails
+        assert objective.weights == (0.9, 0.1)
+        objective = objective.terms[0]
     assert objective.noise.option.end == SMOOTHING
     assert objective.noise.option.steps == trained.run.config.shrink < 1000  # what 0.3 s have room for, not a whole run
     assert objective.latent_weight == 1.0

@@ -273,8 +273,8 @@ def test_singular_layers():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: FullLinear(0), "features must be a positive integer, got 0"),
-        (lambda: FullLinear(2.5), "features must be a positive integer, got 2.5"),
+        (lambda: FullLinear(0), "features must be an integer, at least 1, got 0"),
+        (lambda: FullLinear(2.5), "features must be an integer, at least 1, got 2.5"),
         (lambda: FullLinear(3, init="identiti"), "unknown init 'identiti'. Did you mean 'identity'"),
         (
             lambda: FullConv2d(3, kernel_size=3, init="zero"),

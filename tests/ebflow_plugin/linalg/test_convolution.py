@@ -295,11 +295,11 @@ def test_padding(options, padding, channels):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(in_channels=0, kernel_size=3), "in_channels must be a positive integer, got 0"),
-        (dict(in_channels=2, kernel_size=0), "kernel_size must be a positive integer"),
+        (dict(in_channels=0, kernel_size=3), "in_channels must be an integer, at least 1, got 0"),
+        (dict(in_channels=2, kernel_size=0), "kernel_size must be an integer, at least 1"),
         (dict(in_channels=2, kernel_size=3.0), "kernel_size must be an integer, or one for the height"),
         (dict(in_channels=2, kernel_size=(3, 3, 3)), r"kernel_size must be .* got \(3, 3, 3\)"),
-        (dict(in_channels=2, kernel_size=3, stride=True), "stride must be a positive integer"),
+        (dict(in_channels=2, kernel_size=3, stride=True), "stride must be an integer, at least 1"),
         (dict(in_channels=2, kernel_size=1, stride=2), "smaller than the stride"),
         (dict(in_channels=3, kernel_size=1, groups=2), "in_channels=3 cannot be divided into groups=2"),
         (dict(in_channels=2, kernel_size=1, out_channels=3, groups=2), "out_channels=3 cannot"),

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 import ebflow_plugin as ebf
 from ebflow_plugin.lightning import ConditionGuard, ExactNLL, FiniteGuard, LitObjective
-from ebflow_plugin.objectives import score_matching
+from ebflow_plugin.objectives import score_matching, stochastic
 from ebflow_plugin.objectives.noise import terms_of
 from training_models import make_data, make_model
 
@@ -53,14 +53,15 @@ def shared_noise(rank, world):
         return drawn
 
     gaussian, projections = score_matching.gaussian_like, dict(score_matching.PROJECTIONS)
+    signs = stochastic.signs_like
     score_matching.gaussian_like = slicing(gaussian)  # sphere() calls it too
-    score_matching.rademacher = slicing(projections["rademacher"])  # the probes of likelihood
+    stochastic.signs_like = slicing(signs)  # the probes of likelihood
     score_matching.PROJECTIONS["rademacher"] = slicing(projections["rademacher"])
     try:
         yield
     finally:
         score_matching.gaussian_like = gaussian
-        score_matching.rademacher = projections["rademacher"]
+        stochastic.signs_like = signs
         score_matching.PROJECTIONS.update(projections)
 
 

@@ -1,0 +1,251 @@
+r"""One compiled graph for a loss and its gradients.
+
+The loss of a batch has two parts. What reads values or draws numbers (checks, preprocessing, noise) runs as ever. The
+rest is a pure function of tensors: it is traced together with the gradients of its result, and with the gradients in x
+that score matching takes inside of it, and handed to :func:`torch.compile` as one graph of plain tensor operations.
+``loss.backward()`` then finds the gradients ready.
+
+The trace calls the steps with tensors that have shapes and no values. A step that reads values is refused, by name.
+Parameters are inputs of the graph; everything else that a module holds is a constant of it. So the graph is traced anew
+when anything of that changes: the flow, a flag such as ``training``, a buffer or a number of a module.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.func import functional_call
+from torch.utils import _pytree as pytree
+
+from ebflow_plugin.errors import EBFlowError, UnsupportedStepError
+from ebflow_plugin.linalg.memo import tracing
+from ebflow_plugin.planned import Watch
+
+if TYPE_CHECKING:
+    from ebflow_plugin.objectives.base import Objective, Prepared
+
+__all__ = ["CompiledLoss"]
+
+Terms = Sequence[tuple[float, "Objective"]]
+
+
+class Key(NamedTuple):
+    """What decides which graph serves a call."""
+
+    plans: tuple[Any, ...]  # of the terms; their steps are compared by identity
+    rows: int
+    inputs: tuple[Any, ...]  # of each tensor: its shape, with None for the rows, its type, and whether it is trained
+    parameters: tuple[Any, ...]
+    autocast: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A compiled loss.
+
+    Attributes:
+        run: Returns the loss and the gradients that there are, from the parameters and the inputs.
+        reached: The places of the parameters and inputs that these gradients belong to.
+        serves: Whether it takes a batch of this many rows.
+    """
+
+    run: Callable[..., Any]
+    reached: list[int]
+    serves: Callable[[int], bool]
+
+
+class CompiledLoss:
+    """The compiled loss of an objective, or of a sum of them, for each shape of its inputs.
+
+    Arguments:
+        options: Options of :func:`torch.compile`.
+    """
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.options = {"fullgraph": True, **options}
+        self._graphs: dict[Key, Graph] = {}
+        self._watch: Watch | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves out the graphs: a copy of an objective traces its own."""
+        return {"options": self.options, "_graphs": {}, "_watch": None}
+
+    def __call__(self, objective: Objective, terms: Terms, prepared: Sequence[Prepared]) -> Tensor:
+        """The loss, a scalar, whose backward pass hands out the gradients."""
+        if self._watch is None or not self._watch.unchanged():
+            self._graphs.clear()
+            self._watch = Watch(list(objective.model.modules()), traced=True)
+        named = dict(objective.model.named_parameters())
+        inputs, spec = pytree.tree_flatten([_tensors(one) for one in prepared])
+        tensors = [*named.values(), *inputs]
+        key = _key(prepared, list(named.values()), inputs)
+        graph = self._graphs.get(key)
+        if graph is None:
+            alike = [one for known, one in self._graphs.items() if known._replace(rows=key.rows) == key]
+            graph = next((one for one in alike if one.serves(key.rows)), None)
+            if graph is None:
+                if not any(tensor.requires_grad for tensor in tensors):
+                    return _sum(terms, prepared)
+                loss = _Loss(objective.model, terms, prepared, spec)
+                graph = self._build(objective, _Trace(loss, list(named), tensors, key.rows), bool(alike))
+            self._graphs[key] = graph
+        with torch.no_grad():
+            loss_value, gradients = graph.run(*_values(tensors))
+        handed: Tensor = _Handed.apply(loss_value, gradients, *(tensors[place] for place in graph.reached))
+        return handed
+
+    def _build(self, objective: Objective, trace: _Trace, again: bool) -> Graph:
+        """Traces and compiles a graph, and says so on a terminal. A second size of batches is one of any size."""
+        began, shown = time.monotonic(), sys.stderr.isatty()
+        if shown:
+            print(f"compiling {objective.describe()}: this can take a minute …", file=sys.stderr, flush=True)
+        try:
+            traced, reached, serves = trace(again)
+            run = torch.compile(traced, **self.options)
+            with torch.no_grad():
+                run(*trace.examples(again and serves(trace.rows + 1)))  # compiles it
+        except EBFlowError:
+            raise
+        except Exception as error:
+            raise _refusal(objective, error) from error
+        if shown:
+            print(f"compiled in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+        return Graph(run, reached, serves)
+
+
+class _Loss(nn.Module):
+    """The loss as a module, so that its parameters can be replaced by inputs of a graph."""
+
+    def __init__(self, model: nn.Module, terms: Terms, prepared: Sequence[Prepared], spec: Any) -> None:
+        super().__init__()
+        self.model, self.terms, self.prepared, self.spec = model, list(terms), prepared, spec
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """The weighted sum of the terms, of other tensors in the place of those that were prepared."""
+        replaced = pytree.tree_unflatten(inputs, self.spec)
+        parts = [one._replace(**new) for one, new in zip(self.prepared, replaced, strict=True)]
+        return _sum(self.terms, parts)
+
+
+class _Trace:
+    """The trace of a loss and its gradients: a graph of plain operations on tensors."""
+
+    def __init__(self, loss: _Loss, names: list[str], tensors: list[Tensor], rows: int) -> None:
+        self.loss, self.names, self.tensors, self.rows = loss, names, tensors, rows
+
+    def __call__(self, any_size: bool) -> tuple[Callable[..., Any], list[int], Callable[[int], bool]]:
+        """The graph, the places of the tensors that it returns gradients of, and the batch sizes that it serves."""
+        from torch._subclasses.fake_tensor import FakeTensorMode  # here, since it imports sympy
+        from torch.fx.experimental.proxy_tensor import make_fx
+        from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+        shapes = ShapeEnv()
+        mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes)
+
+        def fake(place: int, tensor: Tensor) -> Tensor:
+            sizes = [DimDynamic.STATIC] * tensor.dim()
+            if any_size and self._has_rows(place):
+                sizes[0] = DimDynamic.DUCK  # one symbol for all that have as many rows
+            context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
+            return mode.from_tensor(tensor.detach(), symbolic_context=context)
+
+        reached: list[int] = []
+
+        def loss_and_gradients(*inputs: Tensor) -> tuple[Tensor, list[Tensor]]:
+            wanted = [place for place, tensor in enumerate(self.tensors) if tensor.requires_grad]
+            inputs = tuple(tensor.detach().requires_grad_(place in wanted) for place, tensor in enumerate(inputs))
+            split = len(self.names)
+            values = dict(zip((f"model.{name}" for name in self.names), inputs[:split], strict=True))
+            with torch.enable_grad():
+                loss = functional_call(self.loss, values, inputs[split:])
+                found = torch.autograd.grad(loss, [inputs[place] for place in wanted], allow_unused=True)
+            reached[:] = [place for place, gradient in zip(wanted, found, strict=True) if gradient is not None]
+            return loss.detach(), [gradient for gradient in found if gradient is not None]
+
+        inputs = [fake(place, tensor) for place, tensor in enumerate(self.tensors)]
+        with tracing(), mode:
+            graph = make_fx(loss_and_gradients)(*inputs)
+        rows = next((tensor.shape[0] for place, tensor in enumerate(inputs) if self._has_rows(place)), self.rows)
+        if not isinstance(rows, torch.SymInt) or not shapes.simplify(rows.node.expr).free_symbols:
+            own = self.rows  # of this batch alone: something in the graph depends on the number
+            return graph, reached, lambda count: count == own
+        code = shapes.produce_guards_expression([rows])
+        return graph, reached, lambda count: code is None or shapes.evaluate_guards_expression(code, [count])
+
+    def examples(self, any_size: bool) -> list[Tensor]:
+        """The tensors to compile the graph with; those of a graph for any size are marked."""
+        found = _values(self.tensors)
+        for place, tensor in enumerate(found):
+            if any_size and self._has_rows(place):
+                found[place] = tensor.detach()
+                torch._dynamo.maybe_mark_dynamic(found[place], 0)
+        return found
+
+    def _has_rows(self, place: int) -> bool:
+        """Whether the first dimension of an input is that of the batch."""
+        tensor = self.tensors[place]
+        return place >= len(self.names) and tensor.dim() > 0 and tensor.shape[0] == self.rows
+
+
+class _Handed(Function):
+    """A loss with gradients that are known already."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *targets: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return loss.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, None, *torch._foreach_mul(ctx.gradients, scale))
+
+
+def _values(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors to call a graph with: a context may be the output of a network, whose graph is not part of this."""
+    return [tensor if tensor.is_leaf else tensor.detach() for tensor in tensors]
+
+
+def _tensors(given: Prepared) -> dict[str, Any]:
+    """The tensors that a loss is a function of."""
+    named = {name: getattr(given, name) for name in ("u", "context", "weights", "log_det", "drawn")}
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def _sum(terms: Terms, prepared: Sequence[Prepared]) -> Tensor:
+    values = [weight * term.mean(given) for (weight, term), given in zip(terms, prepared, strict=True)]
+    return torch.stack(values).sum(0)
+
+
+def _key(prepared: Sequence[Prepared], parameters: list[Tensor], inputs: list[Tensor]) -> Key:
+    rows, kind = len(prepared[0].u), prepared[0].u.device.type
+
+    def shape(tensor: Tensor) -> tuple[Any, ...]:
+        sizes = tuple(tensor.shape)
+        return (None, *sizes[1:]) if sizes and sizes[0] == rows else sizes
+
+    return Key(
+        tuple(given.plan for given in prepared),
+        rows,
+        tuple((shape(tensor), tensor.dtype, tensor.device, tensor.requires_grad) for tensor in inputs),
+        tuple((tensor.dtype, tensor.device, tensor.requires_grad) for tensor in parameters),
+        (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
+    )
+
+
+def _refusal(objective: Objective, error: Exception) -> UnsupportedStepError:
+    """Names the step that cannot be traced, which the note of the error has, and the reason in a line."""
+    notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("in step ")]
+    where = notes[0].removeprefix("in step ").partition(", on an input")[0] if notes else type(objective).__name__
+    reason = next(iter(str(error).strip().splitlines()), "")
+    return UnsupportedStepError(
+        f"{where} cannot be compiled ({type(error).__name__}: {reason}); train this model without compile()"
+    )

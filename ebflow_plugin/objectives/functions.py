@@ -1,0 +1,84 @@
+r"""A user's function as an objective."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+
+from torch import Generator, Tensor
+
+from ebflow_plugin.errors import InputError, UnknownNameError, suggest
+from ebflow_plugin.model import EBFlow
+from ebflow_plugin.objectives.base import Objective
+from ebflow_plugin.plan.plan import Plan
+from ebflow_plugin.plan.weights import check_weights
+
+__all__ = ["FunctionObjective"]
+
+
+class FunctionObjective(Objective):
+    """A user's function as an objective: ``function(model, x, context, **options)`` returns a scalar.
+
+    The function receives the model in data space, the batch before preprocessing, detached, and the context, still
+    attached to its graph. A function with a parameter ``weights`` also receives the weights of the rows, if there are
+    any: checked, and divided by their sum, so that ``(weights * values).sum()`` is the mean. Other functions refuse
+    weights, since only the function knows how its scalar depends on a row.
+
+    Arguments:
+        model: An EBFlow.
+        function: The function.
+        options: Keyword arguments of the function, after its first three.
+
+    Example:
+        >>> import ebflow_plugin as ebf
+        >>> import torch
+        >>> from nflows import distributions, flows, transforms
+        >>> model = ebf.wrap(flows.Flow(transforms.LULinear(2), distributions.StandardNormal([2])))
+        >>> def ridge(model, x, context, power=2):
+        ...     return model.energy(x, context).abs().pow(power).mean()
+        >>> FunctionObjective(model, ridge, power=1)(torch.randn(5, 2)).shape
+        torch.Size([])
+    """
+
+    not_compiled = "it is a function; compile a subclass of Objective with a method per_sample"
+
+    def __init__(self, model: EBFlow, function: Callable[..., Tensor], **options: object) -> None:
+        super().__init__(model)
+        self.name = getattr(function, "__name__", type(function).__name__)
+        parameters = list(inspect.signature(function).parameters.values())[3:]
+        self._weighted = any(parameter.name == "weights" for parameter in parameters)
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            known = [parameter.name for parameter in parameters]
+            for option in options:
+                if option not in known:
+                    raise UnknownNameError(f"{self.name} has no option {option!r}. {suggest(option, known)}")
+        self.function = partial(function, **options)
+
+    def per_sample(self, plan: Plan, u: Tensor, context: Tensor | None, generator: Generator | None) -> Tensor:
+        raise NotImplementedError("the function computes a scalar")
+
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        weights: Tensor | None = None,
+        *,
+        generator: Generator | None = None,
+    ) -> Tensor:
+        """Calls the function, which has its own randomness."""
+        checked, options = self.model.check(x, context), {}
+        if weights is not None:
+            if not self._weighted:
+                raise InputError(f"{self.name} takes no weights of rows: give it a parameter weights=None, and use it")
+            scaled = check_weights(weights, checked)
+            options["weights"] = scaled / scaled.sum()
+        value = self.function(self.model, x.detach(), context, **options)
+        if not isinstance(value, Tensor) or value.dim() != 0:
+            shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise InputError(f"{self.name} must return a scalar tensor, got {shape}; take the mean over the batch")
+        return value
+
+    def extra_repr(self) -> str:
+        """Describes the function and its options."""
+        return ", ".join([self.name, *(f"{key}={value!r}" for key, value in self.function.keywords.items())])

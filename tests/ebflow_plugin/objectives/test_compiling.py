@@ -1,0 +1,208 @@
+"""A compiled loss: the same values, gradients and random numbers as an uncompiled one, from one graph."""
+
+import copy
+
+import pytest
+import torch
+from nflows import distributions, flows, transforms
+from torch import nn
+from torch._dynamo.utils import counters
+
+import ebflow_plugin as ebf
+from ebflow_plugin.errors import InputError, UnsupportedStepError
+from ebflow_plugin.objectives import DSM, FDSSM, ML, SM, SML, SSM, LatentMatch, NoiseSchedule, Objective
+from randomness import rng
+
+pytestmark = pytest.mark.filterwarnings("ignore::ebflow_plugin.errors.BiasWarning")
+
+
+class Bare(nn.Module):
+    """A conditioner of a few operations, so that its graph is small."""
+
+    def __init__(self, inputs, outputs, context=0):
+        super().__init__()
+        self.layer = nn.Linear(inputs + context, outputs)
+
+    def forward(self, x, context=None):
+        return torch.tanh(self.layer(x if context is None else torch.cat([x, context], 1)))
+
+
+def make(*more, context=0):
+    torch.manual_seed(0)
+    coupling = transforms.AffineCouplingTransform([-1, 1], lambda i, o: Bare(i, o, context))
+    steps = transforms.CompositeTransform([transforms.LULinear(2), *more, coupling])
+    return ebf.wrap(flows.Flow(steps, distributions.StandardNormal([2])).double())
+
+
+def data(rows=6):
+    return torch.randn(rows, 2, dtype=torch.float64, generator=rng(5))
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch.compiler.reset()
+    counters.clear()
+
+
+def gradients(model):
+    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+def same(one, other):
+    for name, gradient in gradients(one).items():
+        torch.testing.assert_close(gradient, gradients(other)[name], msg=lambda text, name=name: f"{name}: {text}")
+
+
+KINDS = {
+    "ml": ML,
+    "sml": SML,
+    "sm": SM,
+    "ssm": lambda model: SSM(model, projections=2, sigma=0.1, energy_weight=0.5),
+    "fdssm": lambda model: FDSSM(model, energy_weight=0.5),
+    "dsm": lambda model: DSM(model, sigma_range=(0.1, 1.0), latent_weight=0.5),
+    "latents": lambda model: LatentMatch(model, sigma=0.1),
+    "sum": lambda model: 0.9 * DSM(model) + 0.1 * ML(model),
+}
+
+
+@pytest.mark.parametrize(
+    "kind", ["ml", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != "ml")]
+)
+def test_a_compiled_loss_equals_an_uncompiled_one(kind):
+    plain, compiled = make(), make()
+    one, other = KINDS[kind](plain), KINDS[kind](compiled).compile(backend="eager")
+    weights = torch.tensor([1.0, 0.5, 0.0, 2.0, 1.0, 1.0], dtype=torch.float64)
+    for _ in range(2):  # accumulated, and scaled
+        expected, found = (each(data(), weights=weights, generator=rng(1)) for each in (one, other))
+        torch.testing.assert_close(found.detach(), expected.detach())
+        (3.0 * expected).backward()
+        (3.0 * found).backward()
+    same(plain, compiled)
+    with torch.no_grad():
+        torch.testing.assert_close(other(data(), generator=rng(1)), one(data(), generator=rng(1)))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.slow
+def test_gradients_reach_a_context_and_leave_out_what_is_frozen():
+    found = []
+    for compiled in (False, True):
+        model, context = make(context=3), torch.randn(6, 3, dtype=torch.float64, generator=rng(2)).requires_grad_()
+        model.flow._transform._transforms[0].bias.requires_grad_(False)
+        objective = SSM(model)
+        if compiled:
+            objective.compile(backend="eager")
+        objective(data(), context.exp(), generator=rng(1)).backward()
+        found.append((context.grad, model))
+    torch.testing.assert_close(found[0][0], found[1][0])
+    same(found[0][1], found[1][1])
+    assert found[1][1].flow._transform._transforms[0].bias.grad is None
+
+
+def test_two_graphs_serve_all_sizes_and_steps_compile_nothing():
+    model = make()
+    objective = LatentMatch(model, sigma=NoiseSchedule(start=1.0, end=0.1, steps=5)).compile(backend="eager")
+    optimizer, average = torch.optim.Adam(model.parameters(), lr=0.1), ebf.EMA(model)
+    for step in range(20):
+        optimizer.zero_grad()
+        objective(data((6, 6, 9, 4, 7)[step // 4])).backward()
+        optimizer.step()
+        average.update()
+        with average.applied(), torch.no_grad():
+            objective(data())
+        if step == 10:
+            model.load_state_dict(copy.deepcopy(model.state_dict()))
+            model.eval()
+            model.train()
+    assert counters["stats"]["unique_graphs"] == 2
+    reference = copy.deepcopy(objective)
+    reference._compiled = None
+    torch.testing.assert_close(objective(data(5), generator=rng(1)), reference(data(5), generator=rng(1)))
+
+
+@pytest.mark.slow
+def test_steps_of_adam_have_the_same_losses():
+    losses = []
+    for compiled in (False, True):
+        model = make()
+        objective = SSM(model, generator=rng(3))
+        if compiled:
+            objective.compile(backend="aot_eager")
+        result = ebf.fit(objective, data(24), steps=30, batch_size=8, evaluate_every=1, progress=False)
+        losses.append([record["loss"] for record in result.history])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-8)
+
+
+@pytest.mark.slow
+def test_a_changed_flow_is_compiled_anew():
+    model = make()
+    objective = ML(model).compile(backend="eager")
+    for change in (
+        lambda: None,
+        lambda: model.flow._transform._transforms.append(transforms.LULinear(2).double()),
+        lambda: setattr(model.flow._transform._transforms[1], "transform_net", Bare(1, 2).double()),
+        lambda: setattr(model.flow._transform._transforms[1].transform_net, "layer", nn.Linear(1, 2).double()),
+        lambda: model.flow._transform._transforms[1].transform_net.layer.register_forward_hook(lambda *a: a[2] + 1),
+        lambda: model.flow._transform._transforms[0].requires_grad_(False),
+    ):
+        change()
+        model.zero_grad()
+        objective(data()).backward()
+        plain = copy.deepcopy(model) if not model.flow._transform._transforms[0].training else model
+        torch.testing.assert_close(objective(data()).detach(), ML(plain)(data()).detach())
+    assert counters["stats"]["unique_graphs"] == 6
+    assert model.flow._transform._transforms[0].bias.grad is None
+
+
+def test_a_start_from_data_and_a_calibration_are_no_part_of_the_graph():
+    model = make(transforms.ActNorm(2)).train()
+    objective = ML(model).compile(backend="eager")
+    objective(data()).backward()
+    assert bool(model.flow._transform._transforms[1].initialized)
+    model.calibrate(data(40))
+    torch.testing.assert_close(objective(data()).detach(), -model.log_prob(data()).mean().detach())
+
+
+class Deciding(transforms.Transform):
+    def forward(self, inputs, context=None):
+        return (2.0 * inputs if inputs.sum() > 0 else inputs), inputs.new_zeros(len(inputs))
+
+
+@pytest.mark.filterwarnings("ignore:1 of 3")
+def test_a_step_that_reads_values_is_named():
+    flow = make().flow
+    flow._transform._transforms.append(Deciding())
+    with pytest.warns(ebf.errors.UnknownStepWarning):
+        model = ebf.wrap(flow)
+    with pytest.raises(UnsupportedStepError, match=r"_transform\._transforms\.2  Deciding .* cannot be compiled"):
+        ML(model).compile(backend="eager")(data())
+
+
+def test_what_cannot_be_compiled_says_so():
+    model = make()
+    with pytest.raises(InputError, match="ReverseKL cannot be compiled"):
+        (ebf.objectives.ReverseKL(model, lambda x: -x.square().sum(1)) + ML(model)).compile()
+    from ebflow_nflows import FullLinear
+
+    full = ebf.wrap(flows.Flow(FullLinear(16), distributions.StandardNormal([16])).double())
+    with pytest.raises(UnsupportedStepError, match=r"_transform  FullLinear .*solver"):
+        ML(full, log_det="stochastic").compile(backend="eager")(torch.randn(6, 16, dtype=torch.float64))
+
+
+def test_an_objective_of_ones_own_is_compiled_as_it_is():
+    class Spread(Objective):
+        def per_sample(self, plan, u, context, generator):
+            return plan.energy(u, context).square()
+
+    plain, compiled = make(), make()
+    Spread(plain)(data()).backward()
+    Spread(compiled).compile(backend="eager")(data()).backward()
+    same(plain, compiled)
+
+
+@pytest.mark.slow
+def test_the_default_compiler():
+    plain, compiled = make(), make()
+    SSM(plain)(data(), generator=rng(1)).backward()
+    SSM(compiled).compile()(data(), generator=rng(1)).backward()
+    same(plain, compiled)

@@ -1,0 +1,124 @@
+"""parameter_groups(): kernels have a rate of their own, everywhere by default, and an upgraded Glow gets no worse."""
+
+import copy
+
+import pytest
+import torch
+from nflows.distributions.normal import StandardNormal
+from nflows.flows.base import Flow
+from nflows.transforms import CompositeTransform
+from torch.nn.functional import interpolate
+from torch.optim import SGD, Adam
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+import ebflow_plugin as ebf
+from ebflow_examples.models import build
+from ebflow_nflows import FullConv2d, FullLinear
+from ebflow_plugin.lightning import LitObjective
+from ebflow_plugin.objectives import ML
+from ebflow_plugin.training.optimizers import KERNEL_RATE
+from randomness import rng
+
+RATES = [1.0, KERNEL_RATE]
+
+
+def convolutions():
+    layers = [FullConv2d(2, kernel_size=1), FullConv2d(2, kernel_size=(1, 3)), FullConv2d(2, kernel_size=3)]
+    return ebf.wrap(Flow(CompositeTransform(layers), StandardNormal([2, 4, 4])))
+
+
+def names(model, groups):
+    known = {id(parameter): name.rpartition("_transforms.")[2] for name, parameter in model.named_parameters()}
+    return [[known[id(parameter)] for parameter in group["params"]] for group in groups]
+
+
+def test_kernels_larger_than_a_pixel_have_a_tenth():
+    model = convolutions()
+    groups = ebf.parameter_groups(model, 0.5)
+    assert [group["lr"] for group in groups] == pytest.approx([0.5 * rate for rate in RATES])
+    assert names(model, groups) == [["0.weight", "0.bias", "1.bias", "2.bias"], ["1.weight", "2.weight"]]
+    assert names(model, ebf.parameter_groups(model.flow, 0.5)) == names(model, groups)  # of any module
+
+
+def test_what_is_frozen_is_in_no_group_and_no_group_is_empty():
+    model = convolutions()
+    layers = model.flow._transform._transforms
+    layers[1].requires_grad_(False)
+    assert names(model, ebf.parameter_groups(model, 1e-3))[1] == ["2.weight"]
+    layers[2].weight.requires_grad_(False)
+    (group,) = ebf.parameter_groups(model, 1e-3)
+    assert names(model, [group]) == [["0.weight", "0.bias", "2.bias"]]
+    (group,) = ebf.parameter_groups(FullLinear(3), 1e-3)
+    assert len(group["params"]) == 2
+
+
+@pytest.mark.parametrize("rate", [0, -1e-3, float("nan"), "fast"])
+def test_a_rate_that_is_none_is_refused(rate):
+    with pytest.raises(ebf.InputError, match="lr must be a positive number"):
+        ebf.parameter_groups(convolutions(), rate)
+
+
+@pytest.mark.parametrize("optimizer", [Adam, SGD])
+def test_schedulers_keep_the_ratio(optimizer):
+    made = optimizer(ebf.parameter_groups(convolutions(), 0.1))
+    schedule = CosineAnnealingLR(made, 5)
+    for _ in range(4):
+        made.step()
+        schedule.step()
+        one, other = schedule.get_last_lr()
+        assert other == pytest.approx(KERNEL_RATE * one)
+
+
+def test_fit_and_lightning_have_them_by_default():
+    """One step of Adam moves each number by its rate."""
+    x = torch.randn(8, 2, 4, 4, generator=rng())
+    model = convolutions()
+    before = copy.deepcopy(model.flow.state_dict())
+    ebf.fit(ML(model), x, steps=1, batch_size=8, progress=False)
+    for name, value in model.flow.state_dict().items():
+        kernel = value.dim() == 4 and value[0, 0].numel() > 1
+        step = 1e-3 * (KERNEL_RATE if kernel else 1.0)
+        torch.testing.assert_close((value - before[name]).abs().amax(), torch.tensor(step), rtol=1e-3, atol=0.0)
+    found = LitObjective(ML(convolutions())).configure_optimizers().param_groups
+    assert [group["lr"] for group in found] == pytest.approx([1e-3, 1e-3 * KERNEL_RATE])
+    own = LitObjective(ML(convolutions()), lambda parameters: Adam(parameters, lr=0.1)).configure_optimizers()
+    assert [group["lr"] for group in own.param_groups] == [0.1]
+
+
+def test_upgrading_a_trained_glow_makes_it_no_worse():
+    """Neither at once nor in the next 100 steps, at the rate at which it was trained: kernels at that rate do."""
+    torch.manual_seed(0)
+    flow = build("glow", (2, 16, 16), levels=1, blocks=2, hidden=8, linear="lu")
+    model = ebf.wrap(flow)
+    model.initialize(smooth_images(256, 1))
+    train(model, 100, "exact")
+    trained = nll(model)
+    upgraded = ebf.wrap(ebf.unconstrain(flow, 3))
+    assert nll(upgraded) == pytest.approx(trained, rel=1e-4)
+    for _ in range(4):
+        train(upgraded, 25, "auto")
+        assert nll(upgraded) < trained
+
+
+def smooth_images(count, seed):
+    """Neighbouring pixels are alike."""
+    generator = rng(seed)
+    coarse = torch.randn(count, 2, 3, 3, generator=generator)
+    fine = interpolate(coarse, size=(16, 16), mode="bicubic")
+    return fine + 0.05 * torch.randn(fine.shape, generator=generator)
+
+
+def train(model, steps, log_det):
+    x, order = smooth_images(1000, 1), rng(2)
+    objective = ML(model, log_det=log_det, generator=rng(1))
+    optimizer = Adam(ebf.parameter_groups(model, 6e-3))
+    for _ in range(steps):
+        loss = objective(x[torch.randint(len(x), (16,), generator=order)])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+@torch.no_grad()
+def nll(model):
+    return -model.log_prob(smooth_images(100, 2)).mean().item()
