@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sized
 from copy import copy
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Generator, Tensor, distributed
@@ -15,7 +15,9 @@ from ebflow_plugin.errors import InputError
 from ebflow_plugin.linalg.random import at_least, derive_seed
 from ebflow_plugin.plan.inputs import Batch, batch_of, refuse_non_finite
 
-__all__ = ["Loader", "batches_of", "once", "process"]
+__all__ = ["Loader", "batches_of", "gathered", "maximum_of", "once", "process", "total_of"]
+
+T = TypeVar("T")
 
 
 def process() -> tuple[int, int]:
@@ -23,6 +25,27 @@ def process() -> tuple[int, int]:
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
     return 0, 1
+
+
+def total_of(tensor: Tensor) -> Tensor:
+    """The sum over all processes, in place."""
+    if process()[1] > 1:
+        distributed.all_reduce(tensor)
+    return tensor
+
+
+def maximum_of(tensor: Tensor) -> Tensor:
+    """The elementwise maximum over all processes, in place."""
+    distributed.all_reduce(tensor, distributed.ReduceOp.MAX)
+    return tensor
+
+
+def gathered(value: T) -> list[T]:
+    """The values of all processes, in each of them."""
+    values: list[Any] = [value] * process()[1]
+    if len(values) > 1:
+        distributed.all_gather_object(values, value)
+    return values
 
 
 class Loader:

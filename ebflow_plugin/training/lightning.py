@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Generator, Tensor, distributed, nn
@@ -26,7 +26,7 @@ from ebflow_plugin.plan.spectrum import (
     conditioning_penalty,
     full_layers,
 )
-from ebflow_plugin.training.batches import once, process
+from ebflow_plugin.training.batches import gathered, maximum_of, once, process, total_of
 from ebflow_plugin.training.files import write_weights
 from ebflow_plugin.training.fitting import ADVICE, KINDS
 from ebflow_plugin.training.guards import FiniteWatch, diagnose, failure, gradient_norms
@@ -39,8 +39,6 @@ except ImportError as error:
     raise ImportError("ebflow_plugin.lightning needs Lightning: pip install ebflow-plugin[lightning]") from error
 
 __all__ = ["Calibrate", "ConditionGuard", "DataDependentStart", "Evaluated", "ExactNLL", "FiniteGuard", "LitObjective"]
-
-T = TypeVar("T")
 
 
 class Evaluated(NamedTuple):
@@ -399,27 +397,6 @@ def unsharded(module: nn.Module) -> Iterator[None]:
     finally:
         for part in sharded:
             part.reshard()
-
-
-def total_of(tensor: Tensor) -> Tensor:
-    """The sum over all processes, in place."""
-    if process()[1] > 1:
-        distributed.all_reduce(tensor)
-    return tensor
-
-
-def maximum_of(tensor: Tensor) -> Tensor:
-    """The elementwise maximum over all processes, in place."""
-    distributed.all_reduce(tensor, distributed.ReduceOp.MAX)
-    return tensor
-
-
-def gathered(value: T) -> list[T]:
-    """The values of all processes, in each of them."""
-    values: list[Any] = [value] * process()[1]
-    if len(values) > 1:
-        distributed.all_gather_object(values, value)
-    return values
 
 
 def _loaders(trainer: Trainer) -> list[Any]:
