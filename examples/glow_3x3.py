@@ -15,7 +15,9 @@ import ebflow_plugin as ebf
 from ebflow_examples.data import load
 
 warnings.filterwarnings("ignore", ".*torch.lu is deprecated")  # in normflows
-SECONDS = 0.5 if os.environ.get("EBFLOW_SMOKE") else float(os.environ.get("S","60"))  # CPU seconds of training, for each model
+SECONDS = (
+    0.5 if os.environ.get("EBFLOW_SMOKE") else float(os.environ.get("S", "60"))
+)  # CPU seconds of training, for each model
 DATA = load("digits")
 
 

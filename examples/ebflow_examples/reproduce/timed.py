@@ -227,7 +227,7 @@ def train_for(
     result = ebf.fit(
         make(model, max(1, round(clock.seconds / pace))),
         run.data.train,
-        optimizer=optimizer_for(run),
+        optimizer=optimizer_for(run, one_rate=True),
         scheduler=scheduler,
         steps=NO_END,
         batch_size=config.batch_size,
