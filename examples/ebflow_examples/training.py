@@ -280,7 +280,9 @@ def optimizer_for(run: Run, one_rate: bool = False) -> Callable[[list[nn.Paramet
 
     def optimizer(parameters: list[nn.Parameter]) -> optim.Optimizer:
         assert config.lr is not None
-        groups = [{"params": parameters, "lr": config.lr}] if one_rate else ebf.parameter_groups(model, config.lr)
+        groups = ebf.parameter_groups(model, config.lr)
+        if one_rate:
+            groups = [{"params": parameters, "lr": config.lr}]
         decays: list[dict[str, Any]] = [
             {**group, "params": kept, "weight_decay": decay}
             for group in groups
