@@ -284,10 +284,18 @@ class LogDetEstimator:
             remainder = solution.x
             if approximation.control is not None:
                 remainder = remainder - approximation.control(probes).reshape(number * count, -1)
-        by_layer = (each.reshape(number, count, -1) for each in (probes, remainder))
-        # Where it looks, a solve that stops early has nothing more to do.
-        found = solution.residuals.reshape(number, count), solution.needed, planned, most
-        return _Solved(layers, operator, approximation, *by_layer, *found)
+        shape = number, count, -1
+        return _Solved(
+            layers,
+            operator,
+            approximation,
+            probes=probes.reshape(shape),
+            remainder=remainder.reshape(shape),
+            residuals=solution.residuals.reshape(number, count),
+            needed=solution.needed,
+            made=planned,  # where it looks, a solve that stops early has nothing more to do
+            most=most,
+        )
 
     def _approximation(self, operator: LinearOperator, accounts: Sequence[Account], name: str) -> Approximation:
         """An approximate inverse, for convolutions that of some steps before."""
