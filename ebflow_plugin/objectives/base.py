@@ -196,7 +196,8 @@ class Objective(nn.Module, ABC):
         first call takes a minute: it traces the loss, its gradients, and the gradients in x inside of it, and compiles
         them. A second batch size adds one more graph, which serves all sizes. After a change of the flow the next call
         compiles it anew; new values of its parameters are no change. Losses without gradients are not compiled, and a
-        compiled loss has no second derivatives.
+        compiled loss has no second derivatives. The gradients are taken of the loss as it is, so the scale of a
+        GradScaler comes too late for float16; bfloat16 needs none.
 
         Arguments:
             options: Options of :func:`torch.compile`, such as ``mode`` and ``backend``.

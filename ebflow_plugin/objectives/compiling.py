@@ -26,6 +26,7 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from ebflow_plugin.errors import EBFlowError, UnsupportedStepError
+from ebflow_plugin.linalg.dense import without_autocast
 from ebflow_plugin.linalg.memo import tracing
 from ebflow_plugin.planned import Watch
 
@@ -97,7 +98,7 @@ class CompiledLoss:
                 loss = _Loss(objective.model, terms, prepared, spec)
                 graph = self._build(objective, _Trace(loss, list(named), tensors, key.rows), bool(alike))
             self._graphs[key] = graph
-        with torch.no_grad():
+        with torch.no_grad(), without_autocast(tensors[-1]):  # the graph has its casts
             loss_value, gradients = graph.run(*_values(tensors))
         handed: Tensor = _Handed.apply(loss_value, gradients, *(tensors[place] for place in graph.reached))
         return handed
@@ -110,7 +111,7 @@ class CompiledLoss:
         try:
             traced, reached, serves = trace(again)
             run = torch.compile(traced, **self.options)
-            with torch.no_grad():
+            with torch.no_grad(), without_autocast(trace.tensors[-1]):
                 run(*trace.examples(again and serves(trace.rows + 1)))  # compiles it
         except EBFlowError:
             raise
@@ -173,6 +174,12 @@ class _Trace:
         inputs = [fake(place, tensor) for place, tensor in enumerate(self.tensors)]
         with tracing(), mode:
             graph = make_fx(loss_and_gradients)(*inputs)
+        for tensor in (*graph.parameters(), *graph.buffers(), *vars(graph).values()):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                raise UnsupportedStepError(
+                    f"a tensor of shape {tuple(tensor.shape)} requires a gradient and is no parameter of the model, so "
+                    "that a compiled loss would not train it: make it an nn.Parameter of a module of the flow"
+                )
         rows = next((tensor.shape[0] for place, tensor in enumerate(inputs) if self._has_rows(place)), self.rows)
         if not isinstance(rows, torch.SymInt) or not shapes.simplify(rows.node.expr).free_symbols:
             own = self.rows  # of this batch alone: something in the graph depends on the number

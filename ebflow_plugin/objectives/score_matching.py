@@ -288,7 +288,7 @@ class FDSSM(ScoreObjective):
             energies, latents = plan.energy_from(0, (points,), plan.embed(rows))
         energy, ahead, after = energies.chunk(3)
         values = ((energy - ahead) + (energy - after) + 0.125 * (ahead - after).square()) * scale
-        values = self._matching(values, plan, tuple(z[: len(u)] for z in latents), context, drawn)
+        values = self._matching(values, plan, tuple(z[: u.shape[0]] for z in latents), context, drawn)
         return values + self.energy_weight * energy if self.energy_weight else values
 
     def extra_repr(self) -> str:

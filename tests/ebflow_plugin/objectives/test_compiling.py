@@ -128,7 +128,9 @@ def test_steps_of_adam_have_the_same_losses():
         objective = SSM(model, generator=rng(3))
         if compiled:
             objective.compile(backend="aot_eager")
-        result = ebf.fit(objective, data(24), steps=30, batch_size=8, evaluate_every=1, progress=False)
+        result = ebf.fit(
+            objective, data(24), steps=30, batch_size=8, evaluate_every=1, compile=compiled, progress=False
+        )
         losses.append([record["loss"] for record in result.history])
     assert losses[1] == pytest.approx(losses[0], rel=1e-8)
 
@@ -198,6 +200,14 @@ def test_an_objective_of_ones_own_is_compiled_as_it_is():
     Spread(plain)(data()).backward()
     Spread(compiled).compile(backend="eager")(data()).backward()
     same(plain, compiled)
+
+
+def test_what_is_no_parameter_of_the_model_is_not_left_out_in_silence():
+    model = make()
+    del model.flow._transform._transforms[0]._parameters["bias"]
+    model.flow._transform._transforms[0].bias = torch.zeros(2, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(UnsupportedStepError, match=r"shape \(2,\) requires a gradient and is no parameter"):
+        ML(model).compile(backend="eager")(data())
 
 
 @pytest.mark.slow
