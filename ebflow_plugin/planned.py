@@ -13,6 +13,7 @@ from ebflow_plugin.adapting.adapter import Adapter
 from ebflow_plugin.adapting.discovery import find_flow
 from ebflow_plugin.closed_form.calibration import Calibration, CalibrationStep
 from ebflow_plugin.closed_form.moments import Rows, batches
+from ebflow_plugin.linalg.delayed import without_reading
 from ebflow_plugin.log_z.exact import Normalizer
 from ebflow_plugin.plan.inputs import check_input, refuse_non_finite
 from ebflow_plugin.plan.plan import Plan
@@ -170,7 +171,8 @@ class PlannedFlow(nn.Module):
         total = u.new_zeros(len(u)) if log_volume is None else log_volume
         if self._prefix.steps:
             refuse_trainable(self._prefix)
-            total = total - self._prefix.log_z(tuple(u.shape[1:]), u)
+            with without_reading():
+                total = total - self._prefix.log_z(tuple(u.shape[1:]), u)
             (u,), log_det = self._prefix.encode(u)
             total = total if log_det is None else total + log_det
         return self._core, u, total

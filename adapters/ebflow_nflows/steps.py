@@ -179,7 +179,7 @@ class ScaledSigmoidStep(SigmoidStep):
 
     def temperature(self, x: Tensor) -> Tensor:
         """T on the device of x: in nflows 0.14 it is a plain CPU tensor."""
-        result: Tensor = self.module.temperature.to(x)
+        result: Tensor = self.module.temperature.to(x, non_blocking=True)
         return result
 
     def forward_map(self, x: Tensor, context: Tensor | None) -> ElementwiseMap:

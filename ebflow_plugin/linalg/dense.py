@@ -4,8 +4,8 @@ Both are plain torch: they run on any device, inside or outside a graph, and can
 
 Outside a graph a matrix is factorised once. A singular one raises :class:`~ebflow_plugin.errors.SingularError`, a check
 that synchronises with the device. Inside a graph, :meth:`~Matrix.log_abs_det` is part of a training step and must not
-synchronise: a singular matrix returns ``-inf`` there, which the loss shows. A solve always checks, though in a graph it
-notices only a pivot that is exactly zero.
+synchronise: a singular matrix returns ``-inf`` there, which the loss shows. A solve in a graph checks on the CPU alone,
+and notices only a pivot that is exactly zero; elsewhere it returns what is not finite.
 
 :class:`CachedLU` chooses between the two for a weight that may or may not be trained.
 """
@@ -23,6 +23,7 @@ from torch.autograd import Function, forward_ad
 from torch.autograd.function import once_differentiable
 
 from ebflow_plugin.errors import SingularError
+from ebflow_plugin.linalg.delayed import free_to_read, may_read
 from ebflow_plugin.linalg.memo import Memo
 
 __all__ = ["Band", "CachedLU", "Dense", "Matrix", "Solver", "is_readable", "is_traced", "without_autocast"]
@@ -85,7 +86,7 @@ class Dense:
 
     def _solve_traced(self, rows: Tensor) -> Tensor:
         columns, info = torch.linalg.solve_ex(self.matrix, rows.to(self.matrix.dtype).mT)
-        if is_readable(info) and bool(info.any()):
+        if free_to_read(info) and is_readable(info) and bool(info.any()):
             raise SingularError(f"{_name(self.matrix.shape[-1])} is singular: a pivot is zero. {_ADVICE}")
         solved: Tensor = columns.mT
         return solved
@@ -253,6 +254,8 @@ class CachedLU:
         precision = _precision(weight)
         if is_traced(weight):
             return compute(self._matrix(weight.to(precision), *setting))
+        if not may_read(weight):  # a memo compares contents, and has no place for what was not checked
+            return compute(self._matrix(weight.detach().to(precision), *setting))
 
         def outside() -> T:
             # The cached value may enter a graph later, which an inference tensor cannot.
@@ -368,7 +371,7 @@ def _name(size: int) -> str:
 
 def _refuse_singular(pivots: Tensor, scale: Tensor, size: int) -> None:
     """Raises if a pivot is zero, not finite, or below the rounding error of the entries of its row and column."""
-    if not is_readable(pivots):
+    if not (is_readable(pivots) and may_read(pivots)):
         return
     pivots, scale = pivots.abs().flatten(), scale.flatten()
     noise = max(size, 16) * torch.finfo(pivots.dtype).eps * scale

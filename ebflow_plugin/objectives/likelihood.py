@@ -9,6 +9,7 @@ import torch
 from torch import Generator, Tensor
 
 from ebflow_plugin.errors import InputError
+from ebflow_plugin.linalg.delayed import without_reading
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives.base import Common, Objective
 from ebflow_plugin.objectives.relative import relative_plan
@@ -219,10 +220,11 @@ class SML(Objective):
     """
 
     def per_sample(self, plan: Plan, u: Tensor, context: Tensor | None, generator: Generator | None) -> Tensor:
-        if context is None:
-            drawn = draw(plan, len(u), None, generator, u)
-        else:
-            drawn = draw(plan, 1, context, generator, u).squeeze(1)
-            context = torch.cat([context, context])
+        with without_reading():
+            if context is None:
+                drawn = draw(plan, len(u), None, generator, u)
+            else:
+                drawn = draw(plan, 1, context, generator, u).squeeze(1)
+                context = torch.cat([context, context])
         energy, model_energy = plan.energy(torch.cat([u, drawn.to(u)]), context).chunk(2)
         return energy - model_energy
