@@ -192,4 +192,4 @@ def test_numbers_on_their_way_are_part_of_the_state(accelerator):
                      for v, each in zip(values, (objective, other, copied), strict=True)]  # fmt: skip
         assert torch.equal(gradients[0], gradients[1])
         assert torch.equal(gradients[0], gradients[2])
-    assert objective.state() == other.state()
+    assert objective.metrics() == other.metrics()

@@ -76,7 +76,7 @@ def test_starts_take_data_of_the_cpu(name, rows, device):
     torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore::ebflow_plugin.EstimateWarning")
+@pytest.mark.filterwarnings("ignore::ebflow_plugin.EstimateWarning", "ignore::ebflow_plugin.CoverageWarning")
 def test_everything_public_under_a_device(device):
     """No tensor is left on the CPU, nor made where torch makes them by default."""
     model, x = ebf.wrap(flow_of(device=device)), data().to(device)
