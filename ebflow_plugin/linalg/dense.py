@@ -13,7 +13,6 @@ and notices only a pivot that is exactly zero; elsewhere it returns what is not 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -25,8 +24,9 @@ from torch.autograd.function import once_differentiable
 from ebflow_plugin.errors import SingularError
 from ebflow_plugin.linalg.delayed import free_to_read, may_read
 from ebflow_plugin.linalg.memo import Memo
+from ebflow_plugin.linalg.precision import full_precision, full_precision_backward
 
-__all__ = ["Band", "CachedLU", "Dense", "Matrix", "Solver", "is_readable", "is_traced", "without_autocast"]
+__all__ = ["Band", "CachedLU", "Dense", "Matrix", "Solver", "is_readable", "is_traced"]
 
 Solver = Callable[[Tensor], Tensor]
 T = TypeVar("T")
@@ -218,7 +218,7 @@ class CachedLU:
 
     def log_abs_det(self, weight: Tensor, *setting: Hashable) -> Tensor:
         r"""Returns :math:`\log |\det A|` in the weight's type."""
-        with without_autocast(weight):
+        with full_precision(weight):
             value = self._get(self._log_abs_det, lambda matrix: matrix.log_abs_det(), weight, setting)
         return value.to(weight.dtype, copy=True)  # a copy, so that a caller cannot edit the cached value
 
@@ -228,7 +228,7 @@ class CachedLU:
         Raises:
             SingularError: The matrix has no inverse.
         """
-        with without_autocast(weight):
+        with full_precision(weight):
             solver = self._get(self._solver, lambda matrix: matrix.inverse(), weight, setting)
             return solver(y.to(_precision(weight))).to(y.dtype)
 
@@ -240,7 +240,7 @@ class CachedLU:
         Raises:
             SingularError: The matrix has no inverse.
         """
-        with torch.no_grad(), without_autocast(weight):
+        with torch.no_grad(), full_precision(weight):
             solver = self._get(self._solver, lambda matrix: matrix.inverse(), weight, setting)
         precision = torch.promote_types(weight.dtype, torch.float64)
 
@@ -253,7 +253,8 @@ class CachedLU:
     def _get(self, memo: Memo[T], compute: Callable[[Matrix], T], weight: Tensor, setting: tuple[Hashable, ...]) -> T:
         precision = _precision(weight)
         if is_traced(weight):
-            return compute(self._matrix(weight.to(precision), *setting))
+            value = compute(self._matrix(weight.to(precision), *setting))
+            return full_precision_backward(value) if isinstance(value, Tensor) else value
         if not may_read(weight):  # a memo compares contents, and has no place for what was not checked
             return compute(self._matrix(weight.detach().to(precision), *setting))
 
@@ -284,12 +285,6 @@ class _FixedSolve(Function):
 
 def _precision(weight: Tensor) -> torch.dtype:
     return torch.promote_types(weight.dtype, torch.float32 if is_traced(weight) else torch.float64)
-
-
-def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
-    """Disables autocast, which would run the products inside a factorisation, but not the rest, in half precision."""
-    kind = tensor.device.type
-    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
 class _Panel(NamedTuple):

@@ -14,6 +14,7 @@ import torch
 from torch import Generator, Tensor
 
 from ebflow_plugin.errors import InputError
+from ebflow_plugin.linalg.precision import full_precision, full_precision_backward
 from ebflow_plugin.linalg.random import gaussian_like, signs_like, uniform_like
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives import checks
@@ -228,7 +229,8 @@ class FDSSM(ScoreObjective):
 
     Cost: one energy of 3B samples; training needs a single backward pass. Use it where memory or a missing second
     derivative rules out SSM. The differences cancel: in a precision of p digits the rounding error of the values is
-    about :math:`10^{-p} |E| D / \epsilon^2`, so keep ε well above 0.01 in single precision.
+    about :math:`10^{-p} |E| D / \epsilon^2`, so keep ε well above 0.01 in single precision. Autocast and TF32 are off
+    in its passes, forward and backward; weights and data in half precision raise.
 
     Where the score of a flow jumps, it is unbiased (unlike SSM), but only the samples closer to the jump than ε see
     it: the variance grows with 1/ε, and below 0.1 it warns. Where the density itself jumps, it is biased for every ε,
@@ -269,12 +271,18 @@ class FDSSM(ScoreObjective):
         size, eps = prod(u.shape[1:]), self.eps if self.noise is None else self.eps * self.noise.growth
         if self.noise is not None:
             u = self.noise.add(u, generator)
+        if torch.finfo(u.dtype).bits < 32:
+            raise InputError(
+                f"FDSSM subtracts nearly equal energies, of which {u.dtype} leaves nothing; train in float32 with "
+                "autocast, which it switches off for itself, or use DSM or SSM"
+            )
         step = sphere(u, generator) * (eps / sqrt(size))
         rows = None if context is None else torch.cat([context] * 3)
-        with self.adding_noise(f"eps={self.eps:g}"):
+        with self.adding_noise(f"eps={self.eps:g}"), full_precision(u):
             energies, latents = plan.energy_from(0, (torch.cat([u, u + step, u - step]),), plan.embed(rows))
         energy, ahead, after = energies.chunk(3)
         values = ((energy - ahead) + (energy - after) + 0.125 * (ahead - after).square()) * (size / eps**2)
+        values = full_precision_backward(values)
         values = self._matching(values, plan, tuple(z[: len(u)] for z in latents), context, generator)
         return values + self.energy_weight * energy if self.energy_weight else values
 

@@ -181,7 +181,9 @@ def test_other_layers_become_what_they_become_without_a_kernel():
 
 def test_a_layer_that_is_used_twice_is_as_large_as_its_smallest_map():
     torch.manual_seed(0)
-    with pytest.warns(ebf.EBFlowWarning, match=r"kernel_size=5: these convolutions stay 1 × 1: \S+  FullConv2d .*3 x 3"):
+    with pytest.warns(
+        ebf.EBFlowWarning, match=r"kernel_size=5: these convolutions stay 1 × 1: \S+  FullConv2d .*3 x 3"
+    ):
         full = ebf.unconstrain(build("glow", (4, 12, 12), blocks=1, hidden=4), 5)
     sizes = [part.setting.kernel_size for part in full.modules() if isinstance(part, ebflow_nflows.FullConv2d)]
     assert sizes == [(5, 5), (1, 1)]
@@ -200,7 +202,9 @@ def test_what_cannot_be_is_said():
             ebf.unconstrain(flow, kernel)
     with pytest.raises(ebf.InputError, match=r"unknown padding_mode 'reflect'. Valid names: circular, zeros"):
         ebf.unconstrain(flow, 3, padding_mode="reflect")
-    with pytest.raises(ebf.InputError, match="kernel_size=3: the flow has no 1 × 1 convolution that can have such a ker"):
+    with pytest.raises(
+        ebf.InputError, match="kernel_size=3: the flow has no 1 × 1 convolution that can have such a ker"
+    ):
         ebf.unconstrain(build("fc", (4,)), 3)
     changes = []
     ebf.unconstrain(flow, 1, changes=changes)
