@@ -1,4 +1,4 @@
-"""unconstrain(kernel_size=k): 1 × 1 convolutions become k × k ones with the same density, which works in the library."""
+"""unconstrain(kernel_size=k): 1 × 1 convolutions become k × k ones with the same density, in the library too."""
 
 import math
 
