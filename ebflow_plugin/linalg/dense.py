@@ -220,7 +220,7 @@ class CachedLU:
         r"""Returns :math:`\log |\det A|` in the weight's type."""
         with full_precision(weight):
             value = self._get(self._log_abs_det, lambda matrix: matrix.log_abs_det(), weight, setting)
-        return value.to(weight.dtype, copy=True)  # a copy, so that a caller cannot edit the cached value
+        return value.to(weight.dtype, copy=not is_traced(weight))  # so that a caller cannot edit the cached value
 
     def solve(self, weight: Tensor, y: Tensor, *setting: Hashable) -> Tensor:
         r"""Returns :math:`A^{-1} y` in the type of ``y``, for ``y`` with the shape that the matrix's solver takes.

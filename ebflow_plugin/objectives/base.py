@@ -114,7 +114,7 @@ class Objective(nn.Module, ABC):
         if self.noise is not None:
             self.noise.begin(u, self.model.training)
         values = self.per_sample(plan, u, context, generator)
-        return values - log_det.detach() if self.in_data_space else values
+        return values - log_det.detach() if self.in_data_space and log_det is not None else values
 
     def forward(
         self,

@@ -223,13 +223,14 @@ class Plan:
         computed = [(step, value.to(like).reshape(())) for step, value in terms if isinstance(value, Tensor)]
         constant = sum(value for _, value in known)  # as it is: a tensor of a Python number would have to be copied
         singular = [step.where for step, value in known if not math.isfinite(value)]
-        log_z = like.new_zeros(()) if not terms else like.new_full((), -constant)
-        if computed:
+        if not computed:
+            log_z = like.new_full((), -constant)
+        else:
             values = torch.stack([value for _, value in computed])
             if is_readable(values) and may_read(values):
                 finite = torch.isfinite(values.detach()).tolist()
                 singular += [step.where for (step, _), good in zip(computed, finite, strict=True) if not good]
-            log_z = -values.sum() - constant
+            log_z = -values.sum() - constant if known else -values.sum()
         if singular:
             raise SingularError(
                 f"{len(singular)} of {len(terms)} linear steps have no finite log-determinant: their weight is "
