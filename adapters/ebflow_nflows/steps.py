@@ -177,7 +177,7 @@ class ScaledSigmoidStep(SigmoidStep):
 
     def temperature(self, x: Tensor) -> Tensor:
         """T on the device of x: in nflows 0.14 it is a plain CPU tensor."""
-        return self.module.temperature.to(x)
+        return self.module.temperature.to(x, non_blocking=True)
 
     def forward_map(self, x: Tensor, context: Tensor | None) -> ElementwiseMap:
         temperature = self.temperature(x)

@@ -128,11 +128,11 @@ def condense(y: Tensor) -> tuple[Tensor, Tensor]:
         (499.5, True)
     """
     ordered = y.sort(0).values
-    grid = torch.special.ndtr(torch.linspace(-REACH, REACH, BINS - 1, dtype=torch.float64))
+    grid = torch.special.ndtr(torch.linspace(-REACH, REACH, BINS - 1, dtype=torch.float64, device="cpu"))
     inner = (grid * len(y)).round().long()
     ends = torch.cat([inner.new_tensor([0]), inner, inner.new_tensor([len(y)])]).unique()
     sizes = ends.diff()
-    bins = torch.repeat_interleave(torch.arange(len(sizes)), sizes).to(y.device)
+    bins = torch.repeat_interleave(sizes).to(y.device)
     points = y.new_zeros(len(sizes), y.shape[1]).index_add_(0, bins, ordered)
     counts = sizes.to(y)[:, None]
     return points / counts, counts / len(y)

@@ -55,8 +55,8 @@ class Moments:
         self.diagonal = diagonal
         self._weight: float = 0  # the sum of the weights, and of their squares
         self._squares: float = 0
-        self._mean = torch.zeros(0, dtype=torch.float64)
-        self._scatter = torch.zeros(0 if diagonal else (0, 0), dtype=torch.float64)
+        self._mean = torch.zeros(0, dtype=torch.float64, device="cpu")
+        self._scatter = torch.zeros(0 if diagonal else (0, 0), dtype=torch.float64, device="cpu")
         self._buffer: list[tuple[Tensor, Tensor | None]] = []
         self._buffered = 0  # rows in the buffer
 

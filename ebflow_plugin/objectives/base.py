@@ -41,7 +41,7 @@ class Prepared(NamedTuple):
         u: The matched variable, with shape ``(B, *)``.
         context: The context, with ``B`` rows, still attached to its graph.
         weights: The checked weights of the rows.
-        log_det: The log-det of the preprocessing, with shape ``(B,)``.
+        log_det: The log-det of the preprocessing, with shape ``(B,)``; None if there is none.
         drawn: The drawn numbers; None for an objective that draws its own.
         generator: The source of all randomness.
     """
@@ -50,7 +50,7 @@ class Prepared(NamedTuple):
     u: Tensor
     context: Tensor | None
     weights: Tensor | None
-    log_det: Tensor
+    log_det: Tensor | None
     drawn: tuple[Tensor, ...] | None
     generator: Generator | None
 
@@ -90,6 +90,7 @@ class Objective(nn.Module, ABC):
 
     model: EBFlow
     in_data_space: ClassVar[bool] = False  # whether the value includes the log-det of the preprocessing
+    full_precision: ClassVar[bool] = False  # whether it subtracts nearly equal numbers
     noise: AddedNoise | None = None  # that it adds to the matched variable
     not_compiled: ClassVar[str] = ""  # why it cannot be
     _compiled: CompiledLoss | None = None
@@ -132,11 +133,11 @@ class Objective(nn.Module, ABC):
         if len(u) == 0:
             return u.flatten(1).sum(1)
         values = self.per_sample(plan, u, context, generator)
-        return values - log_det if self.in_data_space else values
+        return values if log_det is None or not self.in_data_space else values - log_det
 
     def _matched(
         self, x: Tensor, context: Tensor | None, weights: Tensor | None, generator: Generator | None
-    ) -> tuple[Plan, Tensor, Tensor | None, Tensor, Generator | None]:
+    ) -> tuple[Plan, Tensor, Tensor | None, Tensor | None, Generator | None]:
         """The plan, the matched variable, the context and the log-det of the preprocessing, ready for a loss."""
         if generator is None:
             generator = self.generator
@@ -149,7 +150,7 @@ class Objective(nn.Module, ABC):
             plan.initialize(u[picked], None if context is None else context[picked])
         if len(u) and self.noise is not None:
             self.noise.begin(u, self.model.training)
-        return plan, u, context, log_det.detach(), generator
+        return plan, u, context, log_det, generator
 
     def prepare(
         self, x: Tensor, context: Tensor | None, weights: Tensor | None, generator: Generator | None
@@ -168,7 +169,9 @@ class Objective(nn.Module, ABC):
             values = self.per_sample(given.plan, given.u, given.context, given.generator)
         else:
             values = self.value(given.plan, given.u, given.context, given.drawn)
-        return weighted_mean(values - given.log_det if self.in_data_space else values, given.weights)
+        if self.in_data_space and given.log_det is not None:
+            values = values - given.log_det
+        return weighted_mean(values, given.weights)
 
     def draw(
         self, plan: Plan, u: Tensor, context: Tensor | None, generator: Generator | None

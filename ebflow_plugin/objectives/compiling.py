@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,8 +27,8 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from ebflow_plugin.errors import EBFlowError, UnsupportedStepError
-from ebflow_plugin.linalg.dense import without_autocast
 from ebflow_plugin.linalg.memo import tracing
+from ebflow_plugin.linalg.precision import full_precision
 from ebflow_plugin.planned import Watch
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ class CompiledLoss:
                 loss = _Loss(objective.model, terms, prepared, spec)
                 graph = self._build(objective, _Trace(loss, list(named), tensors, key.rows), bool(alike))
             self._graphs[key] = graph
-        with torch.no_grad(), without_autocast(tensors[-1]):  # the graph has its casts
+        with torch.no_grad(), _running(terms, tensors[-1]):
             loss_value, gradients = graph.run(*_values(tensors))
         handed: Tensor = _Handed.apply(loss_value, gradients, *(tensors[place] for place in graph.reached))
         return handed
@@ -111,7 +112,7 @@ class CompiledLoss:
         try:
             traced, reached, serves = trace(again)
             run = torch.compile(traced, **self.options)
-            with torch.no_grad(), without_autocast(trace.tensors[-1]):
+            with torch.no_grad(), _running(trace.loss.terms, trace.tensors[-1]):
                 run(*trace.examples(again and serves(trace.rows + 1)))  # compiles it
         except EBFlowError:
             raise
@@ -214,6 +215,14 @@ class _Handed(Function):
     @once_differentiable
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         return (None, None, *torch._foreach_mul(ctx.gradients, scale))
+
+
+def _running(terms: Terms, like: Tensor) -> AbstractContextManager[object]:
+    """Runs a graph, which has the casts of autocast in it, without autocast; a finite difference without TF32 too."""
+    if any(term.full_precision for _, term in terms):
+        return full_precision(like)
+    kind = like.device.type
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
 def _values(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -28,9 +28,9 @@ from torch import Generator, Tensor
 from ebflow_plugin.errors import ConditioningWarning, SingularError, warn
 from ebflow_plugin.linalg.circular import ConvOperator, side_by_side
 from ebflow_plugin.linalg.delayed import Delayed, free_to_read
-from ebflow_plugin.linalg.dense import without_autocast
 from ebflow_plugin.linalg.krylov import gmres
 from ebflow_plugin.linalg.operators import Approximation, LinearOperator, dense_inverse
+from ebflow_plugin.linalg.precision import full_precision
 from ebflow_plugin.linalg.random import signs_like
 from ebflow_plugin.objectives.probes import Account
 from ebflow_plugin.plan.step import LinearStep, Shape, Shapes
@@ -190,7 +190,7 @@ class LogDetEstimator:
         """
         if not torch.is_grad_enabled():
             return batch.new_zeros(())
-        with without_autocast(batch):
+        with full_precision(batch):
             known = [_Layer(step, shapes, _operator(step, shapes)) for step, shapes in layers]
             groups: dict[Hashable, list[_Layer]] = {}
             for layer in known:

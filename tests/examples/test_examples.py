@@ -31,6 +31,7 @@ EXPECTED = {
     "own_objective": [r"paired_dsm loss", rf"KL to the density of the data {NUMBER} -> {NUMBER}"],
     "phi4": [rf"flow +accepted {NUMBER}, effective {NUMBER}, mean action", rf"HMC +mean action {NUMBER} ± {NUMBER}"],
     "sbi_posterior": [r"posterior mean.* known" if find_spec("sbi") else r"^skipped: .*pip install sbi\n$"],
+    "cuda_graphs": [rf"DSM: loss {NUMBER} -> {NUMBER} in 20 steps", rf"SSM: loss {NUMBER} -> {NUMBER}"],
     "several_devices": ["processes: 1, rows of a batch in each: 256", rf"exact test NLL {NUMBER}; start"],
     "unconstrain": [r"_transform\._transforms\.0: LULinear -> FullLinear", rf"full, .* NLL +{NUMBER}"],
     "wrap_nflows": [r"LULinear +linear", r"\d+ checks of this model hold", rf"exact test NLL {NUMBER} -> {NUMBER}"],
