@@ -12,7 +12,8 @@ from mkdocs.structure.pages import Page
 from ziamath import Latex
 
 ROOT = Path(__file__).parents[1]
-PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANGELOG.md": "CHANGELOG.md"}
+PAGES = {"README.md": "index.md"} | {name: name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")}
+FILES = ("LICENSE", "CITATION.cff", "noxfile.py", "pyproject.toml", "mkdocs.yml")
 LINK = re.compile(r"\]\(([^)\s#:]+)(#[^)\s]*)?\)")
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 FENCE = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
@@ -22,7 +23,9 @@ SIZES = (r' width="([\d.]+)"', r' height="([\d.]+)"', r' viewBox="\S+ (\S+) ')
 
 
 def place(path: str) -> str:
-    """Where a file of the repository is in the site, by its path."""
+    """Where a file of the repository is in the site, by its path; a folder is its home page."""
+    if (ROOT / path).is_dir():
+        return "index.md"
     path = PAGES.get(path, path.removeprefix("docs/"))
     return re.sub(r"^(examples/\w+)\.(py|ipynb)$", r"\1.md", path)
 
@@ -42,10 +45,10 @@ def notebook(file: Path) -> str:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds what lies outside of this folder."""
-    sources = [*PAGES, *(file.relative_to(ROOT).as_posix() for file in sorted((ROOT / "examples").glob("**/*.*")))]
-    for source in sources:
+    examples = (file.relative_to(ROOT) for file in sorted(ROOT.glob("examples/**/*.*")))
+    for source in (*PAGES, *FILES, *(file.as_posix() for file in examples if "runs" not in file.parts)):
         file = ROOT / source
-        if file.suffix == ".png":
+        if file.suffix == ".png" or source in FILES:
             files.append(File.generated(config, source, abs_src_path=str(file)))
         elif file.suffix == ".md":
             files.append(File.generated(config, place(source), content=file.read_text(encoding="utf-8")))
