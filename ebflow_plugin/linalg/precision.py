@@ -45,7 +45,7 @@ def full_precision_backward(values: Tensor) -> Tensor:
 
         def switch(_: Tensor) -> None:
             saved = _without_tf32()
-            engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+            engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(lambda: _restore(saved))
 
         values.register_hook(switch)
