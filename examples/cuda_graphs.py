@@ -21,6 +21,7 @@ device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def build() -> ebf.EBFlow:
+    """A flow of two dense layers, on the device."""
     steps = [FullLinear(8), SmoothLeakyReLU(0.3), FullLinear(8)]
     return ebf.wrap(flows.Flow(transforms.CompositeTransform(steps), distributions.StandardNormal([8])).to(device))
 
