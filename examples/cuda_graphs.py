@@ -28,8 +28,7 @@ def build() -> ebf.EBFlow:
 
 def step_of(objective: ebf.objectives.Objective, x: Tensor) -> Callable[[], Tensor]:
     """Loss, gradients and the optimiser's step on the batch in x; as a CUDA graph where there is CUDA."""
-    capturable = {"capturable": True} if device.type == "cuda" else {}
-    optimizer = torch.optim.Adam(objective.parameters(), lr=0.01, **capturable)
+    optimizer = torch.optim.Adam(objective.parameters(), lr=0.01, capturable=device.type == "cuda")
 
     def step() -> Tensor:
         optimizer.zero_grad(set_to_none=True)
@@ -46,24 +45,18 @@ def step_of(objective: ebf.objectives.Objective, x: Tensor) -> Callable[[], Tens
         for _ in range(WARM_UP):
             step()
     torch.cuda.current_stream().wait_stream(stream)
-    optimizer.zero_grad(set_to_none=True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):  # draws from the global generator, which graphs know how to advance
         loss = step()
 
-    def replay() -> Tensor:
-        graph.replay()
-        return loss
-
-    return replay
+    return lambda: (graph.replay(), loss)[1]
 
 
 print("CUDA graphs" if device.type == "cuda" else "no CUDA here: the same steps without graphs")
 torch.manual_seed(0)
 data = torch.randn(1000, 8, device=device) @ torch.randn(8, 8, device=device)
 for objective in (ebf.objectives.DSM(build(), sigma=0.5), ebf.objectives.SSM(build())):
-    x = torch.empty(ROWS, 8, device=device)  # a graph reads its batch from the same memory each time
-    x.copy_(data[:ROWS])
+    x = data[:ROWS].clone()  # a graph reads its batch from the same memory each time
     step = step_of(objective, x)
     losses = []
     for _ in range(STEPS):

@@ -218,6 +218,7 @@ class CachedLU:
         r"""Returns :math:`\log |\det A|` in the weight's type."""
         with full_precision(weight):
             value = self._get(self._log_abs_det, lambda matrix: matrix.log_abs_det(), weight, setting)
+        value = full_precision_backward(value)
         return value.to(weight.dtype, copy=not is_traced(weight))  # so that a caller cannot edit the cached value
 
     def solve(self, weight: Tensor, y: Tensor, *setting: Hashable) -> Tensor:
@@ -251,10 +252,7 @@ class CachedLU:
     def _get(self, memo: Memo[T], compute: Callable[[Matrix], T], weight: Tensor, setting: tuple[Hashable, ...]) -> T:
         precision = _precision(weight)
         if is_traced(weight):
-            value: Any = compute(self._matrix(weight.to(precision), *setting))
-            if isinstance(value, Tensor):
-                value = full_precision_backward(value)
-            return value
+            return compute(self._matrix(weight.to(precision), *setting))
         if not may_read(weight):  # a memo compares contents, and has no place for what was not checked
             return compute(self._matrix(weight.detach().to(precision), *setting))
 
