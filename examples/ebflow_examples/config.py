@@ -106,7 +106,7 @@ class TrainConfig:
     ml_weight: float | None = _option(
         None,
         LOSS,
-        "DSM, SSM, FDSSM: this share of the loss is likelihood, of points with the noise --sigma.",
+        "DSM, SSM, FDSSM: this share of the loss is likelihood, of the same points with noise.",
         "0.1 for SSM and FDSSM where noise shrinks by itself, else 0",
     )
     eps: float | None = _option(None, LOSS, "FDSSM: length of the finite difference.", "1 for images, 0.1 otherwise")

@@ -179,22 +179,22 @@ def objective_of(model: ebf.EBFlow, config: TrainConfig) -> ebf.objectives.Objec
         value = getattr(config, name)
         if config.loss in losses and value is not None:
             options[name] = value
-    weight, last = options.pop("ml_weight", 0.0), options.get("sigma")
     if steps := options.pop("shrink", 0):
         options["sigma"] = ebf.objectives.NoiseSchedule(end=options["sigma"], steps=steps)
+    weight = options.pop("ml_weight", 0.0)
     objective = ebf.make_objective(config.loss, model, **options)
-    return (1 - weight) * objective + weight * NoisedML(model, last) if weight else objective
+    return (1 - weight) * objective + weight * NoisedML(model, options.get("sigma")) if weight else objective
 
 
 class NoisedML(ebf.objectives.Objective):
-    """The exact NLL of data with noise: of what the score matching beside it learns in the end.
+    """The exact NLL of data with the noise that the score matching beside it adds, for a part of a sum.
 
     Arguments:
         model: A wrapped flow.
-        sigma: The standard deviation of the noise; None for none.
+        sigma: The noise, a number or a schedule; None for none.
     """
 
-    def __init__(self, model: ebf.EBFlow, sigma: float | None) -> None:
+    def __init__(self, model: ebf.EBFlow, sigma: float | ebf.objectives.NoiseSchedule | None) -> None:
         super().__init__(model)
         self.noise = None if sigma is None else AddedNoise(sigma)
 

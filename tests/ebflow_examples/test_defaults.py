@@ -65,7 +65,7 @@ def test_score_matching_in_the_plane_has_noise_that_shrinks_and_matched_latents(
     if loss in ("ssm", "fdssm"):
         assert objective.weights == (0.9, 0.1)
         objective, likelihood = objective.terms
-        assert likelihood.noise.option == 0.375
+        assert likelihood.noise.option == objective.noise.option
     assert objective.noise.option == ebf.objectives.NoiseSchedule(end=0.375, steps=2400)
     assert objective.latent_weight == 1.0
     # The noise of the set is the last of the schedule: the points are those before it.
@@ -101,14 +101,16 @@ def test_what_is_said_about_noise_holds(options, sigma):
     assert torch.equal(run.data.train, run.data.clean) == (sigma == 0.375)
 
 
-@pytest.mark.parametrize("sigma", [None, 0.375])
+@pytest.mark.parametrize("sigma", [None, 0.375, ebf.objectives.NoiseSchedule(start=2.0, end=0.375, steps=3)])
 def test_likelihood_beside_score_matching_is_that_of_points_with_noise(sigma):
     run = build(TrainConfig(data="swirl", model="glow", device="cpu", limit=50))
-    x = run.data.train
+    x, added = run.data.train, 2.0 if isinstance(sigma, ebf.objectives.NoiseSchedule) else sigma or 0.0
     run.model.initialize(x)
-    noised = x + (sigma or 0.0) * torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
-    value = NoisedML(run.model, sigma)(x, generator=torch.Generator().manual_seed(1))
+    noised = x + added * torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
+    likelihood = NoisedML(run.model, sigma)
+    value = likelihood(x, generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(value, -run.model.log_prob(noised).mean())
+    assert likelihood.state().get("noise_step", 1) == 1
 
 
 def test_noise_shrinks_for_other_data_if_it_is_asked_for(tmp_path):
