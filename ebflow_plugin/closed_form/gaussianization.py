@@ -30,18 +30,26 @@ import copy
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from math import inf, isfinite
+from math import inf, isfinite, log, pi
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ebflow_plugin.closed_form.calibration import choose_shrinkage, share_memory
 from ebflow_plugin.closed_form.initialization import (
+    IMAGES,
     broadcast,
+    cell_of,
+    first_cell,
     first_full_layer,
+    fitted_matrix,
+    groups_of,
     is_linear,
+    matrix_of,
     refuse_dependent,
     rows_of,
+    set_matrix,
     spreads,
     start_together,
     whiten_layer,
@@ -50,7 +58,7 @@ from ebflow_plugin.closed_form.marginals import MarginalMap, fit_marginals
 from ebflow_plugin.closed_form.moments import Moments, held_out
 from ebflow_plugin.closed_form.passes import HELD_OUT, Passes, Thinned
 from ebflow_plugin.errors import InputError, SingularError
-from ebflow_plugin.layers import FullLinear
+from ebflow_plugin.layers import FullConv2d, FullLinear, SinhArcsinh
 from ebflow_plugin.linalg.random import with_progress
 from ebflow_plugin.plan.elementwise import ElementwiseStep
 from ebflow_plugin.plan.linear import InitialisedAffineStep, IsometryStep
@@ -132,44 +140,50 @@ class StartReport:
 
 
 def chain(plan: Plan) -> list[int]:
-    """The indices of the full layers that can start together, with a nonlinearity after each but the last.
+    """The indices of the full layers that can start together: linear steps between them, and nonlinearities to fit.
 
     Raises:
-        InputError: If there are fewer than two.
+        InputError: If there are fewer than two, or no nonlinearity.
     """
     places = [first_full_layer(plan)]
+    first = plan.steps[places[0]]
+    assert isinstance(first, FullStep)
+    cell_of(first)
     while (following := _next_layer(plan, places)) is not None:
         places.append(following)
-    first = plan.steps[places[0]]
-    if not isinstance(first.module, FullLinear) or first.module.bias is None:
+    if first.module.bias is None:
         raise InputError(
-            "gaussianize=True needs a FullLinear with a bias, whose features have scales and shifts of their own; "
-            f"{first.where} is none. Use whiten=True alone."
+            "gaussianize=True needs a full layer with a bias, so that its features have scales and shifts of their "
+            f"own; {first.where} has none. Use whiten=True alone."
         )
-    if len(places) == 1:
+    if not any(nonlinearity(plan, place) for place in places[:-1]):
         after = plan.steps[places[0] + 1] if places[0] + 1 < len(plan.steps) else None
         found = "nothing" if after is None else after.where
         raise InputError(
             "gaussianize=True needs an elementwise nonlinearity, such as SinhArcsinh, after the first full layer, and "
-            "another FullLinear with a bias and parameters of its own after that; "
+            "another full layer with a bias and parameters of its own after that; "
             f"found {found}. Use whiten=True alone."
         )
     return places
 
 
-def _next_layer(plan: Plan, places: list[int]) -> int | None:
-    """The next full layer of a chain: after a nonlinearity, and possibly ActNorms, permutations, fixed linear steps."""
-    last = places[-1]
-    if last + 1 >= len(plan.steps) or not isinstance(plan.steps[last + 1], ElementwiseStep):
+def nonlinearity(plan: Plan, place: int) -> ElementwiseStep | None:
+    """The nonlinearity right after a full layer, if it has the same parameters for each row of the layer's output."""
+    step = plan.steps[place + 1] if place + 1 < len(plan.steps) else None
+    layer = plan.steps[place].module
+    if not isinstance(step, ElementwiseStep):
         return None
-    for place in range(last + 2, len(plan.steps)):
+    features = -1 if isinstance(layer, FullLinear) else -3
+    return step if not isinstance(step.module, SinhArcsinh) or step.module.dim == features else None
+
+
+def _next_layer(plan: Plan, places: list[int]) -> int | None:
+    """The next full layer of a chain: after ActNorms, permutations, squeezes and fixed linear steps."""
+    last = places[-1]
+    for place in range(last + 1 + (nonlinearity(plan, last) is not None), len(plan.steps)):
         step = plan.steps[place]
         if isinstance(step, FullStep):
-            layer = step.module
-            own = {"weight", "bias"} <= dict(layer.named_parameters(recurse=False)).keys()
-            fit = isinstance(layer, FullLinear) and not step.inverted and own
-            tied = any(share_memory(layer, plan.steps[other].module) for other in places)
-            return place if fit and not tied else None
+            return place if _is_free(plan, places, step) else None
         trainable = isinstance(step.module, nn.Module) and any(p.requires_grad for p in step.module.parameters())
         allowed = isinstance(step, (InitialisedAffineStep, IsometryStep))
         if not isinstance(step, LinearStep) or step.n_in != 1 or step.n_out != 1 or (trainable and not allowed):
@@ -177,26 +191,43 @@ def _next_layer(plan: Plan, places: list[int]) -> int | None:
     return None
 
 
+def _is_free(plan: Plan, places: list[int], step: FullStep) -> bool:
+    """Whether a later full layer can be set to a whitening map, with parameters of its own."""
+    layer = step.module
+    own = {"weight", "bias"} <= dict(layer.named_parameters(recurse=False)).keys()
+    tied = any(share_memory(layer, plan.steps[other].module) for other in places)
+    if step.inverted or not own or tied:
+        return False
+    try:
+        cell_of(step)
+    except InputError:
+        return False
+    return True
+
+
 class Arrived:
     """Statistics of the input of a layer, from one pass: of the rows to fit to, and of the held-out rows."""
 
     def __init__(self, step: FullStep, stream: Iterable[tuple[Tensor, Tensor]]) -> None:
+        self.step = step
         self.fit, self.held, self.log_dets = Moments(), Moments(), Moments(diagonal=True)
         sample, others = Thinned(ROWS), Thinned(ROWS // 2)
         self.times, index = 1, 0
+        self.matrix: Tensor | None = None  # of a convolution, fitted to the rows to fit to
         for value, log_det in stream:
             held = held_out(index, len(value), HELD_OUT, value.device)
             index += len(value)
             self.shape: tuple[int, ...] = tuple(value.shape[1:])
             for chosen, moments, thinned in ((~held, self.fit, sample), (held, self.held, others)):
                 if bool(chosen.any()):
-                    rows = rows_of(step, value[chosen])
-                    self.times = len(rows) // int(chosen.sum())
-                    moments.add(rows)
-                    thinned.add(rows)
+                    for part in value[chosen].split(IMAGES):
+                        rows = rows_of(step, part)
+                        self.times = len(rows) // len(part)
+                        moments.add(rows)
+                        thinned.add(rows, shuffled=self.times > 1)
             if bool(held.any()):
                 self.log_dets.add(log_det[held, None])
-        if self.held.count < 2:
+        if self.held.count < 2 * self.times:
             raise InputError(f"gaussianize=True needs at least {2 * HELD_OUT} data points, got {index}")
         for moments in (self.fit, self.held, self.log_dets):  # so that every process decides the same
             moments.reduce()
@@ -209,17 +240,53 @@ class Arrived:
             merged.merge(part.count, part.mean, part.scatter)
         return merged
 
-    def judge(self, where: str) -> tuple[float, float]:
-        """The shrinkage that minimises the held-out NLL of a Gaussian with the moments of ``fit``, and that NLL."""
+    def judge(self) -> tuple[float, float]:
+        """The shrinkage that minimises the held-out NLL of a Gaussian with the moments of ``fit``, and that NLL.
+
+        For a convolution it is the shrinkage for which patches are most likely, and the NLL of the fitted layer.
+        """
+        where, cell, entries = self.step.where, cell_of(self.step).flatten(), len(self.fit.mean)
         if not bool(torch.isfinite(self.fit.scatter).all()):
             raise InputError(f"the input of {where} holds NaN or inf; ebflow_plugin.verify(flow, x) finds where")
+        if len(cell) < entries:
+            return self._judge_patches()
         spread = spreads(self.fit, where)
-        scales = torch.outer(spread, spread)
-        correlation = self.fit.covariance() / scales
-        rho, nll = choose_shrinkage(correlation, self.held.second_moments(self.fit.mean) / scales)
-        if rho > 0 and self.fit.count > 2 * len(spread):  # a shrinkage that too few rows do not explain
+        rho, nll, correlation = _shrink(self.fit, self.held, spread)
+        if rho > 0 and self.fit.count > 2 * entries:  # a shrinkage that too few rows do not explain
             refuse_dependent(torch.linalg.eigvalsh(correlation), self.fit.count, where)
         return rho, self.times * (nll + spread.log().sum().item()) - self.log_dets.mean.item()
+
+    def _judge_patches(self) -> tuple[float, float]:
+        """Chooses between no shrinkage and that for which held-out patches are most likely, by the layer that it gives.
+
+        Overlapping patches are no independent rows, and natural images have heavy tails: little shrinkage is best.
+        """
+        spread = self.fit.covariance().diagonal().clamp_min(0.0).sqrt()
+        live = (spread > 0).nonzero().flatten()  # the taps of a kernel that is wider than the image read zeros alone
+        rho = _shrink(self.fit.part(live), self.held.part(live), spread[live])[0] if len(live) else 0.0
+        second, best = self.held.second_moments(self.fit.mean), (0.0, inf)
+        for shrinkage in dict.fromkeys((0.0, rho)):
+            try:
+                matrix, log_det = fitted_matrix(self.step, self.fit, self.shape, shrinkage, self.matrix)
+            except SingularError:
+                if shrinkage == rho or self.fit.count > 2 * len(spread):
+                    raise
+                continue
+            nll = 0.5 * (((matrix @ second) * matrix).sum().item() + len(matrix) * log(2 * pi)) - log_det
+            if nll < best[1]:
+                best, self.matrix = (shrinkage, nll), matrix
+        return best[0], self.times * best[1] - self.log_dets.mean.item()
+
+    def whiten(self, moments: Moments, shrinkage: float) -> float:
+        """Sets the layer to the whitening map of these rows. Returns the log-determinant of all rows of an event."""
+        return self.times * whiten_layer(self.step, moments, self.shape, shrinkage, self.matrix)
+
+
+def _shrink(fit: Moments, held: Moments, spread: Tensor) -> tuple[float, float, Tensor]:
+    """The shrinkage, the NLL of held-out rows in units of the spread, and the correlations."""
+    scales = torch.outer(spread, spread)
+    correlation = fit.covariance() / scales
+    return *choose_shrinkage(correlation, held.second_moments(fit.mean) / scales), correlation
 
 
 class Saved:
@@ -281,39 +348,43 @@ def _fit(passes: Passes, places: list[int], progress: bool) -> list[LayerStart]:
     plan, started = passes.plan, list[LayerStart]()
     linear, since = 0.0, 0  # the log-det of the linear steps so far; where the last pass ended
     shape: tuple[int, ...] | None = None
-    judged: tuple[FullStep, Moments, float] | None = None  # the last layer, and the whitening of it that was judged
+    judged: tuple[Arrived, float] | None = None  # the last layer, and the whitening of it that was judged
     for number, place in enumerate(with_progress(places, progress, "Gaussianising start")):
         step, last = plan.steps[place], place == places[-1]
         assert isinstance(step, FullStep)
         arrived = Arrived(step, passes.to(place))
         between = _linear_log_det(plan, since, place, shape or passes.event_shape, arrived)
-        rho, nll = arrived.judge(step.where)
+        rho, nll = arrived.judge()
         nll -= linear + between
         if judged is not None and not nll <= started[-1].nll:
-            whiten_layer(*judged)  # what follows will be affine, so that this is the last whitening
-            kept = replace(started.pop(), shrinkage=judged[2])
-            started += _straighten(plan, places[number - 1 :], passes, arrived.shape, kept)
+            before, shrinkage = judged
+            before.whiten(before.fit, shrinkage)  # what follows will be affine, so that this is the last whitening
+            kept = replace(started.pop(), shrinkage=shrinkage)
+            started += _straighten(plan, places[number - 1 :], passes, before.shape, kept)
             passes.restart()
             nll, _ = _settle(passes, places[-1])
             return [*started[:-1], replace(started[-1], nll=nll)]
         enough = arrived.fit.count >= ENOUGH * len(arrived.fit.mean)
-        judged, moments = (step, arrived.fit, rho), arrived.fit
+        judged, moments = (arrived, rho), arrived.fit
         if enough and not last:  # few held-out rows must stay unseen, since they judge later layers too
             moments = arrived.everything()
             rho = 0.0  # shrinkage keeps the basis near that of the layer before, whose features are Gaussian already
-        linear += between + arrived.times * whiten_layer(step, moments, rho)
+        linear += between + arrived.whiten(moments, rho)
         if last:
             nll, aimed = _settle(passes, place)
-            whiten_layer(step, arrived.everything(), rho)  # the model is judged: no row is left to hold out for
+            arrived.whiten(arrived.everything(), rho)  # the model is judged: no row is left to hold out for
             if aimed:
                 passes.fit_to_base(place)
             return [*started, LayerStart(step.where, nll, rho, None)]
-        nonlinearity = _nonlinearity(plan, place)
-        sample, others = step.module.transform(arrived.sample), step.module.transform(arrived.others)
-        own = fit_marginals(nonlinearity, sample, others)
-        fitted = MarginalMap(*broadcast(own.scale, own.shift, own.log_tail, own.skewness, own.helps))
-        linear += arrived.times * fitted.write(nonlinearity, step.module)
-        started.append(LayerStart(step.where, nll, rho, int(fitted.helps.sum())))
+        bend, bent = nonlinearity(plan, place), None
+        if bend is not None:
+            matrix, bias = matrix_of(step), step.module.bias
+            sample, others = (functional.linear(rows, matrix, bias) for rows in (arrived.sample, arrived.others))
+            own = fit_marginals(bend, sample, others)
+            fitted = MarginalMap(*broadcast(own.scale, own.shift, own.log_tail, own.skewness, own.helps))
+            linear += arrived.times * fitted.write(bend, step.module)
+            bent = int(fitted.helps.sum())
+        started.append(LayerStart(step.where, nll, rho, bent))
         since, shape = place + 1, arrived.shape
     raise AssertionError("a chain has a last layer")
 
@@ -339,43 +410,60 @@ def _settle(passes: Passes, place: int) -> tuple[float, bool]:
     return unaimed, False
 
 
-def _nonlinearity(plan: Plan, place: int) -> ElementwiseStep:
-    """The nonlinearity after a layer of a chain."""
-    step = plan.steps[place + 1]
-    assert isinstance(step, ElementwiseStep)
-    return step
-
-
 def _straighten(
     plan: Plan, places: list[int], passes: Passes, shape: tuple[int, ...], last: LayerStart
 ) -> list[LayerStart]:
     """Makes the marginal maps after some layers nearly affine.
 
-    The first layer whitens. Each later layer inverts the map since the one before it, so that the whitened features
-    pass through unchanged.
+    The first layer whitens. Each later layer undoes the steps since the one before it, up to a rotation of what is
+    white already: if these take y to A y + c, with A the same for each row, the layer is (A Aᵀ)^(-1/2) (· - c).
+
+    Arguments:
+        plan: The plan.
+        places: The indices of the layers.
+        passes: The data.
+        shape: The event shape of the input of the first.
+        last: The start of the first layer so far.
 
     Returns:
-        The starts of these layers; ``last`` is that of the first one so far.
+        The starts of these layers.
     """
-    started = [replace(last, fitted_features=0)]
+    started = [replace(last, fitted_features=None if nonlinearity(plan, places[0]) is None else 0)]
     assert passes.first is not None
     for before, place in pairwise(places):
-        nonlinearity, layer = _nonlinearity(plan, before), plan.steps[place].module
-        straight = MarginalMap.nearly_linear(nonlinearity, layer.bias)
-        straight.write(nonlinearity, plan.steps[before].module)
+        bend, layer, step = nonlinearity(plan, before), plan.steps[before].module, plan.steps[place]
+        assert isinstance(step, FullStep)
+        scale, shift = torch.ones_like(layer.bias), torch.zeros_like(layer.bias)
+        if bend is not None:
+            straight = MarginalMap.nearly_linear(bend, layer.bias)
+            straight.write(bend, layer)
+            scale, shift = straight.scale, straight.shift
+        if isinstance(layer, FullConv2d):
+            scale, shift = scale[:, None, None], shift[:, None, None]
         start_together(plan[:place], *passes.first)
-        part, size = plan[before + 1 : place], layer.features
-        # The nearly affine map takes a whitened y to M y + c: zero shows c, and unit vectors the columns of M.
-        units = torch.eye(size + 1, size).to(layer.bias).roll(1, 0)
-        probes = straight.scale * units + straight.shift
-        wide = probes.reshape(size + 1, *(1 for _ in shape[:-1]), size).expand(size + 1, *shape)
-        (values,), _ = part.encode(wide)
-        images = values.reshape(size + 1, -1, size)[:, 0].double()
-        matrix = torch.linalg.inv(images[1:] - images[0]).T
-        layer.weight.copy_(matrix)
-        layer.bias.copy_(-matrix @ images[0])
-        started.append(LayerStart(plan.steps[place].where, last.nll, 0.0, 0 if place != places[-1] else None))
+        part, white = plan[before + 1 : place], scale.new_zeros(1, *layer.output_shape(shape))
+        (ends,), _ = part.encode(torch.cat([white + shift, white + shift + scale]))
+        size, cell = (ends[1] - ends[0]).abs().mean(), _cells(step).to(white.device)
+        unit = size * torch.eye(len(cell)).to(white)
+        probes = ends[:1].repeat(len(cell) + 1, *(1 for _ in ends.shape[1:]))
+        first_cell(step, probes[1:]).add_(unit.view_as(first_cell(step, probes[1:])))
+        sources = part.decode((probes,))  # a step away from the centre shows a row of the inverse of A
+        inverse = ((sources[1:] - sources[:1]) / (size * scale)).flatten(1).double()
+        values, vectors = torch.linalg.eigh(inverse @ inverse.T)
+        undoing = (vectors * values.clamp_min(0.0).sqrt()) @ vectors.T
+        matrix = values.new_zeros(matrix_of(step).shape)
+        matrix[:, cell] = undoing
+        set_matrix(step, matrix, -undoing @ first_cell(step, ends[:1]).flatten().double())
+        bends = 0 if place != places[-1] and nonlinearity(plan, place) is not None else None
+        started.append(LayerStart(step.where, last.nll, 0.0, bends))
+        shape = tuple(ends.shape[1:])
     return started
+
+
+def _cells(step: FullStep) -> Tensor:
+    """The entries of a row that are the output's own place, of all groups."""
+    groups = torch.arange(groups_of(step))[:, None] * step.module.weight[0].numel()
+    return (groups + cell_of(step).flatten()).flatten()
 
 
 def _linear_log_det(plan: Plan, since: int, place: int, shape: tuple[int, ...], arrived: Arrived) -> float:

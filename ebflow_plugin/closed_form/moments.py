@@ -91,6 +91,12 @@ class Moments:
             scatter = deviations.square().sum(0) if self.diagonal else deviations.T @ deviations
             self.merge(len(rows), mean, scatter)
 
+    def part(self, chosen: Tensor) -> Moments:
+        """The moments of some of the features, by their indices."""
+        part = Moments()
+        part.merge(self.count, self.mean[chosen], self.scatter[chosen][:, chosen])
+        return part
+
     def _outer(self, vector: Tensor) -> Tensor:
         return vector.square() if self.diagonal else torch.outer(vector, vector)
 

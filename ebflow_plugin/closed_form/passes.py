@@ -130,11 +130,15 @@ class Thinned:
 
     def __init__(self, count: int) -> None:
         self.count, self.stride, self.seen = count, 1, 0
+        self._generator = torch.Generator().manual_seed(0)
         self._parts: list[Tensor] = []
 
-    def add(self, rows: Tensor) -> None:
-        """Adds rows with any event shape."""
-        self._parts.append(rows[-self.seen % self.stride :: self.stride].clone())
+    def add(self, rows: Tensor, shuffled: bool = False) -> None:
+        """Adds rows with any event shape; shuffled, if their order has a period, as that of pixels has."""
+        chosen: slice | Tensor = slice(-self.seen % self.stride, None, self.stride)
+        if shuffled:
+            chosen = torch.randperm(len(rows), generator=self._generator)[chosen].to(rows.device)
+        self._parts.append(rows[chosen].clone())
         self.seen += len(rows)
         while sum(map(len, self._parts)) > 2 * self.count:
             self._parts = [self.rows()[::2].clone()]
