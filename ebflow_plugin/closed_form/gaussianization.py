@@ -3,7 +3,11 @@
 Each full layer whitens its input. The elementwise nonlinearity after it makes each feature as Gaussian as it can
 (:mod:`~ebflow_plugin.closed_form.marginals`), and its output is the data of the next layer. This is Gaussianization
 (Chen and Gopinath 2000; with fixed rotations Laparra et al. 2011; as a trained flow Meng et al. 2020), here with
-symmetric whitenings: their basis, the nearest to that of the data, does better than rotated ones.
+symmetric whitenings: their basis, the nearest to that of the data, does better than rotated ones. A convolution has the
+kernel whose output is most likely under a standard normal (:mod:`~ebflow_plugin.closed_form.kernels`), and the maps of
+channels after it, ``SinhArcsinh(C, dim=-3)``, are fitted alike. A convolution of single pixels with as many groups as
+channels is an affine map for each channel: before a map of channels it is the best beginning. Between the layers there
+may be squeezes.
 
 Every fifth row is held out. A layer is fitted to the other rows, and kept if it makes the held-out rows more likely. A
 marginal map that does not, of one feature or of all, is replaced by a nearly affine one. The last whitening uses all
@@ -27,36 +31,29 @@ Example:
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from math import inf, isfinite, log, pi
+from math import inf, isfinite
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
-from ebflow_plugin.closed_form.calibration import choose_shrinkage, share_memory
+from ebflow_plugin.closed_form.arrived import Arrived
+from ebflow_plugin.closed_form.calibration import share_memory
 from ebflow_plugin.closed_form.initialization import (
-    IMAGES,
     broadcast,
     cell_of,
+    cells_of,
     first_cell,
     first_full_layer,
-    fitted_matrix,
-    groups_of,
     is_linear,
     matrix_of,
-    refuse_dependent,
-    rows_of,
     set_matrix,
-    spreads,
     start_together,
-    whiten_layer,
 )
 from ebflow_plugin.closed_form.marginals import MarginalMap, fit_marginals
-from ebflow_plugin.closed_form.moments import Moments, held_out
-from ebflow_plugin.closed_form.passes import HELD_OUT, Passes, Thinned
+from ebflow_plugin.closed_form.passes import Passes
 from ebflow_plugin.errors import InputError, SingularError
 from ebflow_plugin.layers import FullConv2d, FullLinear, SinhArcsinh
 from ebflow_plugin.linalg.random import with_progress
@@ -68,7 +65,6 @@ from ebflow_plugin.plan.step import LinearStep
 
 __all__ = ["LayerStart", "StartReport", "gaussianize"]
 
-ROWS = 5000  # a marginal map is fitted to this many rows, up to twice as many
 ENOUGH = 10  # with this many rows per feature, a hidden layer needs no shrinkage
 
 
@@ -205,90 +201,6 @@ def _is_free(plan: Plan, places: list[int], step: FullStep) -> bool:
     return True
 
 
-class Arrived:
-    """Statistics of the input of a layer, from one pass: of the rows to fit to, and of the held-out rows."""
-
-    def __init__(self, step: FullStep, stream: Iterable[tuple[Tensor, Tensor]]) -> None:
-        self.step = step
-        self.fit, self.held, self.log_dets = Moments(), Moments(), Moments(diagonal=True)
-        sample, others = Thinned(ROWS), Thinned(ROWS // 2)
-        self.times, index = 1, 0
-        self.matrix: Tensor | None = None  # of a convolution, fitted to the rows to fit to
-        for value, log_det in stream:
-            held = held_out(index, len(value), HELD_OUT, value.device)
-            index += len(value)
-            self.shape: tuple[int, ...] = tuple(value.shape[1:])
-            for chosen, moments, thinned in ((~held, self.fit, sample), (held, self.held, others)):
-                if bool(chosen.any()):
-                    for part in value[chosen].split(IMAGES):
-                        rows = rows_of(step, part)
-                        self.times = len(rows) // len(part)
-                        moments.add(rows)
-                        thinned.add(rows, shuffled=self.times > 1)
-            if bool(held.any()):
-                self.log_dets.add(log_det[held, None])
-        if self.held.count < 2 * self.times:
-            raise InputError(f"gaussianize=True needs at least {2 * HELD_OUT} data points, got {index}")
-        for moments in (self.fit, self.held, self.log_dets):  # so that every process decides the same
-            moments.reduce()
-        self.sample, self.others = sample.rows(), others.rows()
-
-    def everything(self) -> Moments:
-        """The moments of all rows, those held out included."""
-        merged = Moments()
-        for part in (self.fit, self.held):
-            merged.merge(part.count, part.mean, part.scatter)
-        return merged
-
-    def judge(self) -> tuple[float, float]:
-        """The shrinkage that minimises the held-out NLL of a Gaussian with the moments of ``fit``, and that NLL.
-
-        For a convolution it is the shrinkage for which patches are most likely, and the NLL of the fitted layer.
-        """
-        where, cell, entries = self.step.where, cell_of(self.step).flatten(), len(self.fit.mean)
-        if not bool(torch.isfinite(self.fit.scatter).all()):
-            raise InputError(f"the input of {where} holds NaN or inf; ebflow_plugin.verify(flow, x) finds where")
-        if len(cell) < entries:
-            return self._judge_patches()
-        spread = spreads(self.fit, where)
-        rho, nll, correlation = _shrink(self.fit, self.held, spread)
-        if rho > 0 and self.fit.count > 2 * entries:  # a shrinkage that too few rows do not explain
-            refuse_dependent(torch.linalg.eigvalsh(correlation), self.fit.count, where)
-        return rho, self.times * (nll + spread.log().sum().item()) - self.log_dets.mean.item()
-
-    def _judge_patches(self) -> tuple[float, float]:
-        """Chooses between no shrinkage and that for which held-out patches are most likely, by the layer that it gives.
-
-        Overlapping patches are no independent rows, and natural images have heavy tails: little shrinkage is best.
-        """
-        spread = self.fit.covariance().diagonal().clamp_min(0.0).sqrt()
-        live = (spread > 0).nonzero().flatten()  # the taps of a kernel that is wider than the image read zeros alone
-        rho = _shrink(self.fit.part(live), self.held.part(live), spread[live])[0] if len(live) else 0.0
-        second, best = self.held.second_moments(self.fit.mean), (0.0, inf)
-        for shrinkage in dict.fromkeys((0.0, rho)):
-            try:
-                matrix, log_det = fitted_matrix(self.step, self.fit, self.shape, shrinkage, self.matrix)
-            except SingularError:
-                if shrinkage == rho or self.fit.count > 2 * len(spread):
-                    raise
-                continue
-            nll = 0.5 * (((matrix @ second) * matrix).sum().item() + len(matrix) * log(2 * pi)) - log_det
-            if nll < best[1]:
-                best, self.matrix = (shrinkage, nll), matrix
-        return best[0], self.times * best[1] - self.log_dets.mean.item()
-
-    def whiten(self, moments: Moments, shrinkage: float) -> float:
-        """Sets the layer to the whitening map of these rows. Returns the log-determinant of all rows of an event."""
-        return self.times * whiten_layer(self.step, moments, self.shape, shrinkage, self.matrix)
-
-
-def _shrink(fit: Moments, held: Moments, spread: Tensor) -> tuple[float, float, Tensor]:
-    """The shrinkage, the NLL of held-out rows in units of the spread, and the correlations."""
-    scales = torch.outer(spread, spread)
-    correlation = fit.covariance() / scales
-    return *choose_shrinkage(correlation, held.second_moments(fit.mean) / scales), correlation
-
-
 class Saved:
     """The state of the steps that a start may write to, to put it back."""
 
@@ -310,8 +222,9 @@ class Saved:
 def gaussianize(passes: Passes, appended: tuple[LinearStep, ...] = (), progress: bool = False) -> StartReport:
     """Initialises every full layer of a chain to a whitening, and every nonlinearity between to a marginal map.
 
-    One pass over the data per layer, O(N·D² + D³), and two to judge the model before and after. If a marginal map makes
-    the held-out rows less likely, it and all later ones become nearly affine: those would be fitted to the same data.
+    One pass over the data per layer, O(N·D² + D³) for rows of D entries, and two to judge the model before and after.
+    If a marginal map makes the held-out rows less likely, it and all later ones become nearly affine: those would be
+    fitted to the same data.
     If the whole start makes them less likely, or fails, the model is put back.
 
     Arguments:
@@ -443,7 +356,7 @@ def _straighten(
         start_together(plan[:place], *passes.first)
         part, white = plan[before + 1 : place], scale.new_zeros(1, *layer.output_shape(shape))
         (ends,), _ = part.encode(torch.cat([white + shift, white + shift + scale]))
-        size, cell = (ends[1] - ends[0]).abs().mean(), _cells(step).to(white.device)
+        size, cell = (ends[1] - ends[0]).abs().mean(), cells_of(step).to(white.device)
         unit = size * torch.eye(len(cell)).to(white)
         probes = ends[:1].repeat(len(cell) + 1, *(1 for _ in ends.shape[1:]))
         first_cell(step, probes[1:]).add_(unit.view_as(first_cell(step, probes[1:])))
@@ -458,12 +371,6 @@ def _straighten(
         started.append(LayerStart(step.where, last.nll, 0.0, bends))
         shape = tuple(ends.shape[1:])
     return started
-
-
-def _cells(step: FullStep) -> Tensor:
-    """The entries of a row that are the output's own place, of all groups."""
-    groups = torch.arange(groups_of(step))[:, None] * step.module.weight[0].numel()
-    return (groups + cell_of(step).flatten()).flatten()
 
 
 def _linear_log_det(plan: Plan, since: int, place: int, shape: tuple[int, ...], arrived: Arrived) -> float:

@@ -25,6 +25,7 @@ __all__ = [
     "IMAGES",
     "broadcast",
     "cell_of",
+    "cells_of",
     "first_cell",
     "first_full_layer",
     "fit_to_base",
@@ -105,6 +106,12 @@ def cell_of(step: FullStep) -> Tensor:
             "each element of a cell of stride x stride pixels"
         )
     return places[:, taps[0]][:, :, taps[1]].flatten()
+
+
+def cells_of(step: FullStep) -> Tensor:
+    """The entries of a row that are the output's own place, of all groups."""
+    groups = torch.arange(groups_of(step))[:, None] * step.module.weight[0].numel()
+    return (groups + cell_of(step).flatten()).flatten()
 
 
 def groups_of(step: FullStep) -> int:

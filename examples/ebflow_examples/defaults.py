@@ -12,7 +12,7 @@ import ebflow_plugin as ebf
 from ebflow_examples.config import LOSS_OPTIONS, TrainConfig
 from ebflow_examples.console import first_process, note
 from ebflow_examples.data import NAMES
-from ebflow_examples.runs import Run
+from ebflow_examples.runs import LARGE, Run
 from ebflow_examples.streams import drawing_from
 from ebflow_plugin.errors import InputError, SingularError
 from ebflow_plugin.plan.inputs import integer, positive
@@ -21,7 +21,7 @@ __all__ = ["check", "objective_of", "settle"]
 
 STEPS = {True: 1000, False: 500}  # of images, and of other rows, whose models are deeper
 CALIBRATION_ROWS = 20  # the fewest that EBFlow.calibrate takes: it holds out a tenth, and judges by two rows at least
-LARGE = 1024  # features from which on determinants take so long that the relative gradient learns more in the same time
+CONV_ROWS = 2000  # images from which a conv is fitted: each has as many patches as pixels, and kernels few numbers
 
 
 def check(config: TrainConfig) -> None:
@@ -77,6 +77,8 @@ def settle(run: Run, started: tuple[bool, bool] | None = None) -> Run:
         chosen["lr"] = 3e-3 if not closed_form else 1e-4 if levels else 1e-3
         if chosen.get("gaussianize") and config.model == "deep":
             chosen["lr"] = 1e-5 if levels else 1e-4  # so near to the optimum larger steps are noise
+        elif config.model == "conv":
+            chosen["lr"] = 1e-3  # of some hundred parameters, which every pixel informs
     if config.batch_size is None:
         usual = (200 if config.model == "deep" else 100) if images else 500
         chosen["batch_size"] = min(usual, len(run.data.train))
@@ -109,6 +111,8 @@ def usual_loss(run: Run) -> tuple[str, str | None]:
     Score matching pays where linear layers are large and the start is poor. A Gaussianised ``fc`` is better than what
     DSM or SSM lead it to (its own likelihood is what is left to improve), and small layers have cheap determinants.
     """
+    if run.config.model == "conv":
+        return "ml", "auto"
     if run.config.model in ("fc", "deep"):
         return "ml", "relative" if run.config.linear == "full" and prod(run.data.event_shape) >= LARGE else None
     return "ml" if run.data.own_rows else "dsm", None
@@ -133,12 +137,15 @@ def _started(run: Run) -> tuple[bool, bool]:
     asked = bool(config.whiten or config.gaussianize)
     if not asked and run.data.truth is not None:  # points of the plane, and the like: far from any Gaussian
         return False, False
+    rows = run.split("train")
+    if config.model == "conv":
+        rows = rows[:CONV_ROWS]
     for gaussianize in (True, False):
         if config.gaussianize not in (None, gaussianize):
             continue
         try:
             with drawing_from(config.seed, "start"):
-                run.model.initialize(run.split("train"), whiten=True, gaussianize=gaussianize)
+                run.model.initialize(rows, whiten=True, gaussianize=gaussianize)
         except (InputError, SingularError):  # the model does not allow it, or there are too few rows
             if config.gaussianize or (asked and not gaussianize):
                 raise

@@ -82,9 +82,12 @@ class ZukoKit:
             return _module(LazyComposedTransform(matrix, shift))
         raise no_layer("zuko", kind, "vectors", ("full", "lu", "lower", "upper"))
 
-    def convolution(self, channels: int, kernel: int, kind: str, init: str) -> nn.Module:
+    def convolution(
+        self, channels: int, kernel: int, kind: str, init: str, groups: int = 1, circular: bool = False
+    ) -> nn.Module:
         if kind == "full":
-            return FullConv2d(channels, kernel_size=kernel, init=init)
+            mode = "circular" if circular else "zeros"
+            return FullConv2d(channels, kernel_size=kernel, groups=groups, padding_mode=mode, init=init)
         raise no_layer("zuko", kind, "images", ("full",))
 
     def leaky(self, alpha: float, residual: bool = False) -> nn.Module:
@@ -92,6 +95,9 @@ class ZukoKit:
 
     def sinh_arcsinh(self, features: int) -> nn.Module:
         return SinhArcsinh(features)
+
+    def channel_map(self, channels: int) -> nn.Module:
+        return SinhArcsinh(channels, dim=-3)
 
     def act_norm(self, shape: Shape) -> nn.Module:
         """An affine map for each feature. zuko has none that starts from data: this one starts as the identity."""

@@ -18,8 +18,8 @@ import ebflow_plugin as ebf
 import ebflow_zuko
 from ebflow_nflows import FullConv2d, FullLinear, SinhArcsinh, SmoothLeakyReLU
 from ebflow_plugin.closed_form import gaussianization
-from ebflow_plugin.closed_form.gaussianization import Thinned
 from ebflow_plugin.closed_form.marginals import MarginalMap, condense, fit_marginals
+from ebflow_plugin.closed_form.passes import Thinned
 from ebflow_plugin.plan.plan import Plan
 from gaussian_models import D, data, linear_flow, nll
 from randomness import rng
