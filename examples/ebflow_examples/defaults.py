@@ -8,6 +8,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 import ebflow_plugin as ebf
 from ebflow_examples.config import LOSS_OPTIONS, TrainConfig
 from ebflow_examples.console import first_process, note
@@ -17,7 +19,7 @@ from ebflow_examples.streams import drawing_from
 from ebflow_plugin.errors import InputError, SingularError
 from ebflow_plugin.plan.inputs import integer, positive
 
-__all__ = ["check", "objective_of", "settle"]
+__all__ = ["check", "objective_of", "settle", "start_rows"]
 
 STEPS = {True: 1000, False: 500}  # of images, and of other rows, whose models are deeper
 CALIBRATION_ROWS = 20  # the fewest that EBFlow.calibrate takes: it holds out a tenth, and judges by two rows at least
@@ -131,21 +133,24 @@ def objective_of(model: ebf.EBFlow, config: TrainConfig) -> ebf.objectives.Objec
     return ebf.make_objective(config.loss, model, **options)
 
 
+def start_rows(run: Run) -> Tensor:
+    """The training rows that a start in closed form is fitted to."""
+    rows = run.split("train")
+    return rows[:CONV_ROWS] if run.config.model == "conv" else rows
+
+
 def _started(run: Run) -> tuple[bool, bool]:
     """Runs the start that is asked for, or the best that the model allows: whether it whitens, and bends."""
     config = run.config
     asked = bool(config.whiten or config.gaussianize)
     if not asked and run.data.truth is not None:  # points of the plane, and the like: far from any Gaussian
         return False, False
-    rows = run.split("train")
-    if config.model == "conv":
-        rows = rows[:CONV_ROWS]
     for gaussianize in (True, False):
         if config.gaussianize not in (None, gaussianize):
             continue
         try:
             with drawing_from(config.seed, "start"):
-                run.model.initialize(rows, whiten=True, gaussianize=gaussianize)
+                run.model.initialize(start_rows(run), whiten=True, gaussianize=gaussianize)
         except (InputError, SingularError):  # the model does not allow it, or there are too few rows
             if config.gaussianize or (asked and not gaussianize):
                 raise
