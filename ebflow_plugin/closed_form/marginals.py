@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ebflow_plugin.errors import InputError
-from ebflow_plugin.layers import FullLinear, SinhArcsinh
+from ebflow_plugin.layers import FullConv2d, FullLinear, SinhArcsinh
 from ebflow_plugin.plan.elementwise import ElementwiseMap, ElementwiseStep
 
 __all__ = ["MarginalMap", "condense", "fit_marginals"]
@@ -62,9 +62,13 @@ class MarginalMap:
     def curve(self, step: ElementwiseStep, y: Tensor) -> ElementwiseMap:
         """The nonlinearity at a y + b. Sets δ and ε of a SinhArcsinh."""
         self._set(step)
-        return (step.inverse_map if step.inverted else step.forward_map)(y * self.scale + self.shift, None)
+        moved = y * self.scale + self.shift
+        if learnable(step):
+            moved = moved.view(*y.shape, *(1 for _ in range(-1 - step.module.dim)))
+        found = (step.inverse_map if step.inverted else step.forward_map)(moved, None)
+        return ElementwiseMap(found.value.view(y.shape), lambda: found.log_slope().view(y.shape), found.slopes)
 
-    def write(self, step: ElementwiseStep, layer: FullLinear) -> float:
+    def write(self, step: ElementwiseStep, layer: FullLinear | FullConv2d) -> float:
         """Writes a and b into the layer before the nonlinearity, and δ and ε into the nonlinearity.
 
         Returns:
@@ -72,7 +76,7 @@ class MarginalMap:
         """
         assert layer.bias is not None
         self._set(step)
-        layer.weight.mul_(self.scale[:, None])
+        layer.weight.mul_(self.scale.view(-1, *(1 for _ in layer.weight.shape[1:])))
         layer.bias.mul_(self.scale).add_(self.shift)
         return self.scale.abs().double().log().sum().item()
 

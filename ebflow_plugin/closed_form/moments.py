@@ -123,6 +123,13 @@ class Moments:
             heavy = weights[:, None] * deviations
             self._merge(total, squares, mean, (heavy * deviations).sum(0) if self.diagonal else heavy.T @ deviations)
 
+    def part(self, chosen: Tensor) -> Moments:
+        """The moments of some of the features, by their indices."""
+        self._flush()
+        part = Moments()
+        part._merge(self._weight, self._squares, self._mean[chosen], self._scatter[chosen][:, chosen])
+        return part
+
     def _outer(self, vector: Tensor) -> Tensor:
         return vector.square() if self.diagonal else torch.outer(vector, vector)
 
