@@ -6,7 +6,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from numbers import Real
-from typing import Any, ClassVar, NamedTuple, Self, TypedDict
+from typing import Any, ClassVar, Self, TypedDict
 
 import torch
 from torch import Generator, Tensor, nn
@@ -14,14 +14,14 @@ from torch import Generator, Tensor, nn
 from ebflow_plugin.errors import InputError, UnknownNameError, suggest
 from ebflow_plugin.linalg.random import check_generator
 from ebflow_plugin.model import EBFlow
-from ebflow_plugin.objectives.compiling import CompiledLoss
+from ebflow_plugin.objectives.compiling import CompiledLoss, Prepared
 from ebflow_plugin.objectives.schedule import AddedNoise
 from ebflow_plugin.plan.derivatives import transformed
 from ebflow_plugin.plan.inputs import is_number, usable
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.weights import check_weights, counted_rows, resampled_rows, weighted_mean
 
-__all__ = ["Common", "DrawnObjective", "Objective", "Prepared", "WeightedSum"]
+__all__ = ["Common", "DrawnObjective", "Objective", "WeightedSum"]
 
 
 _NO_ROWS = "x holds no samples, so that there is no mean"
@@ -30,28 +30,6 @@ _NO_ROWS = "x holds no samples, so that there is no mean"
 class Common(TypedDict, total=False):
     """The options that every objective takes; see :class:`Objective`."""
 
-    generator: Generator | None
-
-
-class Prepared(NamedTuple):
-    """What one objective computes a loss of a batch from, after everything that reads values or draws numbers.
-
-    Attributes:
-        plan: The plan of the matched variable.
-        u: The matched variable, with shape ``(B, *)``.
-        context: The context, with ``B`` rows, still attached to its graph.
-        weights: The checked weights of the rows.
-        log_det: The log-det of the preprocessing, with shape ``(B,)``; None if there is none.
-        drawn: The drawn numbers; None for an objective that draws its own.
-        generator: The source of all randomness.
-    """
-
-    plan: Plan
-    u: Tensor
-    context: Tensor | None
-    weights: Tensor | None
-    log_det: Tensor | None
-    drawn: tuple[Tensor, ...] | None
     generator: Generator | None
 
 

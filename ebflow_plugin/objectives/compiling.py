@@ -17,10 +17,10 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
@@ -29,14 +29,35 @@ from torch.utils import _pytree as pytree
 from ebflow_plugin.errors import EBFlowError, UnsupportedStepError
 from ebflow_plugin.linalg.memo import tracing
 from ebflow_plugin.linalg.precision import full_precision
+from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.planned import Watch
 
-if TYPE_CHECKING:
-    from ebflow_plugin.objectives.base import Objective, Prepared
+__all__ = ["CompiledLoss", "Prepared"]
 
-__all__ = ["CompiledLoss"]
+Objective = Any  # that of base.py, which imports this module
+Terms = Sequence[tuple[float, Objective]]
 
-Terms = Sequence[tuple[float, "Objective"]]
+
+class Prepared(NamedTuple):
+    """What one objective computes a loss of a batch from, after everything that reads values or draws numbers.
+
+    Attributes:
+        plan: The plan of the matched variable.
+        u: The matched variable, with shape ``(B, *)``.
+        context: The context, with ``B`` rows, still attached to its graph.
+        weights: The checked weights of the rows.
+        log_det: The log-det of the preprocessing, with shape ``(B,)``; None if there is none.
+        drawn: The drawn numbers; None for an objective that draws its own.
+        generator: The source of all randomness.
+    """
+
+    plan: Plan
+    u: Tensor
+    context: Tensor | None
+    weights: Tensor | None
+    log_det: Tensor | None
+    drawn: tuple[Tensor, ...] | None
+    generator: Generator | None
 
 
 class Key(NamedTuple):
