@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from ebflow_plugin.errors import InputError, UnseenParameterWarning, VerificationError, warn
-from ebflow_plugin.linalg.random import kept_random_state
 from ebflow_plugin.linalg.precision import full_precision
+from ebflow_plugin.linalg.random import kept_random_state
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives.unseen import perturbed, unseen_parameters
 from ebflow_plugin.plan.inputs import refuse_non_finite
