@@ -116,7 +116,7 @@ def coverage(model: EBFlow, data: Any, *, rows: int = 1000, generator: Generator
     count = min(at_least(FEWEST // 2, "rows", rows), len(x) // 2)
     if count < FEWEST // 2:
         raise InputError(f"coverage needs at least {FEWEST} rows, got {len(x)}")
-    chosen = torch.randperm(len(x), generator=generator, device=None if generator is None else generator.device)
+    chosen = torch.randperm(len(x), generator=generator, device=x.device if generator is None else generator.device)
     chosen = chosen[: 2 * count].to(x.device)
     x, context = x[chosen], None if context is None else context[chosen]
     plan, u, _ = model.match(x, context, generator)

@@ -194,11 +194,12 @@ class EBFlow(PlannedFlow):
                 in each pass. They may be on any device.
             context: The context of a batch.
             weights: The weights of its rows, ``(B,)``: at least 0, of any scale.
-            whiten: Whether the first FullLinear or FullConv2d becomes the whitening map of its input. Only ActNorms,
+            whiten: Whether the first FullLinear or FullConv2d becomes the whitening map of its input: for a kernel of
+                k × k pixels, the most likely one (:mod:`~ebflow_plugin.closed_form.kernels`). Only ActNorms,
                 permutations and fixed steps may precede it. If only linear steps and a Gaussian base follow, it is
                 fitted to that base; otherwise it scales the data for training, which may first make them less likely.
-            gaussianize: Whether each FullLinear of a chain becomes a whitening map, and the elementwise nonlinearities
-                between them make the features Gaussian: a fit in closed form
+            gaussianize: Whether each FullLinear or FullConv2d of a chain becomes such a map, and the elementwise
+                nonlinearities between them make the features Gaussian: a fit in closed form
                 (:mod:`~ebflow_plugin.closed_form.gaussianization`) to a diagonal Gaussian base. If it would make
                 held-out rows less likely, the model stays as it was. It takes a pass over the data per layer, and two
                 to judge it, O(N·D² + D³). For a tensor, the activations are cached, in O(N·D) memory; a loader is

@@ -13,6 +13,7 @@ from ebflow_plugin.adapting.adapter import Adapter
 from ebflow_plugin.adapting.discovery import find_flow
 from ebflow_plugin.closed_form.calibration import Calibration, CalibrationStep
 from ebflow_plugin.closed_form.moments import Rows, batches
+from ebflow_plugin.linalg.delayed import without_reading
 from ebflow_plugin.log_z.exact import Normalizer
 from ebflow_plugin.plan.inputs import check_input, refuse_non_finite
 from ebflow_plugin.plan.plan import Plan
@@ -155,22 +156,25 @@ class PlannedFlow(nn.Module):
         Returns:
             u, and the log-det of these steps, with shape ``(B,)``: ``log_prob(x) == core.log_prob(u) + log_det``.
         """
-        return self.match(x, None, generator)[1:]
+        _, u, log_det = self.match(x, None, generator)
+        return u, u.new_zeros(len(u)) if log_det is None else log_det
 
     @torch.no_grad()
     def match(
         self, x: Tensor, context: Tensor | None = None, generator: Generator | None = None
-    ) -> tuple[Plan, Tensor, Tensor]:
+    ) -> tuple[Plan, Tensor, Tensor | None]:
         """Checks and preprocesses a batch, with one look at the flow: the first operation of a loss.
 
         Returns:
-            The plan of the matched variable, this variable, and the log-det of the preprocessing with shape ``(B,)``.
+            The plan of the matched variable, this variable, and the log-det of the preprocessing, with shape ``(B,)``,
+            or None if there is no preprocessing.
         """
-        u, log_volume = self._input(x, context, generator)
-        total = u.new_zeros(len(u)) if log_volume is None else log_volume
+        u, total = self._input(x, context, generator)
         if self._prefix.steps:
             refuse_trainable(self._prefix)
-            total = total - self._prefix.log_z(tuple(u.shape[1:]), u)
+            total = u.new_zeros(len(u)) if total is None else total
+            with without_reading():
+                total = total - self._prefix.log_z(tuple(u.shape[1:]), u)
             (u,), log_det = self._prefix.encode(u)
             total = total if log_det is None else total + log_det
         return self._core, u, total

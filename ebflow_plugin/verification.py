@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from ebflow_plugin.errors import InputError, UnseenParameterWarning, VerificationError, warn
+from ebflow_plugin.linalg.precision import full_precision
+from ebflow_plugin.linalg.random import kept_random_state
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives.unseen import perturbed, unseen_parameters
 from ebflow_plugin.plan.inputs import refuse_non_finite
@@ -135,7 +137,7 @@ def _bare(model: EBFlow, x: Tensor) -> tuple[EBFlow, Tensor]:
 
 
 def _checks(model: EBFlow, x: Tensor, context: Tensor | None) -> Iterator[Check]:
-    with torch.random.fork_rng():
+    with kept_random_state(x.device), full_precision(x):
         torch.manual_seed(0)
         copied = copy.deepcopy(model)
         copied.plan.initialize(x, context)

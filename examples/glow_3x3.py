@@ -1,7 +1,10 @@
 """A Glow of normflows, as in its own tutorial, made better: 3 x 3 convolutions in the place of its 1 x 1 ones.
 
 Likelihood without determinants makes them cheap. The new kernels are zero around the old ones, so the density is the
-same at first; neighbouring pixels are alike, so kernels train at a tenth of the rate. Digits of 8 x 8 pixels.
+same at first. Neighbouring pixels are alike, so kernels train at a tenth of the rate. The data are textures of known
+density, 3 x 16 x 16, made on the spot.
+
+    python examples/glow_3x3.py    # some two minutes on one core
 """
 
 import os
@@ -15,19 +18,21 @@ import ebflow_plugin as ebf
 from ebflow_examples.data import load
 
 warnings.filterwarnings("ignore", ".*torch.lu is deprecated")  # in normflows
-SECONDS = 0.5 if os.environ.get("EBFLOW_SMOKE") else float(os.environ.get("S","60"))  # CPU seconds of training, for each model
-DATA = load("digits")
+SECONDS = 0.5 if os.environ.get("EBFLOW_SMOKE") else 60.0  # CPU seconds of training, for each model
+DATA = load("textures16")
 
 
-def glow() -> nf.NormalizingFlow:
-    """Eight blocks on squares of 2 x 2 pixels, from noise to data."""
+def glow() -> nf.MultiscaleFlow:
+    """Two levels of four blocks, from noise to data, as in the tutorial of normflows."""
     torch.manual_seed(0)
-    blocks = [nf.flows.GlowBlock(4, 32, scale_map="sigmoid") for _ in range(8)]
-    return nf.NormalizingFlow(nf.distributions.DiagGaussian((4, 4, 4), trainable=False), [*blocks, nf.flows.Squeeze()])
+    shapes = [(24, 4, 4), (6, 8, 8)]  # of the noise of each level
+    bases = [nf.distributions.DiagGaussian(shape, trainable=False) for shape in shapes]
+    flows = [[*(nf.flows.GlowBlock(channels, 32) for _ in range(4)), nf.flows.Squeeze()] for channels in (24, 12)]
+    return nf.MultiscaleFlow(bases, flows, [nf.flows.Merge()], class_cond=False)
 
 
 def train(model: ebf.EBFlow, log_det: str) -> int:
-    """Adam with a cosine, for so many seconds; returns the number of steps."""
+    """Adam, at a rate that falls to zero in so many seconds; returns the number of steps."""
     objective = ebf.objectives.ML(model, log_det=log_det)
     optimizer = torch.optim.Adam(ebf.parameter_groups(model, 3e-3))
     began, share, steps = time.process_time(), 0.0, 0
@@ -41,10 +46,12 @@ def train(model: ebf.EBFlow, log_det: str) -> int:
     return steps
 
 
+assert DATA.truth is not None
+floor = -DATA.truth.log_prob(DATA.test.double()).mean().item()
 for name, flow, log_det in (("1 x 1", glow(), "exact"), ("3 x 3", ebf.unconstrain(glow(), kernel_size=3), "auto")):
-    model = ebf.wrap(flow, preprocess=[ebf.Dequantize(DATA.levels), ebf.Rescale(-0.5, 0.5)])
+    model = ebf.wrap(flow)
     model.initialize(DATA.train[:256])
-    start = -model.log_prob(DATA.test).mean().item()
+    start = -model.log_prob(DATA.test).mean().item() - floor
     steps = train(model, log_det)
-    nll = -model.log_prob(DATA.test).mean().item()
-    print(f"{name}: exact test NLL {start:.2f} -> {nll:.2f} nats after {steps} steps in {SECONDS:.1f} s")
+    above = -model.log_prob(DATA.test).mean().item() - floor
+    print(f"{name}: {start:.1f} -> {above:.1f} nats above the best possible, {steps} steps in {SECONDS:.1f} s")

@@ -59,9 +59,16 @@ class ActNormStep(InitialisedAffineStep):
     def flag(self) -> Tensor:
         return self.module.initialized
 
+    @torch.no_grad()
     def start(self, x: Tensor) -> None:
-        if not self.inverted:  # nflows initialises it only in the forward direction
-            self.module._initialize(x)
+        """As nflows does, only in the forward direction; but the flag stays on its device."""
+        if self.inverted:
+            return
+        t, rows = self.module, x.movedim(1, -1).reshape(-1, x.shape[1])
+        std = rows.std(dim=0)
+        t.log_scale.copy_(-torch.log(std))
+        t.shift.copy_(-(rows / std).mean(dim=0))
+        t.initialized.fill_(True)
 
     def apply(self, x: Tensor) -> Tensor:
         if self.module.training and not self.inverted:

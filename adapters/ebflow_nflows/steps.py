@@ -25,7 +25,6 @@ from ebflow_plugin.adapting import (
     SigmoidStep,
     Smoothness,
     clamped_logit_map,
-    sigmoid_map,
 )
 
 
@@ -178,11 +177,11 @@ class ScaledSigmoidStep(SigmoidStep):
 
     def temperature(self, x: Tensor) -> Tensor:
         """T on the device of x: in nflows 0.14 it is a plain CPU tensor."""
-        return self.module.temperature.to(x)
+        return self.module.temperature.to(x, non_blocking=True)
 
     def forward_map(self, x: Tensor, context: Tensor | None) -> ElementwiseMap:
         temperature = self.temperature(x)
-        return sigmoid_map(temperature * x).of_scaled(temperature, torch.log(temperature))
+        return super().forward_map(temperature * x, context).of_scaled(temperature, torch.log(temperature))
 
     def inverse_map(self, y: Tensor, context: Tensor | None) -> ElementwiseMap:
         temperature, eps = self.temperature(y), self.module.eps

@@ -81,7 +81,7 @@ class ShiftStep(TranslationStep):
     """transforms.Shift, which subtracts, and whose own methods write into their input."""
 
     def shift(self, x: Tensor, context: Tensor | None) -> Tensor:
-        return -torch.as_tensor(self.module.shift).to(x)
+        return -torch.as_tensor(self.module.shift).to(x, non_blocking=True)
 
 
 class ShuffleStep(PermutationStep):

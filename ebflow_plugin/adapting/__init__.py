@@ -43,7 +43,6 @@ from ebflow_plugin.plan.elementwise import (
     ElementwiseStep,
     clamped_logit_map,
     logit_map,
-    sigmoid_map,
 )
 from ebflow_plugin.plan.linear import (
     ElementwiseAffineStep,
@@ -132,7 +131,6 @@ __all__ = [
     "register_networks",
     "registered_smoothness",
     "resolve",
-    "sigmoid_map",
     "smoothness_of",
     "summed",
     "takes_context",

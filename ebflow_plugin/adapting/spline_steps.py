@@ -88,7 +88,7 @@ class PackedSplineStep(SplineStep):
             return self._coupling(x, context, inverse)
         else:
             net, value = self.module.autoregressive_net, torch.zeros_like(x) if inverse else x
-            for _ in range(x[0].numel() if inverse and len(x) else 1):
+            for _ in range(x.shape[1] if inverse else 1):
                 parameters = net(value, context).unflatten(1, (x.shape[1], -1))
                 found, log_slope = self._spline(x, self._unpacked(parameters, net), inverse)
                 value = found if inverse else value
@@ -98,7 +98,7 @@ class PackedSplineStep(SplineStep):
     def _coupling(self, x: Tensor, context: Tensor | None, inverse: bool) -> tuple[Tensor, Tensor]:
         module = self.module
         fixed, changed = (x.index_select(1, of) for of in (module.identity_features, module.transform_features))
-        given, log_det = fixed, x.new_zeros(len(x))
+        given, log_det = fixed, x.new_zeros(x.shape[0])
         if self._identity is not None:
             fixed, log_det = self._identity._map(fixed, context, inverse)
             given = fixed if inverse else given

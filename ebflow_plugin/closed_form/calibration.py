@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ebflow_plugin.closed_form.moments import Moments, Rows, held_out
 from ebflow_plugin.errors import InputError, SingularError
+from ebflow_plugin.linalg.random import gaussian_like
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.step import Base, LinearStep, Shape, own_tensors
 
@@ -148,11 +149,11 @@ def gaussian_of(base: Base, shapes: tuple[Shape, ...], like: Tensor, call: str) 
     Raises:
         InputError: If the base is not a diagonal Gaussian.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     why = f"{call} fits a Gaussian base with a diagonal covariance and without a context"
     with torch.inference_mode(False), torch.enable_grad():
         points = [
-            torch.cat([torch.zeros(1, *shape), torch.ones(1, *shape), torch.randn(1, *shape, generator=generator)])
+            torch.cat([torch.zeros(1, *shape), torch.ones(1, *shape), gaussian_like(torch.zeros(1, *shape), generator)])
             for shape in shapes
         ]
         latents = tuple(point.to(like).requires_grad_() for point in points)
@@ -201,14 +202,16 @@ def fit_affine(
     # In units of the spread, shrinking towards the diagonal moves every eigenvalue towards 1.
     correlation, observed = (matrix / torch.outer(spread, spread) for matrix in (covariance, second))
     rho = choose_shrinkage(correlation, observed)[0] if shrinkage is None else shrinkage
-    shrunk = (1 - rho) * correlation + rho * torch.eye(len(spread)).to(correlation)
+    shrunk = (1 - rho) * correlation + rho * torch.eye(len(spread), dtype=correlation.dtype, device=correlation.device)
     lower, failed = torch.linalg.cholesky_ex(shrunk)
     if bool(failed) or lower.diagonal().min() <= 1e-6 * lower.diagonal().max():
         raise SingularError(
             f"the covariance of the latents is singular ({moments.count:.0f} data points for {len(spread)} "
             "dimensions); pass more data, or kind='diagonal'"
         )
-    inverse = torch.linalg.solve_triangular(lower, torch.eye(len(spread)).to(lower), upper=False)
+    inverse = torch.linalg.solve_triangular(
+        lower, torch.eye(len(spread), dtype=lower.dtype, device=lower.device), upper=False
+    )
     total = lower.diagonal().log().sum() + 0.5 * ((inverse @ observed) * inverse).sum() + spread.log().sum()
     tensors = {
         "mean": moments.mean,

@@ -3,7 +3,11 @@
 Each full layer whitens its input. The elementwise nonlinearity after it makes each feature as Gaussian as it can
 (:mod:`~ebflow_plugin.closed_form.marginals`), and its output is the data of the next layer. This is Gaussianization
 (Chen and Gopinath 2000; with fixed rotations Laparra et al. 2011; as a trained flow Meng et al. 2020), here with
-symmetric whitenings: their basis, the nearest to that of the data, does better than rotated ones.
+symmetric whitenings: their basis, the nearest to that of the data, does better than rotated ones. A convolution has the
+kernel whose output is most likely under a standard normal (:mod:`~ebflow_plugin.closed_form.kernels`), and the maps of
+channels after it, ``SinhArcsinh(C, dim=-3)``, are fitted alike. A convolution of single pixels with as many groups as
+channels is an affine map for each channel: before a map of channels it is the best beginning. Between the layers there
+may be squeezes.
 
 Every fifth row is held out. A layer is fitted to the other rows, and kept if it makes the held-out rows more likely. A
 marginal map that does not, of one feature or of all, is replaced by a nearly affine one. The last whitening uses all
@@ -27,30 +31,31 @@ Example:
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf, isfinite
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.nn import functional
 
-from ebflow_plugin.closed_form.calibration import choose_shrinkage, share_memory
+from ebflow_plugin.closed_form.arrived import Arrived
+from ebflow_plugin.closed_form.calibration import share_memory
 from ebflow_plugin.closed_form.initialization import (
     broadcast,
+    cell_of,
+    cells_of,
+    first_cell,
     first_full_layer,
     is_linear,
-    refuse_dependent,
-    rows_of,
-    spreads,
+    matrix_of,
+    set_matrix,
     start_together,
-    whiten_layer,
 )
 from ebflow_plugin.closed_form.marginals import MarginalMap, fit_marginals
-from ebflow_plugin.closed_form.moments import Moments, held_out
-from ebflow_plugin.closed_form.passes import HELD_OUT, Passes, Thinned
+from ebflow_plugin.closed_form.passes import Passes
 from ebflow_plugin.errors import InputError, SingularError
-from ebflow_plugin.layers import FullLinear
+from ebflow_plugin.layers import FullConv2d, FullLinear, SinhArcsinh
 from ebflow_plugin.linalg.random import with_progress
 from ebflow_plugin.plan.elementwise import ElementwiseStep
 from ebflow_plugin.plan.linear import InitialisedAffineStep, IsometryStep
@@ -60,7 +65,6 @@ from ebflow_plugin.plan.step import LinearStep
 
 __all__ = ["LayerStart", "StartReport", "gaussianize"]
 
-ROWS = 5000  # a marginal map is fitted to this many rows, up to twice as many
 ENOUGH = 10  # with this many rows per feature, a hidden layer needs no shrinkage
 
 
@@ -132,44 +136,50 @@ class StartReport:
 
 
 def chain(plan: Plan) -> list[int]:
-    """The indices of the full layers that can start together, with a nonlinearity after each but the last.
+    """The indices of the full layers that can start together: linear steps between them, and nonlinearities to fit.
 
     Raises:
-        InputError: If there are fewer than two.
+        InputError: If there are fewer than two, or no nonlinearity.
     """
     places = [first_full_layer(plan)]
+    first = plan.steps[places[0]]
+    assert isinstance(first, FullStep)
+    cell_of(first)
     while (following := _next_layer(plan, places)) is not None:
         places.append(following)
-    first = plan.steps[places[0]]
-    if not isinstance(first.module, FullLinear) or first.module.bias is None:
+    if first.module.bias is None:
         raise InputError(
-            "gaussianize=True needs a FullLinear with a bias, whose features have scales and shifts of their own; "
-            f"{first.where} is none. Use whiten=True alone."
+            "gaussianize=True needs a full layer with a bias, so that its features have scales and shifts of their "
+            f"own; {first.where} has none. Use whiten=True alone."
         )
-    if len(places) == 1:
+    if not any(nonlinearity(plan, place) for place in places[:-1]):
         after = plan.steps[places[0] + 1] if places[0] + 1 < len(plan.steps) else None
         found = "nothing" if after is None else after.where
         raise InputError(
             "gaussianize=True needs an elementwise nonlinearity, such as SinhArcsinh, after the first full layer, and "
-            "another FullLinear with a bias and parameters of its own after that; "
+            "another full layer with a bias and parameters of its own after that; "
             f"found {found}. Use whiten=True alone."
         )
     return places
 
 
-def _next_layer(plan: Plan, places: list[int]) -> int | None:
-    """The next full layer of a chain: after a nonlinearity, and possibly ActNorms, permutations, fixed linear steps."""
-    last = places[-1]
-    if last + 1 >= len(plan.steps) or not isinstance(plan.steps[last + 1], ElementwiseStep):
+def nonlinearity(plan: Plan, place: int) -> ElementwiseStep | None:
+    """The nonlinearity right after a full layer, if it has the same parameters for each row of the layer's output."""
+    step = plan.steps[place + 1] if place + 1 < len(plan.steps) else None
+    layer = plan.steps[place].module
+    if not isinstance(step, ElementwiseStep):
         return None
-    for place in range(last + 2, len(plan.steps)):
+    features = -1 if isinstance(layer, FullLinear) else -3
+    return step if not isinstance(step.module, SinhArcsinh) or step.module.dim == features else None
+
+
+def _next_layer(plan: Plan, places: list[int]) -> int | None:
+    """The next full layer of a chain: after ActNorms, permutations, squeezes and fixed linear steps."""
+    last = places[-1]
+    for place in range(last + 1 + (nonlinearity(plan, last) is not None), len(plan.steps)):
         step = plan.steps[place]
         if isinstance(step, FullStep):
-            layer = step.module
-            own = {"weight", "bias"} <= dict(layer.named_parameters(recurse=False)).keys()
-            fit = isinstance(layer, FullLinear) and not step.inverted and own
-            tied = any(share_memory(layer, plan.steps[other].module) for other in places)
-            return place if fit and not tied else None
+            return place if _is_free(plan, places, step) else None
         trainable = isinstance(step.module, nn.Module) and any(p.requires_grad for p in step.module.parameters())
         allowed = isinstance(step, (InitialisedAffineStep, IsometryStep))
         if not isinstance(step, LinearStep) or step.n_in != 1 or step.n_out != 1 or (trainable and not allowed):
@@ -177,50 +187,18 @@ def _next_layer(plan: Plan, places: list[int]) -> int | None:
     return None
 
 
-class Arrived:
-    """Statistics of the input of a layer, from one pass: of the rows to fit to, and of the held-out rows."""
-
-    def __init__(self, step: FullStep, stream: Iterable[tuple[Tensor, Tensor, Tensor | None]]) -> None:
-        self.fit, self.held, self.log_dets = Moments(), Moments(), Moments(diagonal=True)
-        sample, others = Thinned(ROWS), Thinned(ROWS // 2)
-        self.times, index = 1, 0
-        for value, log_det, weights in stream:
-            held = held_out(index, len(value), HELD_OUT, value.device)
-            index += len(value)
-            self.shape: tuple[int, ...] = tuple(value.shape[1:])
-            for chosen, moments, thinned in ((~held, self.fit, sample), (held, self.held, others)):
-                if bool(chosen.any()):
-                    rows = rows_of(step, value[chosen])
-                    self.times = len(rows) // int(chosen.sum())
-                    own = None if weights is None else weights[chosen].repeat_interleave(self.times)
-                    moments.add(rows, own)
-                    thinned.add(rows, own)
-            if bool(held.any()):
-                self.log_dets.add(log_det[held, None], None if weights is None else weights[held])
-        if self.held.count < 2:
-            raise InputError(f"gaussianize=True needs at least {2 * HELD_OUT} data points, got {index}")
-        for moments in (self.fit, self.held, self.log_dets):  # so that every process decides the same
-            moments.reduce()
-        self.sample, self.others = sample.rows(), others.rows()
-
-    def everything(self) -> Moments:
-        """The moments of all rows, those held out included."""
-        merged = Moments()
-        for part in (self.fit, self.held):
-            merged.merge(part)
-        return merged
-
-    def judge(self, where: str) -> tuple[float, float]:
-        """The shrinkage that minimises the held-out NLL of a Gaussian with the moments of ``fit``, and that NLL."""
-        if not bool(torch.isfinite(self.fit.scatter).all()):
-            raise InputError(f"the input of {where} holds NaN or inf; ebflow_plugin.verify(flow, x) finds where")
-        spread = spreads(self.fit, where)
-        scales = torch.outer(spread, spread)
-        correlation = self.fit.covariance() / scales
-        rho, nll = choose_shrinkage(correlation, self.held.second_moments(self.fit.mean) / scales)
-        if rho > 0 and self.fit.count > 2 * len(spread):  # a shrinkage that too few rows do not explain
-            refuse_dependent(torch.linalg.eigvalsh(correlation), self.fit.count, where)
-        return rho, self.times * (nll + spread.log().sum().item()) - self.log_dets.mean.item()
+def _is_free(plan: Plan, places: list[int], step: FullStep) -> bool:
+    """Whether a later full layer can be set to a whitening map, with parameters of its own."""
+    layer = step.module
+    own = {"weight", "bias"} <= dict(layer.named_parameters(recurse=False)).keys()
+    tied = any(share_memory(layer, plan.steps[other].module) for other in places)
+    if step.inverted or not own or tied:
+        return False
+    try:
+        cell_of(step)
+    except InputError:
+        return False
+    return True
 
 
 class Saved:
@@ -244,8 +222,9 @@ class Saved:
 def gaussianize(passes: Passes, appended: tuple[LinearStep, ...] = (), progress: bool = False) -> StartReport:
     """Initialises every full layer of a chain to a whitening, and every nonlinearity between to a marginal map.
 
-    One pass over the data per layer, O(N·D² + D³), and two to judge the model before and after. If a marginal map makes
-    the held-out rows less likely, it and all later ones become nearly affine: those would be fitted to the same data.
+    One pass over the data per layer, O(N·D² + D³) for rows of D entries, and two to judge the model before and after.
+    If a marginal map makes the held-out rows less likely, it and all later ones become nearly affine: those would be
+    fitted to the same data.
     If the whole start makes them less likely, or fails, the model is put back.
 
     Arguments:
@@ -282,39 +261,43 @@ def _fit(passes: Passes, places: list[int], progress: bool) -> list[LayerStart]:
     plan, started = passes.plan, list[LayerStart]()
     linear, since = 0.0, 0  # the log-det of the linear steps so far; where the last pass ended
     shape: tuple[int, ...] | None = None
-    judged: tuple[FullStep, Moments, float] | None = None  # the last layer, and the whitening of it that was judged
+    judged: tuple[Arrived, float] | None = None  # the last layer, and the whitening of it that was judged
     for number, place in enumerate(with_progress(places, progress, "Gaussianising start")):
         step, last = plan.steps[place], place == places[-1]
         assert isinstance(step, FullStep)
         arrived = Arrived(step, passes.to(place))
         between = _linear_log_det(plan, since, place, shape or passes.event_shape, arrived)
-        rho, nll = arrived.judge(step.where)
+        rho, nll = arrived.judge()
         nll -= linear + between
         if judged is not None and not nll <= started[-1].nll:
-            whiten_layer(*judged)  # what follows will be affine, so that this is the last whitening
-            kept = replace(started.pop(), shrinkage=judged[2])
-            started += _straighten(plan, places[number - 1 :], passes, arrived.shape, kept)
+            before, shrinkage = judged
+            before.whiten(before.fit, shrinkage)  # what follows will be affine, so that this is the last whitening
+            kept = replace(started.pop(), shrinkage=shrinkage)
+            started += _straighten(plan, places[number - 1 :], passes, before.shape, kept)
             passes.restart()
             nll, _ = _settle(passes, places[-1])
             return [*started[:-1], replace(started[-1], nll=nll)]
         enough = arrived.fit.count >= ENOUGH * len(arrived.fit.mean)
-        judged, moments = (step, arrived.fit, rho), arrived.fit
+        judged, moments = (arrived, rho), arrived.fit
         if enough and not last:  # few held-out rows must stay unseen, since they judge later layers too
             moments = arrived.everything()
             rho = 0.0  # shrinkage keeps the basis near that of the layer before, whose features are Gaussian already
-        linear += between + arrived.times * whiten_layer(step, moments, rho)
+        linear += between + arrived.whiten(moments, rho)
         if last:
             nll, aimed = _settle(passes, place)
-            whiten_layer(step, arrived.everything(), rho)  # the model is judged: no row is left to hold out for
+            arrived.whiten(arrived.everything(), rho)  # the model is judged: no row is left to hold out for
             if aimed:
                 passes.fit_to_base(place)
             return [*started, LayerStart(step.where, nll, rho, None)]
-        nonlinearity = _nonlinearity(plan, place)
-        sample, others = step.module.transform(arrived.sample), step.module.transform(arrived.others)
-        own = fit_marginals(nonlinearity, sample, others)
-        fitted = MarginalMap(*broadcast(own.scale, own.shift, own.log_tail, own.skewness, own.helps))
-        linear += arrived.times * fitted.write(nonlinearity, step.module)
-        started.append(LayerStart(step.where, nll, rho, int(fitted.helps.sum())))
+        bend, bent = nonlinearity(plan, place), None
+        if bend is not None:
+            matrix, bias = matrix_of(step), step.module.bias
+            sample, others = (functional.linear(rows, matrix, bias) for rows in (arrived.sample, arrived.others))
+            own = fit_marginals(bend, sample, others)
+            fitted = MarginalMap(*broadcast(own.scale, own.shift, own.log_tail, own.skewness, own.helps))
+            linear += arrived.times * fitted.write(bend, step.module)
+            bent = int(fitted.helps.sum())
+        started.append(LayerStart(step.where, nll, rho, bent))
         since, shape = place + 1, arrived.shape
     raise AssertionError("a chain has a last layer")
 
@@ -340,42 +323,53 @@ def _settle(passes: Passes, place: int) -> tuple[float, bool]:
     return unaimed, False
 
 
-def _nonlinearity(plan: Plan, place: int) -> ElementwiseStep:
-    """The nonlinearity after a layer of a chain."""
-    step = plan.steps[place + 1]
-    assert isinstance(step, ElementwiseStep)
-    return step
-
-
 def _straighten(
     plan: Plan, places: list[int], passes: Passes, shape: tuple[int, ...], last: LayerStart
 ) -> list[LayerStart]:
     """Makes the marginal maps after some layers nearly affine.
 
-    The first layer whitens. Each later layer inverts the map since the one before it, so that the whitened features
-    pass through unchanged.
+    The first layer whitens. Each later layer undoes the steps since the one before it, up to a rotation of what is
+    white already: if these take y to A y + c, with A the same for each row, the layer is (A Aᵀ)^(-1/2) (· - c).
+
+    Arguments:
+        plan: The plan.
+        places: The indices of the layers.
+        passes: The data.
+        shape: The event shape of the input of the first.
+        last: The start of the first layer so far.
 
     Returns:
-        The starts of these layers; ``last`` is that of the first one so far.
+        The starts of these layers.
     """
-    started = [replace(last, fitted_features=0)]
+    started = [replace(last, fitted_features=None if nonlinearity(plan, places[0]) is None else 0)]
     assert passes.first is not None
     for before, place in pairwise(places):
-        nonlinearity, layer = _nonlinearity(plan, before), plan.steps[place].module
-        straight = MarginalMap.nearly_linear(nonlinearity, layer.bias)
-        straight.write(nonlinearity, plan.steps[before].module)
+        bend, layer, step = nonlinearity(plan, before), plan.steps[before].module, plan.steps[place]
+        assert isinstance(step, FullStep)
+        scale, shift = torch.ones_like(layer.bias), torch.zeros_like(layer.bias)
+        if bend is not None:
+            straight = MarginalMap.nearly_linear(bend, layer.bias)
+            straight.write(bend, layer)
+            scale, shift = straight.scale, straight.shift
+        if isinstance(layer, FullConv2d):
+            scale, shift = scale[:, None, None], shift[:, None, None]
         start_together(plan[:place], *passes.first)
-        part, size = plan[before + 1 : place], layer.features
-        # The nearly affine map takes a whitened y to M y + c: zero shows c, and unit vectors the columns of M.
-        units = torch.eye(size + 1, size).to(layer.bias).roll(1, 0)
-        probes = straight.scale * units + straight.shift
-        wide = probes.reshape(size + 1, *(1 for _ in shape[:-1]), size).expand(size + 1, *shape)
-        (values,), _ = part.encode(wide)
-        images = values.reshape(size + 1, -1, size)[:, 0].double()
-        matrix = torch.linalg.inv(images[1:] - images[0]).T
-        layer.weight.copy_(matrix)
-        layer.bias.copy_(-matrix @ images[0])
-        started.append(LayerStart(plan.steps[place].where, last.nll, 0.0, 0 if place != places[-1] else None))
+        part, white = plan[before + 1 : place], scale.new_zeros(1, *layer.output_shape(shape))
+        (ends,), _ = part.encode(torch.cat([white + shift, white + shift + scale]))
+        size, cell = (ends[1] - ends[0]).abs().mean(), cells_of(step).to(white.device)
+        unit = size * torch.eye(len(cell)).to(white)
+        probes = ends[:1].repeat(len(cell) + 1, *(1 for _ in ends.shape[1:]))
+        first_cell(step, probes[1:]).add_(unit.view_as(first_cell(step, probes[1:])))
+        sources = part.decode((probes,))  # a step away from the centre shows a row of the inverse of A
+        inverse = ((sources[1:] - sources[:1]) / (size * scale)).flatten(1).double()
+        values, vectors = torch.linalg.eigh(inverse @ inverse.T)
+        undoing = (vectors * values.clamp_min(0.0).sqrt()) @ vectors.T
+        matrix = values.new_zeros(matrix_of(step).shape)
+        matrix[:, cell] = undoing
+        set_matrix(step, matrix, -undoing @ first_cell(step, ends[:1]).flatten().double())
+        bends = 0 if place != places[-1] and nonlinearity(plan, place) is not None else None
+        started.append(LayerStart(step.where, last.nll, 0.0, bends))
+        shape = tuple(ends.shape[1:])
     return started
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ebflow_plugin.errors import InputError
-from ebflow_plugin.layers import FullLinear, SinhArcsinh
+from ebflow_plugin.layers import FullConv2d, FullLinear, SinhArcsinh
 from ebflow_plugin.plan.elementwise import ElementwiseMap, ElementwiseStep
 
 __all__ = ["MarginalMap", "condense", "fit_marginals"]
@@ -62,9 +62,13 @@ class MarginalMap:
     def curve(self, step: ElementwiseStep, y: Tensor) -> ElementwiseMap:
         """The nonlinearity at a y + b. Sets δ and ε of a SinhArcsinh."""
         self._set(step)
-        return (step.inverse_map if step.inverted else step.forward_map)(y * self.scale + self.shift, None)
+        moved = y * self.scale + self.shift
+        if learnable(step):
+            moved = moved.view(*y.shape, *(1 for _ in range(-1 - step.module.dim)))
+        found = (step.inverse_map if step.inverted else step.forward_map)(moved, None)
+        return ElementwiseMap(found.value.view(y.shape), lambda: found.log_slope().view(y.shape), found.slopes)
 
-    def write(self, step: ElementwiseStep, layer: FullLinear) -> float:
+    def write(self, step: ElementwiseStep, layer: FullLinear | FullConv2d) -> float:
         """Writes a and b into the layer before the nonlinearity, and δ and ε into the nonlinearity.
 
         Returns:
@@ -72,7 +76,7 @@ class MarginalMap:
         """
         assert layer.bias is not None
         self._set(step)
-        layer.weight.mul_(self.scale[:, None])
+        layer.weight.mul_(self.scale.view(-1, *(1 for _ in layer.weight.shape[1:])))
         layer.bias.mul_(self.scale).add_(self.shift)
         return self.scale.abs().double().log().sum().item()
 
@@ -128,11 +132,11 @@ def condense(y: Tensor) -> tuple[Tensor, Tensor]:
         (499.5, True)
     """
     ordered = y.sort(0).values
-    grid = torch.special.ndtr(torch.linspace(-REACH, REACH, BINS - 1, dtype=torch.float64))
+    grid = torch.special.ndtr(torch.linspace(-REACH, REACH, BINS - 1, dtype=torch.float64, device="cpu"))
     inner = (grid * len(y)).round().long()
     ends = torch.cat([inner.new_tensor([0]), inner, inner.new_tensor([len(y)])]).unique()
     sizes = ends.diff()
-    bins = torch.repeat_interleave(torch.arange(len(sizes)), sizes).to(y.device)
+    bins = torch.repeat_interleave(sizes).to(y.device)
     points = y.new_zeros(len(sizes), y.shape[1]).index_add_(0, bins, ordered)
     counts = sizes.to(y)[:, None]
     return points / counts, counts / len(y)

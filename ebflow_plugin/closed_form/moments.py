@@ -55,8 +55,8 @@ class Moments:
         self.diagonal = diagonal
         self._weight: float = 0  # the sum of the weights, and of their squares
         self._squares: float = 0
-        self._mean = torch.zeros(0, dtype=torch.float64)
-        self._scatter = torch.zeros(0 if diagonal else (0, 0), dtype=torch.float64)
+        self._mean = torch.zeros(0, dtype=torch.float64, device="cpu")
+        self._scatter = torch.zeros(0 if diagonal else (0, 0), dtype=torch.float64, device="cpu")
         self._buffer: list[tuple[Tensor, Tensor | None]] = []
         self._buffered = 0  # rows in the buffer
 
@@ -122,6 +122,13 @@ class Moments:
             deviations = rows - mean
             heavy = weights[:, None] * deviations
             self._merge(total, squares, mean, (heavy * deviations).sum(0) if self.diagonal else heavy.T @ deviations)
+
+    def part(self, chosen: Tensor) -> Moments:
+        """The moments of some of the features, by their indices."""
+        self._flush()
+        part = Moments()
+        part._merge(self._weight, self._squares, self._mean[chosen], self._scatter[chosen][:, chosen])
+        return part
 
     def _outer(self, vector: Tensor) -> Tensor:
         return vector.square() if self.diagonal else torch.outer(vector, vector)

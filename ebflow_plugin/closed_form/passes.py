@@ -133,12 +133,18 @@ class Thinned:
 
     def __init__(self, count: int) -> None:
         self.count, self.stride, self.seen = count, 1, 0
+        self._generator = torch.Generator().manual_seed(0)
         self._parts: list[Tensor] = []
         self._weights: list[Tensor] = []
 
-    def add(self, rows: Tensor, weights: Tensor | None = None) -> None:
-        """Adds rows with any event shape, and their weights: of all rows, or of none."""
-        chosen = slice(-self.seen % self.stride, None, self.stride)
+    def add(self, rows: Tensor, weights: Tensor | None = None, *, shuffled: bool = False) -> None:
+        """Adds rows with any event shape, and their weights: of all rows, or of none.
+
+        Shuffled, if their order has a period, as that of pixels has.
+        """
+        chosen: slice | Tensor = slice(-self.seen % self.stride, None, self.stride)
+        if shuffled:
+            chosen = torch.randperm(len(rows), generator=self._generator)[chosen].to(rows.device)
         self._parts.append(rows[chosen].clone())
         if weights is not None:
             self._weights.append(weights[chosen].clone())

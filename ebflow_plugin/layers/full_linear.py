@@ -104,7 +104,8 @@ class FullLinear(nn.Module):
                 since a training step must not synchronise with the device.
         """
         self._check(event_shape)
-        return self._lu.log_abs_det(self.weight) * math.prod(event_shape[:-1])
+        each, times = self._lu.log_abs_det(self.weight), math.prod(event_shape[:-1])
+        return each if times == 1 else each * times
 
     def operator(self, event_shape: tuple[int, ...]) -> LinearOperator:
         r"""Returns :math:`W` as an operator, for events with shape :math:`(*, D)`."""

@@ -190,10 +190,10 @@ def _counts(axis: Axis, dtype: torch.dtype, device: torch.device) -> Tensor:
 
     Its shape is (taps, pixels of a cell, frequencies). The trace of a product with the twin's inverse sums over it.
     """
-    counts = torch.zeros(axis.kernel, axis.stride, axis.out, dtype=torch.float64)
+    counts = torch.zeros(axis.kernel, axis.stride, axis.out, dtype=torch.float64, device="cpu")  # entry by entry
     for place, sources in enumerate(axis.sources()):
         for tap, source in enumerate(sources):
             if source >= 0:
                 cell, pixel = divmod(source, axis.stride)
                 counts[tap, pixel, (cell - place) % axis.out] += 1
-    return torch.fft.ifft(counts).to(device=device, dtype=dtype)
+    return torch.fft.ifft(counts).to(device=device, dtype=dtype, non_blocking=True)

@@ -186,8 +186,9 @@ class _Pixels:
         if self.by_columns:
             weight, geometry = weight.mT, geometry.transposed
         self.weight, self.geometry = weight, geometry
-        self.row_sources = torch.tensor(geometry.rows.sources(), device=weight.device)
-        self.column_sources = torch.tensor(geometry.columns.sources(), device=weight.device)
+        axes = geometry.rows, geometry.columns
+        sources = (torch.tensor(axis.sources(), device="cpu") for axis in axes)
+        self.row_sources, self.column_sources = (each.to(weight.device, non_blocking=True) for each in sources)
         self.matrix: Matrix
         if kind == "dense":
             self.matrix = Dense(self._dense())

@@ -4,8 +4,8 @@ Both are plain torch: they run on any device, inside or outside a graph, and can
 
 Outside a graph a matrix is factorised once. A singular one raises :class:`~ebflow_plugin.errors.SingularError`, a check
 that synchronises with the device. Inside a graph, :meth:`~Matrix.log_abs_det` is part of a training step and must not
-synchronise: a singular matrix returns ``-inf`` there, which the loss shows. A solve always checks, though in a graph it
-notices only a pivot that is exactly zero.
+synchronise: a singular matrix returns ``-inf`` there, which the loss shows. A solve in a graph checks on the CPU alone,
+and notices only a pivot that is exactly zero; elsewhere it returns what is not finite.
 
 :class:`CachedLU` chooses between the two for a weight that may or may not be trained.
 """
@@ -13,7 +13,6 @@ notices only a pivot that is exactly zero.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -23,9 +22,11 @@ from torch.autograd import Function, forward_ad
 from torch.autograd.function import once_differentiable
 
 from ebflow_plugin.errors import SingularError
+from ebflow_plugin.linalg.delayed import free_to_read, may_read
 from ebflow_plugin.linalg.memo import Memo, is_tracing
+from ebflow_plugin.linalg.precision import full_precision, full_precision_backward
 
-__all__ = ["Band", "CachedLU", "Dense", "Matrix", "Solver", "is_readable", "is_traced", "without_autocast"]
+__all__ = ["Band", "CachedLU", "Dense", "Matrix", "Solver", "is_readable", "is_traced"]
 
 Solver = Callable[[Tensor], Tensor]
 T = TypeVar("T")
@@ -84,7 +85,7 @@ class Dense:
 
     def _solve_traced(self, rows: Tensor) -> Tensor:
         columns, info = torch.linalg.solve_ex(self.matrix, rows.to(self.matrix.dtype).mT)
-        if is_readable(info) and bool(info.any()):
+        if free_to_read(info) and is_readable(info) and bool(info.any()):
             raise SingularError(f"{_name(self.matrix.shape[-1])} is singular: a pivot is zero. {_ADVICE}")
         return columns.mT
 
@@ -215,9 +216,10 @@ class CachedLU:
 
     def log_abs_det(self, weight: Tensor, *setting: Hashable) -> Tensor:
         r"""Returns :math:`\log |\det A|` in the weight's type."""
-        with without_autocast(weight):
+        with full_precision(weight):
             value = self._get(self._log_abs_det, lambda matrix: matrix.log_abs_det(), weight, setting)
-        return value.to(weight.dtype, copy=True)  # a copy, so that a caller cannot edit the cached value
+        value = full_precision_backward(value)
+        return value.to(weight.dtype, copy=not is_traced(weight))  # so that a caller cannot edit the cached value
 
     def solve(self, weight: Tensor, y: Tensor, *setting: Hashable) -> Tensor:
         r"""Returns :math:`A^{-1} y` in the type of ``y``, for ``y`` with the shape that the matrix's solver takes.
@@ -225,7 +227,7 @@ class CachedLU:
         Raises:
             SingularError: The matrix has no inverse.
         """
-        with without_autocast(weight):
+        with full_precision(weight):
             solver = self._get(self._solver, lambda matrix: matrix.inverse(), weight, setting)
             return solver(y.to(_precision(weight))).to(y.dtype)
 
@@ -237,7 +239,7 @@ class CachedLU:
         Raises:
             SingularError: The matrix has no inverse.
         """
-        with torch.no_grad(), without_autocast(weight):
+        with torch.no_grad(), full_precision(weight):
             solver = self._get(self._solver, lambda matrix: matrix.inverse(), weight, setting)
         precision = torch.promote_types(weight.dtype, torch.float64)
 
@@ -251,6 +253,8 @@ class CachedLU:
         precision = _precision(weight)
         if is_traced(weight):
             return compute(self._matrix(weight.to(precision), *setting))
+        if not may_read(weight):  # a memo compares contents, and has no place for what was not checked
+            return compute(self._matrix(weight.detach().to(precision), *setting))
 
         def outside() -> T:
             # The cached value may enter a graph later, which an inference tensor cannot.
@@ -279,12 +283,6 @@ class _FixedSolve(Function):
 
 def _precision(weight: Tensor) -> torch.dtype:
     return torch.promote_types(weight.dtype, torch.float32 if is_traced(weight) else torch.float64)
-
-
-def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
-    """Disables autocast, which would run the products inside a factorisation, but not the rest, in half precision."""
-    kind = tensor.device.type
-    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
 class _Panel(NamedTuple):
@@ -366,7 +364,7 @@ def _name(size: int) -> str:
 
 def _refuse_singular(pivots: Tensor, scale: Tensor, size: int) -> None:
     """Raises if a pivot is zero, not finite, or below the rounding error of the entries of its row and column."""
-    if not is_readable(pivots):
+    if not (is_readable(pivots) and may_read(pivots)):
         return
     pivots, scale = pivots.abs().flatten(), scale.flatten()
     noise = max(size, 16) * torch.finfo(pivots.dtype).eps * scale

@@ -16,7 +16,7 @@ from torch import Tensor
 from ebflow_plugin.errors import InputError, suggest
 from ebflow_plugin.linalg.random import as_integer, at_least
 
-__all__ = ["Axis", "Geometry", "Setting", "convolve", "convolve_transposed"]
+__all__ = ["Axis", "Geometry", "Setting", "convolve", "convolve_transposed", "patches"]
 
 PADDING_MODES = ("circular", "reflect", "replicate", "zeros")
 
@@ -307,6 +307,30 @@ def convolve_transposed(y: Tensor, weight: Tensor, geometry: Geometry) -> Tensor
         return full
     like = full.new_zeros(y.shape[0], *geometry.shape)
     return torch.func.vjp(lambda image: _pad(image, geometry), like)[1](full)[0]
+
+
+def patches(x: Tensor, geometry: Geometry) -> Tensor:
+    """The pixels that each output pixel reads, of all channels, in the order of a kernel's entries.
+
+    Arguments:
+        x: The images, with shape (B, C, H, W).
+        geometry: The geometry of the convolution.
+
+    Returns:
+        One row for each image and output pixel, with shape (B H' W', C k²).
+
+    Example:
+        >>> axis = Axis(size=2, kernel=3, before=1, after=1)
+        >>> patches(torch.ones(1, 1, 2, 2), Geometry(1, 1, axis, axis))[0].view(3, 3)
+        tensor([[0., 0., 0.],
+                [0., 1., 1.],
+                [0., 1., 1.]])
+    """
+    rows, columns = geometry.rows, geometry.columns
+    kernel, dilation, stride = (
+        (getattr(rows, name), getattr(columns, name)) for name in ("kernel", "dilation", "stride")
+    )
+    return F.unfold(_pad(x, geometry), kernel, dilation, 0, stride).mT.flatten(0, 1)
 
 
 def _conv_padding(geometry: Geometry) -> Pair | None:

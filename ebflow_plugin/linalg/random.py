@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +20,7 @@ __all__ = [
     "check_generator",
     "derive_seed",
     "gaussian_like",
+    "kept_random_state",
     "over_rows",
     "random_state",
     "rows_in_chunks",
@@ -84,10 +86,11 @@ def derive_seed(*parts: object) -> int:
 
 
 def random_state(device: torch.device, generators: Sequence[Generator]) -> RandomState:
-    """The state of torch's global generators and of the given ones."""
+    """The state of torch's global generators, of the CPU and of a device of any type, and of the given ones."""
+    module = _device_module(device)
     return {
         "cpu": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        "device": None if module is None else module.get_rng_state(*_named(device)),
         "generators": [generator.get_state() for generator in generators],
     }
 
@@ -95,10 +98,41 @@ def random_state(device: torch.device, generators: Sequence[Generator]) -> Rando
 def set_random_state(state: RandomState, device: torch.device, generators: Sequence[Generator]) -> None:
     """Restores the state that :func:`random_state` returned."""
     torch.set_rng_state(state["cpu"])
-    if device.type == "cuda" and state["cuda"] is not None:
-        torch.cuda.set_rng_state(state["cuda"], device)
+    saved, module = state.get("device", state.get("cuda")), _device_module(device)  # the name in earlier versions
+    if module is not None and saved is not None:
+        module.set_rng_state(saved, *_named(device))
     for generator, saved in zip(generators, state["generators"], strict=True):
         generator.set_state(saved)
+
+
+@contextmanager
+def kept_random_state(device: torch.device) -> Iterator[None]:
+    """Restores torch's global generators, of the CPU and of a device of any type, at the end of a ``with`` block.
+
+    Example:
+        >>> first = torch.get_rng_state()
+        >>> with kept_random_state(torch.device("cpu")):
+        ...     _ = torch.rand(3)
+        >>> torch.equal(first, torch.get_rng_state())
+        True
+    """
+    state = random_state(device, ())
+    try:
+        yield
+    finally:
+        set_random_state(state, device, ())
+
+
+def _device_module(device: torch.device) -> Any | None:
+    """torch.cuda, torch.xpu, torch.mps, …: what has a random state beside that of the CPU."""
+    if device.type in ("cpu", "meta"):
+        return None
+    module = torch.get_device_module(device)
+    return module if hasattr(module, "get_rng_state") else None
+
+
+def _named(device: torch.device) -> tuple[torch.device, ...]:
+    return () if device.type == "mps" else (device,)  # of which there is one, without an argument
 
 
 def _draw_device(x: Tensor, generator: Generator | None) -> torch.device:

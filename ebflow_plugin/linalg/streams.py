@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Generator
 
-from ebflow_plugin.linalg.random import check_generator
+from ebflow_plugin.linalg.random import check_generator, derive_seed, kept_random_state
 
 __all__ = ["seeded_by"]
 
@@ -37,7 +37,9 @@ def seeded_by(generator: Generator | None, device: torch.device) -> Iterator[Non
     if generator is None:
         yield
         return
-    seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    drawn = torch.randint(2**62, (), generator=generator, device=generator.device)
+    # The number of another device would have to be waited for; the state of its generator is the host's.
+    seed = int(drawn) if drawn.device.type == "cpu" else derive_seed(bytes(generator.get_state().tolist()))
+    with kept_random_state(device):
         torch.manual_seed(seed)
         yield

@@ -159,7 +159,7 @@ def pareto_k(log_weights: Tensor, rounding: float = 0.0) -> float:
         return -math.inf
     excess = excess.clamp_min(torch.finfo(excess.dtype).tiny)
     grid = 30 + int(math.sqrt(size))
-    steps = torch.arange(1, grid + 1, dtype=excess.dtype)
+    steps = torch.arange(1, grid + 1, dtype=excess.dtype, device=excess.device)
     quartile = excess[max(0, int(size / 4 + 0.5) - 1)].clamp_min(1e-12 * float(excess[-1]))
     theta = 1.0 / excess[-1] + (1.0 - (grid / (steps - 0.5)).sqrt()) / (3.0 * quartile)
     shapes = torch.log1p(-theta[:, None] * excess).mean(1)

@@ -6,7 +6,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from numbers import Real
-from typing import Any, ClassVar, NamedTuple, Self, TypedDict
+from typing import Any, ClassVar, Self, TypedDict
 
 import torch
 from torch import Generator, Tensor, nn
@@ -14,14 +14,14 @@ from torch import Generator, Tensor, nn
 from ebflow_plugin.errors import InputError, UnknownNameError, suggest
 from ebflow_plugin.linalg.random import check_generator
 from ebflow_plugin.model import EBFlow
-from ebflow_plugin.objectives.compiling import CompiledLoss
+from ebflow_plugin.objectives.compiling import CompiledLoss, Prepared
 from ebflow_plugin.objectives.schedule import AddedNoise
 from ebflow_plugin.plan.derivatives import transformed
 from ebflow_plugin.plan.inputs import is_number, usable
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.weights import check_weights, counted_rows, resampled_rows, weighted_mean
 
-__all__ = ["Common", "DrawnObjective", "Objective", "Prepared", "WeightedSum"]
+__all__ = ["Common", "DrawnObjective", "Objective", "WeightedSum"]
 
 
 _NO_ROWS = "x holds no samples, so that there is no mean"
@@ -30,28 +30,6 @@ _NO_ROWS = "x holds no samples, so that there is no mean"
 class Common(TypedDict, total=False):
     """The options that every objective takes; see :class:`Objective`."""
 
-    generator: Generator | None
-
-
-class Prepared(NamedTuple):
-    """What one objective computes a loss of a batch from, after everything that reads values or draws numbers.
-
-    Attributes:
-        plan: The plan of the matched variable.
-        u: The matched variable, with shape ``(B, *)``.
-        context: The context, with ``B`` rows, still attached to its graph.
-        weights: The checked weights of the rows.
-        log_det: The log-det of the preprocessing, with shape ``(B,)``.
-        drawn: The drawn numbers; None for an objective that draws its own.
-        generator: The source of all randomness.
-    """
-
-    plan: Plan
-    u: Tensor
-    context: Tensor | None
-    weights: Tensor | None
-    log_det: Tensor
-    drawn: tuple[Tensor, ...] | None
     generator: Generator | None
 
 
@@ -90,6 +68,7 @@ class Objective(nn.Module, ABC):
 
     model: EBFlow
     in_data_space: ClassVar[bool] = False  # whether the value includes the log-det of the preprocessing
+    full_precision: ClassVar[bool] = False  # whether it subtracts nearly equal numbers
     noise: AddedNoise | None = None  # that it adds to the matched variable
     not_compiled: ClassVar[str] = ""  # why it cannot be
     _compiled: CompiledLoss | None = None
@@ -132,11 +111,11 @@ class Objective(nn.Module, ABC):
         if len(u) == 0:
             return u.flatten(1).sum(1)
         values = self.per_sample(plan, u, context, generator)
-        return values - log_det if self.in_data_space else values
+        return values if log_det is None or not self.in_data_space else values - log_det
 
     def _matched(
         self, x: Tensor, context: Tensor | None, weights: Tensor | None, generator: Generator | None
-    ) -> tuple[Plan, Tensor, Tensor | None, Tensor, Generator | None]:
+    ) -> tuple[Plan, Tensor, Tensor | None, Tensor | None, Generator | None]:
         """The plan, the matched variable, the context and the log-det of the preprocessing, ready for a loss."""
         if generator is None:
             generator = self.generator
@@ -149,7 +128,7 @@ class Objective(nn.Module, ABC):
             plan.initialize(u[picked], None if context is None else context[picked])
         if len(u) and self.noise is not None:
             self.noise.begin(u, self.model.training)
-        return plan, u, context, log_det.detach(), generator
+        return plan, u, context, log_det, generator
 
     def prepare(
         self, x: Tensor, context: Tensor | None, weights: Tensor | None, generator: Generator | None
@@ -168,7 +147,9 @@ class Objective(nn.Module, ABC):
             values = self.per_sample(given.plan, given.u, given.context, given.generator)
         else:
             values = self.value(given.plan, given.u, given.context, given.drawn)
-        return weighted_mean(values - given.log_det if self.in_data_space else values, given.weights)
+        if self.in_data_space and given.log_det is not None:
+            values = values - given.log_det
+        return weighted_mean(values, given.weights)
 
     def draw(
         self, plan: Plan, u: Tensor, context: Tensor | None, generator: Generator | None
@@ -196,7 +177,8 @@ class Objective(nn.Module, ABC):
         first call takes a minute: it traces the loss, its gradients, and the gradients in x inside of it, and compiles
         them. A second batch size adds one more graph, which serves all sizes. After a change of the flow the next call
         compiles it anew; new values of its parameters are no change. Losses without gradients are not compiled, and a
-        compiled loss has no second derivatives.
+        compiled loss has no second derivatives. The gradients are taken of the loss as it is, so the scale of a
+        GradScaler comes too late for float16; bfloat16 needs none.
 
         Arguments:
             options: Options of :func:`torch.compile`, such as ``mode`` and ``backend``.

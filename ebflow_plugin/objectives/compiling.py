@@ -15,11 +15,12 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
@@ -27,14 +28,36 @@ from torch.utils import _pytree as pytree
 
 from ebflow_plugin.errors import EBFlowError, UnsupportedStepError
 from ebflow_plugin.linalg.memo import tracing
+from ebflow_plugin.linalg.precision import full_precision
+from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.planned import Watch
 
-if TYPE_CHECKING:
-    from ebflow_plugin.objectives.base import Objective, Prepared
+__all__ = ["CompiledLoss", "Prepared"]
 
-__all__ = ["CompiledLoss"]
+Objective = Any  # that of base.py, which imports this module
+Terms = Sequence[tuple[float, Objective]]
 
-Terms = Sequence[tuple[float, "Objective"]]
+
+class Prepared(NamedTuple):
+    """What one objective computes a loss of a batch from, after everything that reads values or draws numbers.
+
+    Attributes:
+        plan: The plan of the matched variable.
+        u: The matched variable, with shape ``(B, *)``.
+        context: The context, with ``B`` rows, still attached to its graph.
+        weights: The checked weights of the rows.
+        log_det: The log-det of the preprocessing, with shape ``(B,)``; None if there is none.
+        drawn: The drawn numbers; None for an objective that draws its own.
+        generator: The source of all randomness.
+    """
+
+    plan: Plan
+    u: Tensor
+    context: Tensor | None
+    weights: Tensor | None
+    log_det: Tensor | None
+    drawn: tuple[Tensor, ...] | None
+    generator: Generator | None
 
 
 class Key(NamedTuple):
@@ -97,7 +120,7 @@ class CompiledLoss:
                 loss = _Loss(objective.model, terms, prepared, spec)
                 graph = self._build(objective, _Trace(loss, list(named), tensors, key.rows), bool(alike))
             self._graphs[key] = graph
-        with torch.no_grad():
+        with torch.no_grad(), _running(terms, tensors[-1]):
             loss_value, gradients = graph.run(*_values(tensors))
         handed: Tensor = _Handed.apply(loss_value, gradients, *(tensors[place] for place in graph.reached))
         return handed
@@ -110,7 +133,7 @@ class CompiledLoss:
         try:
             traced, reached, serves = trace(again)
             run = torch.compile(traced, **self.options)
-            with torch.no_grad():
+            with torch.no_grad(), _running(trace.loss.terms, trace.tensors[-1]):
                 run(*trace.examples(again and serves(trace.rows + 1)))  # compiles it
         except EBFlowError:
             raise
@@ -173,6 +196,12 @@ class _Trace:
         inputs = [fake(place, tensor) for place, tensor in enumerate(self.tensors)]
         with tracing(), mode:
             graph = make_fx(loss_and_gradients)(*inputs)
+        for tensor in (*graph.parameters(), *graph.buffers(), *vars(graph).values()):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                raise UnsupportedStepError(
+                    f"a tensor of shape {tuple(tensor.shape)} requires a gradient and is no parameter of the model, so "
+                    "that a compiled loss would not train it: make it an nn.Parameter of a module of the flow"
+                )
         rows = next((tensor.shape[0] for place, tensor in enumerate(inputs) if self._has_rows(place)), self.rows)
         if not isinstance(rows, torch.SymInt) or not shapes.simplify(rows.node.expr).free_symbols:
             own = self.rows  # of this batch alone: something in the graph depends on the number
@@ -207,6 +236,14 @@ class _Handed(Function):
     @once_differentiable
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         return (None, None, *torch._foreach_mul(ctx.gradients, scale))
+
+
+def _running(terms: Terms, like: Tensor) -> AbstractContextManager[object]:
+    """Runs a graph, which has the casts of autocast in it, without autocast; a finite difference without TF32 too."""
+    if any(term.full_precision for _, term in terms):
+        return full_precision(like)
+    kind = like.device.type
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
 def _values(tensors: Sequence[Tensor]) -> list[Tensor]:

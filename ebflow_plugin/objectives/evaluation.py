@@ -93,7 +93,7 @@ class LikelihoodSum:
         for z, constant in densities:
             value = plan.base_log_prob(z, context)
             value = (value if log_det is None else value + log_det) - constant
-            nlls.append(-(shares * (value + before).to(self._sums)).sum())
+            nlls.append(-(shares * (value if before is None else value + before).to(self._sums)).sum())
         total = shares.sum()
         self._sums = self._sums + torch.stack([nlls[0], nlls[-1], total, total * x[0].numel()])
 

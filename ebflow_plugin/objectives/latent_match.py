@@ -76,7 +76,7 @@ def base_distance(plan: Plan, latents: tuple[Tensor, ...], context: Tensor | Non
 
     The noise is that of :func:`base_noise`: for a Gaussian base, samples are mean + std * noise.
     """
-    if len(latents[0]) < 2:
+    if latents[0].shape[0] < 2:
         raise InputError("matching latents compares the rows of a batch, and there is one; it needs two at least")
     with torch.no_grad():
         gaussian = plan.base.gaussian(context)
@@ -115,7 +115,7 @@ def energy_distance(rows: Tensor, others: Tensor) -> Tensor:
 
 def _within(rows: Tensor) -> Tensor:
     """The mean distance of each row from the others."""
-    return _distances(rows, rows).sum(1) / (len(rows) - 1)
+    return _distances(rows, rows).sum(1) / (rows.shape[0] - 1)  # not len(), which a trace would take as a constant
 
 
 def _distances(rows: Tensor, others: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Generator, Tensor
 
 from ebflow_plugin.errors import InputError, UnsupportedStepError
+from ebflow_plugin.linalg.delayed import without_reading
 from ebflow_plugin.linalg.memo import is_tracing
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives.base import Common, DrawnObjective, Objective
@@ -225,9 +226,10 @@ class SML(DrawnObjective):
     """
 
     def draw(self, plan: Plan, u: Tensor, context: Tensor | None, generator: Generator | None) -> tuple[Tensor, ...]:
-        if context is None:
-            return (draw(plan, len(u), None, generator, u).to(u),)
-        return (draw(plan, 1, context, generator, u).squeeze(1).to(u),)
+        with without_reading():
+            if context is None:
+                return (draw(plan, len(u), None, generator, u).to(u),)
+            return (draw(plan, 1, context, generator, u).squeeze(1).to(u),)
 
     def value(self, plan: Plan, u: Tensor, context: Tensor | None, drawn: tuple[Tensor, ...]) -> Tensor:
         rows = None if context is None else torch.cat([context, context])

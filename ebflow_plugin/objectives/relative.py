@@ -55,9 +55,11 @@ class _RelativeProduct(Function):
     @once_differentiable
     def backward(ctx: Any, delta: Tensor) -> tuple[Tensor | None, Tensor | None]:
         y, weight = ctx.saved_tensors
-        grad_x = delta @ weight if ctx.needs_input_grad[0] else None
-        grad_weight = delta.flatten(0, -2).mT @ (y.flatten(0, -2) @ weight) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_weight
+        same = weight.to(delta.dtype)  # under autocast, y and its gradient are in half precision
+        grad_x = delta @ same if ctx.needs_input_grad[0] else None
+        if not ctx.needs_input_grad[1]:
+            return grad_x, None
+        return grad_x, (delta.flatten(0, -2).mT @ (y.flatten(0, -2) @ same)).to(weight.dtype)
 
 
 class _RelativeSolve(Function):

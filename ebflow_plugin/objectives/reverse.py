@@ -9,6 +9,7 @@ import torch
 from torch import Generator, Tensor
 
 from ebflow_plugin.errors import InputError
+from ebflow_plugin.linalg.delayed import without_reading
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives import checks
 from ebflow_plugin.objectives.likelihood import LogDetObjective, LogDetOptions
@@ -47,8 +48,7 @@ class ReverseKL(LogDetObjective):
     each ``FullLinear`` by :math:`W^\top W`, as there. With all but ``"exact"`` the value falls or grows without bound.
 
     Cost: the inverse of the flow for n samples (a solve in every linear layer, :math:`O(D^3)` for a dense one) and its
-    gradient, by the implicit function; one energy and its gradient in x; one gradient of the target. A factorisation
-    checks its pivots, which synchronises with the device.
+    gradient, by the implicit function; one energy and its gradient in x; one gradient of the target.
 
     Arguments:
         model: A wrapped flow (:func:`~ebflow_plugin.wrap`) without a context, whose steps all have an inverse.
@@ -108,7 +108,11 @@ class ReverseKL(LogDetObjective):
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
                 return self.losses(generator=generator)
-        generator, plan = self.generator if generator is None else generator, self.model.plan
+        with without_reading():
+            return self._drawn(self.generator if generator is None else generator)
+
+    def _drawn(self, generator: Generator | None) -> Tensor:
+        plan = self.model.plan
         plan.refuse()
         if plan.waits_for_data():
             steps = "\n  ".join(step.where for step in plan.uninitialised())

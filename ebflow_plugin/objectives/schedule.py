@@ -141,7 +141,7 @@ class AddedNoise:
         if isinstance(self.option, NoiseSchedule):
             self.step, found = int(state.get("noise_step", 0)), state.get("noise_start")
             if self.option.start is None:  # a tensor, as it was found: the arithmetic stays the same
-                self.start = None if found is None else torch.tensor(found, dtype=torch.float64)
+                self.start = None if found is None else torch.tensor(found, dtype=torch.float64, device="cpu")
 
     def __repr__(self) -> str:
         return f"sigma={self.option}"

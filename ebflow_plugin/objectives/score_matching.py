@@ -14,6 +14,7 @@ import torch
 from torch import Generator, Tensor
 
 from ebflow_plugin.errors import InputError
+from ebflow_plugin.linalg.precision import full_precision, full_precision_backward
 from ebflow_plugin.linalg.random import gaussian_like, signs_like, uniform_like
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives import checks
@@ -238,7 +239,8 @@ class FDSSM(ScoreObjective):
 
     Cost: one energy of 3B samples; training needs a single backward pass. Use it where memory or a missing second
     derivative rules out SSM. The differences cancel: in a precision of p digits the rounding error of the values is
-    about :math:`10^{-p} |E| D / \epsilon^2`, so keep ε well above 0.01 in single precision.
+    about :math:`10^{-p} |E| D / \epsilon^2`, so keep ε well above 0.01 in single precision. Autocast and TF32 are off
+    in its passes, forward and backward; weights and data in half precision raise.
 
     Where the score of a flow jumps, it is unbiased (unlike SSM), but only the samples closer to the jump than ε see
     it: the variance grows with 1/ε, and below 0.1 it warns. Where the density itself jumps, it is biased for every ε,
@@ -261,6 +263,8 @@ class FDSSM(ScoreObjective):
         >>> FDSSM(model, eps=0.5)(torch.randn(5, 2)).backward()
     """
 
+    full_precision = True
+
     def __init__(
         self,
         model: EBFlow,
@@ -276,6 +280,11 @@ class FDSSM(ScoreObjective):
         checks.warn_about_jumps(self, harmed_by, rarely=True)
 
     def drawn(self, u: Tensor, generator: Generator | None) -> tuple[Tensor, ...]:
+        if torch.finfo(u.dtype).bits < 32:
+            raise InputError(
+                f"FDSSM subtracts nearly equal energies, of which {u.dtype} leaves nothing; train in float32 with "
+                "autocast, which it switches off for itself, or use DSM or SSM"
+            )
         eps = self.eps if self.noise is None else self.eps * self.noise.growth
         size, noised = prod(u.shape[1:]), u if self.noise is None else self.noise.add(u, generator)
         return noised, sphere(u, generator) * (eps / sqrt(size)), u.new_ones(()) * (size / eps**2)
@@ -283,12 +292,13 @@ class FDSSM(ScoreObjective):
     def value(self, plan: Plan, u: Tensor, context: Tensor | None, drawn: tuple[Tensor, ...]) -> Tensor:
         noised, step, scale = drawn[:3]
         rows = None if context is None else torch.cat([context] * 3)
-        with self.adding_noise(f"eps={self.eps:g}"):
+        with self.adding_noise(f"eps={self.eps:g}"), full_precision(u):
             points = torch.cat([noised, noised + step, noised - step])
             energies, latents = plan.energy_from(0, (points,), plan.embed(rows))
         energy, ahead, after = energies.chunk(3)
         values = ((energy - ahead) + (energy - after) + 0.125 * (ahead - after).square()) * scale
-        values = self._matching(values, plan, tuple(z[: len(u)] for z in latents), context, drawn)
+        values = full_precision_backward(values)
+        values = self._matching(values, plan, tuple(z[: u.shape[0]] for z in latents), context, drawn)
         return values + self.energy_weight * energy if self.energy_weight else values
 
     def extra_repr(self) -> str:

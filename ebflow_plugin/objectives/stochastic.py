@@ -28,9 +28,9 @@ from torch import Generator, Tensor
 from ebflow_plugin.errors import ConditioningWarning, SingularError, warn
 from ebflow_plugin.linalg.circular import ConvOperator, side_by_side
 from ebflow_plugin.linalg.delayed import Delayed, free_to_read
-from ebflow_plugin.linalg.dense import without_autocast
 from ebflow_plugin.linalg.krylov import gmres
 from ebflow_plugin.linalg.operators import Approximation, LinearOperator, dense_inverse
+from ebflow_plugin.linalg.precision import full_precision
 from ebflow_plugin.linalg.random import signs_like
 from ebflow_plugin.objectives.probes import Account
 from ebflow_plugin.plan.step import LinearStep, Shape, Shapes
@@ -190,7 +190,7 @@ class LogDetEstimator:
         """
         if not torch.is_grad_enabled():
             return batch.new_zeros(())
-        with without_autocast(batch):
+        with full_precision(batch):
             known = [_Layer(step, shapes, _operator(step, shapes)) for step, shapes in layers]
             groups: dict[Hashable, list[_Layer]] = {}
             for layer in known:
@@ -284,10 +284,18 @@ class LogDetEstimator:
             remainder = solution.x
             if approximation.control is not None:
                 remainder = remainder - approximation.control(probes).reshape(number * count, -1)
-        by_layer = (each.reshape(number, count, -1) for each in (probes, remainder))
-        # Where it looks, a solve that stops early has nothing more to do.
-        found = solution.residuals.reshape(number, count), solution.needed, planned, most
-        return _Solved(layers, operator, approximation, *by_layer, *found)
+        shape = number, count, -1
+        return _Solved(
+            layers,
+            operator,
+            approximation,
+            probes=probes.reshape(shape),
+            remainder=remainder.reshape(shape),
+            residuals=solution.residuals.reshape(number, count),
+            needed=solution.needed,
+            made=planned,  # where it looks, a solve that stops early has nothing more to do
+            most=most,
+        )
 
     def _approximation(self, operator: LinearOperator, accounts: Sequence[Account], name: str) -> Approximation:
         """An approximate inverse, for convolutions that of some steps before."""

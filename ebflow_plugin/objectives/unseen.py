@@ -14,6 +14,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from ebflow_plugin.errors import EBFlowError
+from ebflow_plugin.linalg.random import gaussian_like
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.plan.registry import altered_part
 
@@ -32,10 +33,10 @@ def perturbed(model: M, seed: int = 0) -> M:
         False
     """
     copied = copy.deepcopy(model)
-    generator = Generator().manual_seed(seed)
+    generator = Generator("cpu").manual_seed(seed)
     for parameter in copied.parameters():
         if parameter.is_floating_point():
-            noise = torch.randn(parameter.shape, generator=generator).to(parameter)
+            noise = gaussian_like(parameter.new_empty(parameter.shape, dtype=torch.float32), generator).to(parameter)
             parameter.add_(noise, alpha=0.1 / sqrt(max(1, prod(parameter.shape[1:]))))
     return copied
 
@@ -73,7 +74,7 @@ def unseen_parameters(model: EBFlow, u: Tensor, context: Tensor | None = None) -
     named = {name: p for name, p in model.flow.named_parameters() if p.requires_grad and p.numel()}
     seen = _seen(model, named, u, context)
     if len(seen) < len(named):
-        elsewhere = torch.randn(u.shape, generator=Generator().manual_seed(2)).to(u)
+        elsewhere = gaussian_like(u, Generator("cpu").manual_seed(2))
         with suppress(Exception):  # random points may lie outside of the domain of the flow, whose error is any
             seen |= _seen(model, named, elsewhere, context)
     return [name for name in named if name not in seen]
@@ -81,7 +82,7 @@ def unseen_parameters(model: EBFlow, u: Tensor, context: Tensor | None = None) -
 
 def _seen(model: EBFlow, named: dict[str, nn.Parameter], u: Tensor, context: Tensor | None) -> set[str]:
     """The parameters with a nonzero gradient of the score along a random direction."""
-    direction = torch.randn(u.shape, generator=Generator().manual_seed(1)).to(u)
+    direction = gaussian_like(u, Generator("cpu").manual_seed(1))
     with torch.enable_grad():
         along = (model.core.score(u, context) * direction).sum()
     if not bool(torch.isfinite(along)):

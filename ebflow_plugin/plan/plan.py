@@ -15,6 +15,7 @@ of that model and uses the module's own parameters. Nothing is copied, and nothi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -31,6 +32,7 @@ from ebflow_plugin.errors import (
     raise_from_step,
     refuse_inference_tensors,
 )
+from ebflow_plugin.linalg.delayed import may_read
 from ebflow_plugin.linalg.dense import is_readable
 from ebflow_plugin.plan.inputs import usable
 from ebflow_plugin.plan.smoothness import stochastic_parts
@@ -213,25 +215,29 @@ class Plan:
         """Computes log Z (Eq. 9), a scalar with the device and dtype of ``like``, of all linear steps but ``without``.
 
         Raises:
-            SingularError: If a linear step has no finite log-determinant; the message names every such step.
+            SingularError: If a linear step has no finite log-determinant; the message names every such step. In a
+                training step on another device than the CPU, which must not wait for it, log Z is not finite instead.
         """
-        terms = [
-            (step, torch.as_tensor(value, dtype=like.dtype, device=like.device).reshape(()))
-            for step, value in self.log_dets(event_shape, like, without)
-        ]
-        if not terms:
-            return like.new_zeros(())
-        values = torch.stack([value for _, value in terms])
-        if is_readable(values):
-            finite = torch.isfinite(values.detach()).tolist()
-            singular = [step.where for (step, _), good in zip(terms, finite, strict=True) if not good]
-            if singular:
-                raise SingularError(
-                    f"{len(singular)} of {len(terms)} linear steps have no finite log-determinant: their weight is "
-                    "singular, or holds inf or NaN\n  " + "\n  ".join(singular) + "\nGo back to an earlier "
-                    "checkpoint, lower the learning rate, or start the layer from an orthogonal matrix."
-                )
-        return -values.sum()
+        terms = list(self.log_dets(event_shape, like, without))
+        known = [(step, value) for step, value in terms if not isinstance(value, Tensor)]
+        computed = [(step, value.to(like).reshape(())) for step, value in terms if isinstance(value, Tensor)]
+        constant = sum(value for _, value in known)  # as it is: a tensor of a Python number would have to be copied
+        singular = [step.where for step, value in known if not math.isfinite(value)]
+        if not computed:
+            log_z = like.new_full((), -constant)
+        else:
+            values = torch.stack([value for _, value in computed])
+            if is_readable(values) and may_read(values):
+                finite = torch.isfinite(values.detach()).tolist()
+                singular += [step.where for (step, _), good in zip(computed, finite, strict=True) if not good]
+            log_z = -values.sum() - constant if known else -values.sum()
+        if singular:
+            raise SingularError(
+                f"{len(singular)} of {len(terms)} linear steps have no finite log-determinant: their weight is "
+                "singular, or holds inf or NaN\n  " + "\n  ".join(singular) + "\nGo back to an earlier "
+                "checkpoint, lower the learning rate, or start the layer from an orthogonal matrix."
+            )
+        return log_z
 
     @cached_property
     def event_shape(self) -> Shape | None:

@@ -140,7 +140,7 @@ def estimate_spectrum(layer: FullLayer, steps: int = LANCZOS_STEPS) -> Spectrum:
     """
     operator = layer.operator()
     size = prod(operator.shape)
-    start = gaussian_like(operator.like.new_empty(1, size), Generator().manual_seed(0))
+    start = gaussian_like(operator.like.new_empty(1, size), Generator("cpu").manual_seed(0))
     bands = bidiagonalise(operator, start, min(steps, size))
     matrix = bands.matrices()[0].cpu()
     if not matrix.isfinite().all():

@@ -107,11 +107,10 @@ class Loader:
         rank, world = process()
         if self.place == len(self):  # who counts batches does not exhaust it
             self.set_epoch(self.epoch + 1)
-        size, order = self._size(world), torch.arange(self.rows)
+        size, order = self._size(world), torch.arange(self.rows, device="cpu")
         if self.shuffle:
-            order = torch.randperm(
-                self.rows, generator=Generator().manual_seed(derive_seed(self.seed, "order", self.epoch))
-            )
+            generator = Generator("cpu").manual_seed(derive_seed(self.seed, "order", self.epoch))
+            order = torch.randperm(self.rows, generator=generator, device="cpu")
         while self.place < len(self):
             begin = (self.place * world + rank) * size
             self.place += 1

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
 
 from ebflow_plugin.errors import EBFlowError, InputError
 from ebflow_plugin.linalg.random import at_least
@@ -22,8 +21,8 @@ __all__ = ["EMA", "averaging", "write_parameters"]
 def averaging(decay: float, updates: Callable[[], int], warmup: bool = True) -> Callable[..., None]:
     """The ``multi_avg_fn`` of an :class:`~torch.optim.swa_utils.AveragedModel`, with the warm-up of :class:`EMA`.
 
-    torch passes the number of updates as a tensor on the device of the weights; ``updates`` returns it as an integer,
-    so that nothing waits for the device.
+    torch passes the number of updates as a tensor, whose copy to the device waits for it; ``updates`` returns it as an
+    integer.
     """
     if not isinstance(decay, Real) or isinstance(decay, bool) or not 0.0 <= float(decay) < 1.0:
         raise InputError(f"decay must be a number, at least 0 and below 1, got {decay!r}")
@@ -53,6 +52,9 @@ class EMA:
         decay: The decay d, at least 0 and below 1.
         warmup: Whether early updates forget faster.
 
+    Attributes:
+        updates: The number of updates so far.
+
     Example:
         >>> import ebflow_plugin as ebf
         >>> from nflows import distributions, flows, transforms
@@ -80,16 +82,9 @@ class EMA:
     def restart(self) -> None:
         """Restarts the average from the model's current values."""
         self._refuse_applied("restart() inside applied() would start from the average")
-        # The average holds a list of parameters, not the model: its buffers come and go with a calibration.
         with torch.inference_mode(False), torch.no_grad():
-            own = nn.ParameterList(map(_wide, _averaged(self.model).values()))
-            self._average = AveragedModel(own, multi_avg_fn=lambda *lists: self._update(*lists))
-        self._average.n_averaged += 1  # the current values are the first ones: torch would replace them otherwise
-
-    @property
-    def updates(self) -> int:
-        """The number of updates so far."""
-        return int(self._average.n_averaged) - 1  # on the CPU
+            self._averages = [_wide(parameter).detach().clone() for parameter in _averaged(self.model).values()]
+        self.updates = 0
 
     @torch.no_grad()
     def update(self) -> None:
@@ -98,7 +93,8 @@ class EMA:
         parameters = _averaged(self.model)
         self._followed(parameters)
         if parameters:
-            self._average.update_parameters(_Current(map(_wide, parameters.values())))  # type: ignore[arg-type]
+            self._update(self._averages, list(map(_wide, parameters.values())), None)
+            self.updates += 1
 
     @contextmanager
     def applied(self) -> Iterator[EBFlow]:
@@ -167,7 +163,7 @@ class EMA:
         self.decay, self.warmup = state["decay"], state["warmup"]
         for name, average in averages.items():
             average.copy_(found[name])
-        self._average.n_averaged.fill_(updates + 1)
+        self.updates = updates
 
     def _refuse_applied(self, why: str) -> None:
         if self._applied:
@@ -176,24 +172,11 @@ class EMA:
     def _followed(self, parameters: dict[str, nn.Parameter] | None = None) -> dict[str, Tensor]:
         """The averages by name, on the device and in the dtype of the model, which may have been moved or cast."""
         parameters = _averaged(self.model) if parameters is None else parameters
-        averages = list(self._average.parameters())
-        if [each.shape for each in averages] != [each.shape for each in parameters.values()]:
+        if [each.shape for each in self._averages] != [each.shape for each in parameters.values()]:
             raise EBFlowError("the model has other parameters than when its average began: call restart()")
-        for average, parameter in zip(averages, parameters.values(), strict=True):
-            wide = _wide_type(parameter)
-            if average.device != parameter.device or average.dtype != wide:
-                average.data = average.data.to(parameter.device, wide)
-        return dict(zip(parameters, (average.detach() for average in averages), strict=True))
-
-
-class _Current(list[Tensor]):
-    """What an AveragedModel asks a module for; a ParameterList would take longer to make than an update."""
-
-    def parameters(self) -> Iterator[Tensor]:
-        return iter(self)
-
-    def buffers(self) -> Iterator[Tensor]:
-        return iter(())
+        pairs = zip(self._averages, parameters.values(), strict=True)
+        self._averages = [average.to(parameter.device, _wide_type(parameter)) for average, parameter in pairs]
+        return dict(zip(parameters, self._averages, strict=True))
 
 
 def _averaged(model: EBFlow) -> dict[str, nn.Parameter]:

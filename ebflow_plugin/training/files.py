@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import pickle
 import secrets
 import sys
 import zipfile
@@ -96,6 +97,11 @@ def read(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
         content = torch.load(path, map_location=map_location, weights_only=True)
     except InputError:
         raise
+    except pickle.UnpicklingError:
+        raise InputError(
+            f"{path} cannot be read: it holds more than tensors, numbers, strings, lists and dictionaries, and could "
+            "run code"
+        ) from None
     except zipfile.BadZipFile as error:
         raise InputError(f"{path} is truncated, or no checkpoint ({error})") from None
     except Exception as error:

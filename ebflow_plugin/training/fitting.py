@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from ebflow_plugin.errors import EBFlowError, InputError, TrainingError
-from ebflow_plugin.linalg.random import at_least, derive_seed
+from ebflow_plugin.linalg.random import at_least, derive_seed, kept_random_state
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives import Objective, ReverseKL
 from ebflow_plugin.objectives.evaluation import LikelihoodSum, calibrated
@@ -39,7 +39,7 @@ KINDS = ("full", "diagonal")  # of calibration
 EVALUATIONS, AT_LEAST_EVERY = 20, 1000  # by default 20 evaluations in a run, and one in 1000 steps
 VALIDATION_BATCH = 256
 CHECK_EVERY = {"cpu": 1}  # steps between two checks of losses and gradients, by device
-CHECK_EVERY_ELSEWHERE = 10  # since a check synchronises with the device
+CHECK_EVERY_ELSEWHERE = 10  # whose flags are read at the next check, when they have arrived
 ADVICE = "Lower the learning rate, clip gradients, or mix in a little likelihood: 0.99 * SSM(model) + 0.01 * ML(model)."
 
 
@@ -196,7 +196,7 @@ def fit(
     seed, model = int(seed), objective.model
     device = model.like().device
     with ExitStack() as stack, torch.inference_mode(False), torch.enable_grad():
-        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+        stack.enter_context(kept_random_state(device))
         torch.manual_seed(derive_seed(seed, "global", 0))
         stack.enter_context(use_generators(noise_of(objective, seed, 0, device)))
         loader, first = None, None
@@ -225,7 +225,7 @@ def fit(
             """The NLL of the averaged weights, calibrated on request; keeps the best of them."""
             nonlocal best, stale
             with (
-                torch.random.fork_rng([device] if device.type == "cuda" else []),  # calibrating draws noise
+                kept_random_state(device),  # calibrating draws noise
                 nullcontext() if average is None else average.applied(),
                 calibrated(model, None if loader is None else once(loader), kind),
             ):
@@ -262,7 +262,7 @@ def fit(
                 watch.record(step, loss, norms)
                 due = step % every == 0 or step == total
                 if due or step % CHECK_EVERY.get(device.type, CHECK_EVERY_ELSEWHERE) == 0:
-                    finding = watch.check()
+                    finding = watch.check(now=due)
                     if finding is not None:
                         lines = diagnose(model, x, context) if finding.step == step and x is not None else []
                         raise failure(model, finding, lines, ADVICE)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ebflow_plugin.errors import InputError, TrainingError
+from ebflow_plugin.errors import InputError, SingularError, TrainingError
+from ebflow_plugin.linalg.delayed import Delayed
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.plan.preprocessing import Dequantize
 from ebflow_plugin.plan.step import Step
@@ -29,7 +30,8 @@ class Finding:
 class FiniteWatch:
     """Watches losses and gradients without synchronising with the device, and finds the first bad step.
 
-    :meth:`record` stores on the device what is not finite; :meth:`check` reads it.
+    :meth:`record` stores on the device what is not finite; :meth:`check` reads it, or, where that would synchronise
+    with the device, what the check before has sent to the host.
 
     Arguments:
         names: The names of the parameters whose gradients are watched.
@@ -48,6 +50,7 @@ class FiniteWatch:
         self._names, self._maximum = tuple(names), maximum
         self._bad: Tensor | None = None
         self._step: Tensor | None = None
+        self._sent: Delayed[None] = Delayed(lag=1)
 
     def record(self, step: int, loss: Tensor, norms: Tensor) -> None:
         """Records the loss of a step, and the norms of its gradients, one for each name."""
@@ -59,19 +62,25 @@ class FiniteWatch:
             latched = self._bad.any()
             self._bad, self._step = torch.where(latched, self._bad, bad), torch.where(latched, self._step, now)
 
-    def check(self) -> Finding | None:
-        """Returns the first bad step since the last check, and resets. Synchronises with the device."""
-        if self._bad is None or self._step is None:
-            return None
-        bad, self._bad, step = self._bad.to(torch.int64), None, self._step
-        if self._maximum is not None:
-            step = -self._maximum(-torch.where(bad.any(), step, torch.iinfo(torch.int64).max))
-            bad = self._maximum(bad)
-        flags = bad.tolist()
-        if not any(flags):
-            return None
-        names = tuple(name for name, flag in zip(self._names, flags[1:], strict=True) if flag)
-        return Finding(int(step), bool(flags[0]), names)
+    def check(self, now: bool = True) -> Finding | None:
+        """Returns the first bad step since the last check.
+
+        Arguments:
+            now: Whether to wait for the device. If not, it returns elsewhere than on the CPU what the check before
+                asked for, so that a bad step is found one check later.
+        """
+        arrived: list[tuple[None, list[int]]] = []
+        if self._bad is not None and self._step is not None:
+            bad, self._bad, step = self._bad.to(torch.int64), None, self._step
+            if self._maximum is not None:
+                step = -self._maximum(-torch.where(bad.any(), step, torch.iinfo(torch.int64).max))
+                bad = self._maximum(bad)
+            arrived = self._sent.add(None, torch.cat([step.reshape(1), bad]))
+        for _, (found, *flags) in arrived + (self._sent.flush() if now else []):
+            if any(flags):
+                names = tuple(name for name, flag in zip(self._names, flags[1:], strict=True) if flag)
+                return Finding(found, bool(flags[0]), names)
+        return None
 
 
 def gradient_norms(parameters: Iterable[nn.Parameter], like: Tensor) -> Tensor:
@@ -122,6 +131,10 @@ def diagnose(model: EBFlow, x: Tensor, context: Tensor | None) -> list[str]:
         return [f"the first value that is not finite is the {where}"]
     if log_det is not None and not _finite(log_det):
         return ["the values of all steps are finite, the sum of their log-dets is not"]
+    try:
+        plan.log_z(tuple(x.shape[1:]), latents[0].new_zeros(()))
+    except SingularError as error:  # elsewhere than on the CPU a training step does not look
+        return str(error).splitlines()
     return ["all values on the way to noise are finite: a derivative is not, or the optimiser's step before"]
 
 

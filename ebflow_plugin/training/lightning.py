@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DistributedSampler
 
 from ebflow_plugin.errors import InputError
-from ebflow_plugin.linalg.random import derive_seed, random_state, set_random_state
+from ebflow_plugin.linalg.random import derive_seed, kept_random_state, random_state, set_random_state
 from ebflow_plugin.objectives import Objective
 from ebflow_plugin.objectives.evaluation import Likelihood, LikelihoodSum, calibrated
 from ebflow_plugin.objectives.noise import noise_of, use_generators
@@ -354,8 +354,9 @@ class ConditionGuard(Callback):
 class FiniteGuard(Callback):
     """Stops with a :class:`TrainingError` that names the step and the layer where a loss or gradient is not finite.
 
-    Gradients are left to the GradScaler if there is one (``precision="16-mixed"``). A check synchronises with the
-    device; with ``every=10`` there are fewer, and the error still names the first bad step. Nothing is saved unchecked.
+    Gradients are left to the GradScaler if there is one (``precision="16-mixed"``). Elsewhere than on the CPU a check
+    reads what the one before has sent to the host, so that nothing synchronises with the device; the error still names
+    the first bad step. Nothing is saved unchecked.
     """
 
     def __init__(self, every: int = 1) -> None:
@@ -379,7 +380,7 @@ class FiniteGuard(Callback):
         self._look(module, None)
 
     def _look(self, module: Any, step: int | None) -> None:
-        finding = self._watch.check()
+        finding = self._watch.check(now=step is None)
         if finding is not None:
             with unsharded(module):
                 lines = diagnose(module.objective.model, *batch_of(module.last[0])[:2]) if finding.step == step else []
@@ -429,9 +430,6 @@ class TrainingData:
         trainer, device = self._trainer, self._module.device
         if trainer.train_dataloader is None:
             raise InputError("there are no training data to calibrate the model on: use it for validation in fit()")
-        state = random_state(device, ())
-        try:
+        with kept_random_state(device):
             for batch in once(trainer.train_dataloader):
                 yield _moved(trainer, batch)
-        finally:
-            set_random_state(state, device, ())

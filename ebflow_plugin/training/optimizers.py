@@ -75,7 +75,7 @@ def parameter_groups(model: nn.Module, lr: float) -> list[dict[str, Any]]:
         id(each.weight) for each in model.modules() if isinstance(each, FullConv2d) and each.weight[0, 0].numel() > 1
     }
     trained = [each for each in model.parameters() if each.requires_grad]
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [each for each in trained if id(each) not in kernels], "lr": lr},
         {"params": [each for each in trained if id(each) in kernels], "lr": KERNEL_RATE * lr},
     ]

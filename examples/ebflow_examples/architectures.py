@@ -93,6 +93,23 @@ def cnn(
     return result, shape
 
 
+def conv(
+    kit: Kit, shape: Shape, linear: str, *, layers: int = 4, kernel: int | None = None, init: str = "identity"
+) -> tuple[list[nn.Module], Shape]:
+    """Full circular convolutions with sinh-arcsinh maps between them, which a Gaussianising start fits in closed form.
+
+    The first map comes after an affine map of each channel. On a torus log-determinants are exact by Fourier transform.
+    """
+    channels, size = shape[0], 3 if kernel is None else kernel
+    if size > min(shape[1:]):
+        raise InputError(f"conv has kernels of {size} x {size} pixels, and the images {shape[1]} x {shape[2]}")
+
+    def block(_: int) -> list[nn.Module]:
+        return [kit.channel_map(channels), kit.convolution(channels, size, linear, init, circular=True)]
+
+    return [kit.convolution(channels, 1, linear, init, groups=channels), *_stacked(layers - 1, block)], shape
+
+
 def glow(
     kit: Kit,
     shape: Shape,
@@ -201,6 +218,9 @@ MODELS: dict[str, ModelInfo] = {
     "fc": ModelInfo("the paper's FC-based model: two full linear layers, a smooth leaky ReLU between them", False, fc),
     "deep": ModelInfo("four full linear layers, sinh-arcsinh maps between them; fitted in closed form", False, deep),
     "cnn": ModelInfo("the paper's CNN-based model: three blocks of two full convolutions, squeezes between", True, cnn),
+    "conv": ModelInfo(
+        "circular convolutions, sinh-arcsinh maps of channels between; fitted in closed form", True, conv, False
+    ),
     "glow": ModelInfo("ActNorm, a full linear layer or convolution, affine coupling; ten or sixteen times", None, glow),
     "realnvp": ModelInfo("affine couplings of alternating halves, without linear layers", False, realnvp, False),
     "maf": ModelInfo("a masked autoregressive flow with linear layers between; slow to sample", False, maf),

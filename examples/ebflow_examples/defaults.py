@@ -14,7 +14,7 @@ import ebflow_plugin as ebf
 from ebflow_examples.config import LOSS_OPTIONS, NOISED, TrainConfig
 from ebflow_examples.console import first_process, note
 from ebflow_examples.data import NAMES, DataSet
-from ebflow_examples.runs import Run
+from ebflow_examples.runs import LARGE, Run
 from ebflow_examples.streams import drawing_from
 from ebflow_examples.synthetic import PLANE, SMOOTHING
 from ebflow_plugin.errors import InputError, SingularError
@@ -33,6 +33,7 @@ __all__ = [
     "length",
     "objective_of",
     "settle",
+    "start_rows",
 ]
 
 STEPS = {True: 1000, False: 500}  # of images, and of other rows, whose models are deeper
@@ -41,7 +42,7 @@ SHRINKING_SHARE = 0.6  # of a run: the share in which noise shrinks to its last 
 SHRINKING_STEPS, SHRINKING_BATCH, SHRINKING_RATE, LATENT_WEIGHT = 4000, 256, 2e-3, 1.0  # of the two-dimensional sets
 # Gradients of second derivatives have heavy tails: without a little likelihood mass leaks in spite of the noise.
 ML_WEIGHTS = {"ssm": 0.1, "fdssm": 0.1}
-LARGE = 1024  # features from which on determinants take so long that the relative gradient learns more in the same time
+CONV_ROWS = 2000  # images from which a conv is fitted: each has as many patches as pixels, and kernels few numbers
 
 
 def check(config: TrainConfig) -> None:
@@ -106,6 +107,8 @@ def settle(run: Run, started: tuple[bool, bool] | None = None) -> Run:
         chosen["lr"] = (SHRINKING_RATE if shrinks else 3e-3) if not closed_form else 1e-4 if levels else 1e-3
         if chosen.get("gaussianize") and config.model == "deep":
             chosen["lr"] = 1e-5 if levels else 1e-4  # so near to the optimum larger steps are noise
+        elif config.model == "conv":
+            chosen["lr"] = 1e-3  # of some hundred parameters, which every pixel informs
     if config.batch_size is None:
         usual = (200 if config.model == "deep" else 100) if images else SHRINKING_BATCH if shrinks else 500
         chosen["batch_size"] = min(usual, len(run.data.train))
@@ -126,7 +129,7 @@ def settle(run: Run, started: tuple[bool, bool] | None = None) -> Run:
     if shrinks and config.latent_weight is None:
         chosen["latent_weight"] = LATENT_WEIGHT
     if shrinks and config.ml_weight is None:
-        chosen["ml_weight"] = ML_WEIGHTS.get(loss)
+        chosen["ml_weight"] = ML_WEIGHTS.get(str(loss))
     config = replace(config, **chosen)
     if shrinks and config.shrink is None:
         config = replace(config, shrink=max(1, round(SHRINKING_SHARE * length(config, len(run.data.train)))))
@@ -164,6 +167,8 @@ def usual_loss(run: Run) -> tuple[str, str | None]:
     Score matching pays where linear layers are large and the start is poor. A Gaussianised ``fc`` is better than what
     DSM or SSM lead it to (its own likelihood is what is left to improve), and small layers have cheap determinants.
     """
+    if run.config.model == "conv":
+        return "ml", "auto"
     if run.config.model in ("fc", "deep"):
         return "ml", "relative" if run.config.linear == "full" and prod(run.data.event_shape) >= LARGE else None
     return "ml" if run.data.own_rows else "dsm", None
@@ -210,6 +215,12 @@ class NoisedML(ebf.objectives.Objective):
         return "" if self.noise is None else str(self.noise)
 
 
+def start_rows(run: Run) -> Tensor:
+    """The training rows that a start in closed form is fitted to."""
+    rows = run.split("train")
+    return rows[:CONV_ROWS] if run.config.model == "conv" else rows
+
+
 def _started(run: Run) -> tuple[bool, bool]:
     """Runs the start that is asked for, or the best that the model allows: whether it whitens, and bends."""
     config = run.config
@@ -221,7 +232,7 @@ def _started(run: Run) -> tuple[bool, bool]:
             continue
         try:
             with drawing_from(config.seed, "start"):
-                run.model.initialize(run.split("train"), whiten=True, gaussianize=gaussianize)
+                run.model.initialize(start_rows(run), whiten=True, gaussianize=gaussianize)
         except (InputError, SingularError):  # the model does not allow it, or there are too few rows
             if config.gaussianize or (asked and not gaussianize):
                 raise

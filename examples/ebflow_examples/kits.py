@@ -150,7 +150,9 @@ class Kit(Protocol):
     def linear(self, features: int, kind: str, init: str) -> nn.Module:
         """A linear layer on vectors; ``kind`` is one of :data:`LINEAR`."""
 
-    def convolution(self, channels: int, kernel: int, kind: str, init: str) -> nn.Module:
+    def convolution(
+        self, channels: int, kernel: int, kind: str, init: str, groups: int = 1, circular: bool = False
+    ) -> nn.Module:
         """A linear layer on images: a full convolution, or a 1 × 1 convolution held as LU factors."""
 
     def leaky(self, alpha: float, residual: bool = False) -> nn.Module:
@@ -158,6 +160,9 @@ class Kit(Protocol):
 
     def sinh_arcsinh(self, features: int) -> nn.Module:
         """The learnable elementwise map that bends both tails."""
+
+    def channel_map(self, channels: int) -> nn.Module:
+        """The same map of images, with parameters for each channel."""
 
     def act_norm(self, shape: Shape) -> nn.Module:
         """An affine map for each feature of a vector, or each channel of an image, that starts from the data."""

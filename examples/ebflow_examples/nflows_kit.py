@@ -76,9 +76,12 @@ class NflowsKit:
         reflections = features + features % 2  # as many as any rotation needs, and even, as nflows wants it
         return (transforms.QRLinear if kind == "qr" else transforms.SVDLinear)(features, reflections)
 
-    def convolution(self, channels: int, kernel: int, kind: str, init: str) -> nn.Module:
+    def convolution(
+        self, channels: int, kernel: int, kind: str, init: str, groups: int = 1, circular: bool = False
+    ) -> nn.Module:
         if kind == "full":
-            return FullConv2d(channels, kernel_size=kernel, init=init)
+            mode = "circular" if circular else "zeros"
+            return FullConv2d(channels, kernel_size=kernel, groups=groups, padding_mode=mode, init=init)
         if kind == "lu":
             return transforms.OneByOneConvolution(channels)
         raise no_layer("nflows", kind, "images", ("full", "lu"))
@@ -88,6 +91,9 @@ class NflowsKit:
 
     def sinh_arcsinh(self, features: int) -> nn.Module:
         return SinhArcsinh(features)
+
+    def channel_map(self, channels: int) -> nn.Module:
+        return SinhArcsinh(channels, dim=-3)
 
     def act_norm(self, shape: Shape) -> nn.Module:
         return transforms.ActNorm(shape[0])

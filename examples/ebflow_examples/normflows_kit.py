@@ -60,9 +60,12 @@ class NormflowsKit:
             return nf.flows.LULinearPermute(features)
         raise no_layer("normflows", kind, "vectors", ("full", "lu", "lower", "upper"))
 
-    def convolution(self, channels: int, kernel: int, kind: str, init: str) -> nn.Module:
+    def convolution(
+        self, channels: int, kernel: int, kind: str, init: str, groups: int = 1, circular: bool = False
+    ) -> nn.Module:
         if kind == "full":
-            return FullConv2d(channels, kernel_size=kernel, init=init)
+            mode = "circular" if circular else "zeros"
+            return FullConv2d(channels, kernel_size=kernel, groups=groups, padding_mode=mode, init=init)
         if kind == "lu":
             with warnings.catch_warnings():  # it begins with a function that torch has deprecated
                 warnings.filterwarnings("ignore", message=".*torch.lu is deprecated")
@@ -74,6 +77,9 @@ class NormflowsKit:
 
     def sinh_arcsinh(self, features: int) -> nn.Module:
         return SinhArcsinh(features)
+
+    def channel_map(self, channels: int) -> nn.Module:
+        return SinhArcsinh(channels, dim=-3)
 
     def act_norm(self, shape: Shape) -> nn.Module:
         return nf.flows.ActNorm((shape[0], *[1] * (len(shape) - 1)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from dataclasses import asdict, dataclass, replace
-from math import log, sqrt
+from math import log, prod, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from ebflow_plugin.training.files import latest, read_first, weights_of, write_w
 __all__ = [
     "CONFIG",
     "DATA",
+    "LARGE",
     "SUMMARY",
     "WEIGHTS",
     "Floor",
@@ -42,6 +43,8 @@ __all__ = [
     "open_run",
     "run_configuration",
 ]
+
+LARGE = 1024  # features from which on full matrices and their determinants take long
 
 CONFIG, SUMMARY, DATA = "config.toml", "summary.json", "data.sha256"
 WEIGHTS = ("best", "last", "average")
@@ -147,8 +150,7 @@ def build(config: TrainConfig) -> Run:
     )
     config = replace(config, header=original.header)  # so that the run reads the file alike ever after
     if config.model is None:
-        textures = config.data.startswith("textures") and original.truth is not None
-        config = replace(config, model="glow" if original.event_shape == (2,) else "cnn" if textures else "deep")
+        config = replace(config, model=usual_model(original))
     assert config.model is not None
     with drawing_from(config.seed, "weights"):
         flow, data = flow_for(
@@ -161,6 +163,15 @@ def build(config: TrainConfig) -> Run:
     model.to(choose_device(config.device))
     shape = original.event_shape if len(original.event_shape) == 3 else None
     return Run(config, data, model, shape)
+
+
+def usual_model(data: DataSet) -> str:
+    """The model of data for which none is named. On large images full matrices are slow, and have too many numbers."""
+    if data.event_shape == (2,):
+        return "glow"
+    if data.name.startswith("textures") and data.truth is not None:
+        return "cnn"
+    return "conv" if len(data.event_shape) == 3 and prod(data.event_shape) >= LARGE else "deep"
 
 
 def _matched(config: TrainConfig, steps: int) -> str | None:

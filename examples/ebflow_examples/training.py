@@ -297,19 +297,33 @@ def _headline(run: Run, out: Path) -> str:
     )
 
 
-def optimizer_for(run: Run) -> Callable[[list[nn.Parameter]], optim.Optimizer]:
-    """What makes the optimiser of a configuration: its weight decay is that of full linear layers alone."""
-    config = run.config
-    layers = (module for module in run.model.flow.modules() if isinstance(module, (FullLinear, FullConv2d)))
+def optimizer_for(run: Run, one_rate: bool = False) -> Callable[[list[nn.Parameter]], optim.Optimizer]:
+    """What makes the optimiser of a configuration: its weight decay is that of full linear layers alone.
+
+    Arguments:
+        run: The model, and its configuration.
+        one_rate: Whether kernels have the rate of all others, as in the paper, in place of a tenth of it.
+    """
+    config, model = run.config, run.model
+    layers = (module for module in model.flow.modules() if isinstance(module, (FullLinear, FullConv2d)))
     decaying = {id(layer.weight) for layer in layers} if config.weight_decay else set()
 
     def optimizer(parameters: list[nn.Parameter]) -> optim.Optimizer:
-        groups: list[dict[str, Any]] = [
-            {"params": [each for each in parameters if id(each) not in decaying], "weight_decay": 0.0},
-            {"params": [each for each in parameters if id(each) in decaying], "weight_decay": config.weight_decay},
+        assert config.lr is not None
+        groups = ebf.parameter_groups(model, config.lr)
+        if one_rate:
+            groups = [{"params": parameters, "lr": config.lr}]
+        decays: list[dict[str, Any]] = [
+            {**group, "params": kept, "weight_decay": decay}
+            for group in groups
+            for decay, kept in (
+                (0.0, [each for each in group["params"] if id(each) not in decaying]),
+                (config.weight_decay, [each for each in group["params"] if id(each) in decaying]),
+            )
+            if kept
         ]
         fused = {} if config.optimizer == "rmsprop" else {"fused": fusible(parameters)}
-        return OPTIMISERS[config.optimizer]([group for group in groups if group["params"]], lr=config.lr, **fused)
+        return OPTIMISERS[config.optimizer](decays, lr=config.lr, **fused)
 
     return optimizer
 

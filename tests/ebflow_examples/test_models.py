@@ -25,6 +25,7 @@ SMALL = {
     "fc": {},
     "deep": {"layers": 3},
     "cnn": {"blocks": 2},
+    "conv": {"layers": 3},
     "glow": {"blocks": 2, "hidden": 8},
     "realnvp": {"blocks": 2, "hidden": 8},
     "maf": {"blocks": 2, "hidden": 8},
@@ -330,6 +331,7 @@ def test_unknown_names(arguments, options, message):
         (("glow", (1, 7, 8)), {}, "glow squeezes 2 x 2 pixels, but has 7 x 8"),
         (("glow", (1, 6, 6)), {}, "but has 3 x 3 of them there; use levels=1"),
         (("cnn", (1, 6, 6)), {}, "but has 3 x 3 of them there; use blocks=2"),
+        (("conv", (1, 4, 6)), {"kernel": 5}, "kernels of 5 x 5 pixels, and the images 4 x 6"),
         (("cnn", (1, 8, 8)), {"linear": "qr"}, "nflows has no 'qr' linear layer for images; choose one of full, lu"),
         (("fc", (4,)), {"linear": "svd", "library": "normflows"}, "normflows has no 'svd' linear layer for vectors"),
         (("realnvp", (4,)), {"linear": "lu"}, "realnvp has no linear layers"),
@@ -351,7 +353,7 @@ def test_what_does_not_fit(arguments, options, message):
 
 
 def test_models_say_what_they_are():
-    assert list(MODELS) == ["fc", "deep", "cnn", "glow", "realnvp", "maf", "nsf"]
+    assert list(MODELS) == ["fc", "deep", "cnn", "conv", "glow", "realnvp", "maf", "nsf"]
     for info in MODELS.values():
         assert len(info.about) < 110
         assert info.options

@@ -30,6 +30,17 @@ def test_weight_decay_is_of_full_linear_layers_alone():
     assert [group["weight_decay"] for group in optimizer_for(without)(parameters).param_groups] == [0.0]
 
 
+def test_kernels_have_a_rate_of_their_own_but_in_the_tables_of_the_paper():
+    run = build(TrainConfig(data="digits", model="glow", blocks=1, hidden=8, kernel=3, weight_decay=0.1, lr=1e-3))
+    parameters = list(run.model.parameters())
+    plain, kernels = optimizer_for(run)(parameters).param_groups
+    assert (plain["lr"], kernels["lr"]) == (1e-3, 1e-4)
+    assert (plain["weight_decay"], kernels["weight_decay"]) == (0.0, 0.1)
+    assert [tuple(each.shape[2:]) for each in kernels["params"]] == [(3, 3), (3, 3)]
+    assert len(plain["params"]) + 2 == len(parameters)
+    assert [group["lr"] for group in optimizer_for(run, one_rate=True)(parameters).param_groups] == [1e-3, 1e-3]
+
+
 def test_lightning_is_imported_when_a_run_begins_and_by_nothing_else():
     """It takes seconds: not for --help, demo, inspect, eval, or fit()."""
     code = """

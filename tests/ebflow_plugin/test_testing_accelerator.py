@@ -1,4 +1,4 @@
-"""The contracts of DESIGN.md on a pretend accelerator, which refuses what CUDA refuses (tests/support/accelerator.py)."""
+"""The contracts of DESIGN.md on a pretend accelerator, which refuses what CUDA refuses (support/accelerator.py)."""
 
 import pytest
 import torch

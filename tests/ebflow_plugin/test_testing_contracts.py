@@ -10,7 +10,6 @@ import ebflow_plugin as ebf
 from cases import CASES, NFLOWS_CASES, NORMFLOWS_CASES, REFUSED, SUPPORTED, ZUKO_CASES, Case, first_of_each_class
 from ebflow_plugin import testing
 from ebflow_plugin.adapting import InitialisedAffineStep
-from exemptions import asking
 
 every_case = pytest.mark.parametrize("case", SUPPORTED, ids=str)
 
@@ -19,9 +18,6 @@ every_case = pytest.mark.parametrize("case", SUPPORTED, ids=str)
 NEEDS_A_SOLVE = [
     case for case in SUPPORTED if re.search(r"of NaiveLinear|Rotation|flows.GF|zuko .* base: vec", str(case))
 ]
-
-# What the meta device says where a library's code decides by values; which classes do stands in exemptions.py.
-DECIDES_BY_VALUE = re.compile(r"Tensor.item\(\) cannot be called on meta tensors|nonzero|data-dependent")
 
 # Parameters that no score depends on: a location where the density is an exponential or flat, and what normflows reads
 # of its Residual only to estimate log-dets.
@@ -85,16 +81,8 @@ def test_derivatives_and_inverse(case: Case):
 
 
 @every_case
-def test_copies_and_devices(case: Case):
-    flow, x, context = case.build(), case.x(), case.context()
-    testing.check_copies(flow, x, context)
-    try:
-        testing.check_devices(flow, x, context)
-    except (RuntimeError, NotImplementedError) as error:
-        exempt = asking(ebf.wrap(flow))
-        if not (DECIDES_BY_VALUE.search(str(error)) and exempt):
-            raise
-        pytest.skip(f"{', '.join(sorted(exempt))} of the library: decides by value")
+def test_copies(case: Case):
+    testing.check_copies(case.build(), case.x(), case.context())
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=str)

@@ -4,7 +4,7 @@ Its memory is the CPU's, and every operator computes the CPU's numbers, but the 
 refuses: tensors of two devices (CPU numbers excepted), a CPU generator for its tensors, ``.numpy()`` without
 ``.cpu()``. :func:`watch` records what would make the host wait for CUDA, with the line of ours that asked.
 
-The C++ beside this file is compiled once for each version of it and of torch, with g++ alone, into the temporary folder.
+The C++ beside this file is compiled once for each version of it and of torch, by g++ alone, in the temporary folder.
 It is loaded before the first backward of a process, since autograd counts the devices then: see conftest.py.
 """
 
@@ -66,8 +66,27 @@ def build() -> Path:
             libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
             abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
             command = [
-                *(compiler(), "-std=c++20", "-O0", "-w", "-fPIC", "-shared", abi, "-DTORCH_EXTENSION_NAME=pretend_library"),
-                *(*includes, str(SOURCE), "-o", str(made), *libraries, "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"),
+                *(
+                    compiler(),
+                    "-std=c++20",
+                    "-O0",
+                    "-w",
+                    "-fPIC",
+                    "-shared",
+                    abi,
+                    "-DTORCH_EXTENSION_NAME=pretend_library",
+                ),
+                *(
+                    *includes,
+                    str(SOURCE),
+                    "-o",
+                    str(made),
+                    *libraries,
+                    "-lc10",
+                    "-ltorch_cpu",
+                    "-ltorch",
+                    "-ltorch_python",
+                ),
             ]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:

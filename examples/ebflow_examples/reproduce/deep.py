@@ -12,12 +12,13 @@ import torch
 
 from ebflow_examples import plots
 from ebflow_examples.config import TrainConfig
+from ebflow_examples.defaults import CONV_ROWS, start_rows
 from ebflow_examples.reproduce.common import Cell, CellResult, Options
 from ebflow_examples.reproduce.output import Grid, Report, column, grouped
 from ebflow_examples.runs import build, likelihood
 
 MINUTES = 8.0
-MODELS = {"fc2": ("fc", 2), "deep2": ("deep", 2), "deep3": ("deep", 3), "deep5": ("deep", 5)}
+MODELS = {"fc2": ("fc", 2), "deep2": ("deep", 2), "deep3": ("deep", 3), "deep5": ("deep", 5), "conv4": ("conv", 4)}
 COUNT, COLUMNS = 64, 8
 
 
@@ -48,7 +49,7 @@ def compute(cell: Cell, folder: Path, data_root: str | None) -> dict[str, Any]:
         )
     )
     cpu, wall = time.process_time(), time.perf_counter()
-    started = run.model.initialize(run.split("train"), gaussianize=True, generator=run.generator(seed, "start"))
+    started = run.model.initialize(start_rows(run), gaussianize=True, generator=run.generator(seed, "start"))
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
     assert started is not None
     drawn = run.model.sample(COUNT, generator=run.generator(seed, "samples"))
@@ -81,7 +82,8 @@ def report(options: Options, found: Sequence[CellResult], path: Path) -> Report:
             plots.images(figure.add_subplot(1, len(kinds), place), images, COLUMNS, title)
     notes = [
         "No gradient step was taken. Each full layer whitens what reaches it, and the nonlinearity after it makes each "
-        "feature as Gaussian as it can: a smooth leaky ReLU in fc, a sinh-arcsinh map in deep. Gaussianization in "
+        "feature as Gaussian as it can: a smooth leaky ReLU in fc, a sinh-arcsinh map in deep. The layers of conv are "
+        f"3 x 3 convolutions on a torus, fitted to the first {CONV_ROWS:,} images. Gaussianization in "
         "closed form is of Chen and Gopinath (2000), with rotations of Laparra et al. (2011), as a flow that is "
         "trained of Meng et al. (2020). Seconds are those of the processor, for the fit alone."
     ]

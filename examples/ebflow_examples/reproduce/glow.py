@@ -102,7 +102,7 @@ def compute(cell: Cell, folder: Path, data_root: str | None) -> dict[str, Any]:
 def model_of(told: Mapping[str, Any], data: DataSet) -> ebf.EBFlow:
     """The Glow of a cell, started from training images; whatever the kernel, the same density at first."""
     with drawing_from(told["seed"], "weights"):
-        size = {"levels": 1, "blocks": 1} if told["quick"] else {"levels": 2, "blocks": 4}
+        size: dict[str, Any] = {"levels": 1, "blocks": 1} if told["quick"] else {"levels": 2, "blocks": 4}
         flow = build("glow", data.event_shape, library=told["library"], hidden=told["hidden"], **size)
     if told["kernel"] > 1:
         flow = ebf.unconstrain(flow, told["kernel"], padding_mode=told["padding"])
@@ -285,8 +285,8 @@ def _draw_curves(path: Path, main: Mapping[str, Sequence[CellResult]]) -> None:
             axes.text(1.03 * last, value, f"{names[arm].replace(' with', chr(10) + 'with')}\n{value:.2f} bits/dim",
                       color=COLOURS[arm], fontsize=14, va="top" if arm == "kernel3" else "bottom")  # fmt: skip
         if len(means) == 2 and ends["kernel3"] < ends["kernel1"]:
-            x, y = means["kernel3"]
-            there = float(x[y <= ends["kernel1"]][0])
+            xs, ys = means["kernel3"]
+            there = float(xs[ys <= ends["kernel1"]][0])
             axes.annotate("", (there, ends["kernel1"]), (last, ends["kernel1"]),
                           arrowprops={"arrowstyle": "->", "color": plots.COLOURS["ink"], "linewidth": 1.6})  # fmt: skip
             words = f"the same after {there / last:.0%} of the time"

@@ -226,7 +226,7 @@ def train_for(
     result = ebf.fit(
         objective_of(model, config),
         run.data.train,
-        optimizer=optimizer_for(run),
+        optimizer=optimizer_for(run, one_rate=True),
         scheduler=scheduler,
         steps=NO_END,
         batch_size=config.batch_size,

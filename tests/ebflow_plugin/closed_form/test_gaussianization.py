@@ -18,8 +18,8 @@ import ebflow_plugin as ebf
 import ebflow_zuko
 from ebflow_nflows import FullConv2d, FullLinear, SinhArcsinh, SmoothLeakyReLU
 from ebflow_plugin.closed_form import gaussianization
-from ebflow_plugin.closed_form.gaussianization import Thinned
 from ebflow_plugin.closed_form.marginals import MarginalMap, condense, fit_marginals
+from ebflow_plugin.closed_form.passes import Thinned
 from ebflow_plugin.plan.plan import Plan
 from gaussian_models import D, data, linear_flow, nll
 from randomness import rng
@@ -274,10 +274,12 @@ def test_what_cannot_be_made_gaussian():
     with pytest.raises(ebf.InputError, match=r"elementwise nonlinearity(?s:.*)found nothing"):
         ebf.wrap(linear_flow()).initialize(data(), gaussianize=True)
     refused([FullLinear(D), transforms.Logit(), FullLinear(D)], [D], data(), "no finite log-det", match_after=None)
-    refused([FullLinear(D, bias=False), SmoothLeakyReLU(0.3)], [D], data(), "needs a FullLinear with a bias")
+    refused([FullLinear(D, bias=False), SmoothLeakyReLU(0.3)], [D], data(), "needs a full layer with a bias")
     images = torch.randn(20, 2, 4, 4, dtype=torch.float64)
     convolution = [FullConv2d(2, kernel_size=1), SmoothLeakyReLU(0.3)]
-    refused(convolution, [2, 4, 4], images, "FullConv2d.*Use whiten=True alone")
+    refused(convolution, [2, 4, 4], images, "another full layer with a bias(?s:.*)Use whiten=True alone")
+    columns = [FullConv2d(2, kernel_size=1), SinhArcsinh(4), FullConv2d(2, kernel_size=1)]  # a map for each column
+    refused(columns, [2, 4, 4], images, "elementwise nonlinearity(?s:.*)found(?s:.*)SinhArcsinh")
     tied, of_parameter, of_memory = (FullLinear(D).double() for _ in range(3))
     of_parameter.weight, of_memory.weight.data = tied.weight, tied.weight.data
     for twin in (tied, of_parameter, of_memory):

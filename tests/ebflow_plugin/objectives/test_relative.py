@@ -168,3 +168,16 @@ def test_where_it_is_not_defined(transforms, shape, message):
     model = ebf.wrap(flow_of(*transforms(), shape=shape))
     with pytest.raises(ebf.InputError, match=f"(?s){message}"):
         ML(model, log_det="relative")
+
+
+def test_autocast_computes_the_same_in_half_precision():
+    """The products of the backward pass, which runs without autocast, had two dtypes."""
+    torch.manual_seed(0)
+    model = ebf.wrap(Flow(FullLinear(4), StandardNormal([4])))
+    x, found = torch.randn(32, 4), []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            loss = ML(model, log_det="relative")(x)
+        found.append(torch.autograd.grad(loss, model.flow._transform.weight)[0])
+    assert found[1].dtype == torch.float32
+    assert (found[1] - found[0]).norm() < 0.02 * found[0].norm()

@@ -277,7 +277,7 @@ DAMAGES = {
     truncate: "is truncated, or no checkpoint",
     flip: "is damaged",
     foreign: "is no checkpoint of ebflow_plugin",
-    hostile: "cannot be read",
+    hostile: "cannot be read: it holds more than tensors,",
     empty: "is truncated, or no checkpoint",
 }
 

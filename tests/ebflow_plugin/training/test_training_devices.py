@@ -1,0 +1,199 @@
+"""Training, starts and checks on a device that is not the CPU: data of the CPU, default devices, no waits."""
+
+import copy
+from contextlib import nullcontext
+
+import pytest
+import torch
+from nflows.distributions import StandardNormal
+from nflows.flows import Flow
+from nflows.transforms import ActNorm, CompositeTransform, LULinear
+
+import accelerator as pretend
+import ebflow_plugin as ebf
+from ebflow_nflows import FullLinear, SinhArcsinh, SmoothLeakyReLU
+from ebflow_plugin.linalg.random import kept_random_state, random_state, set_random_state
+from ebflow_plugin.objectives import DSM, ML, SSM
+from randomness import randn
+
+D = 4
+
+
+def flow_of(*first, device="cpu"):
+    steps = [*first, FullLinear(D), SmoothLeakyReLU(0.3), ActNorm(D), LULinear(D)]
+    return Flow(CompositeTransform(steps), StandardNormal([D])).double().to(device)
+
+
+def data(rows=64):
+    with torch.device("cpu"):
+        return 2.0 * randn(rows, D) + 1.0
+
+
+def loader(x):
+    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), batch_size=16)
+
+
+@pytest.fixture(params=["named", "default"])
+def device(request, accelerator):
+    """The accelerator; once as the default device of torch too."""
+    if request.param == "named":
+        yield accelerator
+    else:
+        torch.set_default_device(accelerator)
+        try:
+            yield accelerator
+        finally:
+            torch.set_default_device(None)
+
+
+STARTS = {
+    "initialize": lambda model, x: model.initialize(x),
+    "whiten": lambda model, x: model.initialize(x, whiten=True),
+    "gaussianize": lambda model, x: model.initialize(x, gaussianize=True),
+    "calibrate": lambda model, x: (model.initialize(data()), model.calibrate(x)),
+    "calibrate, diagonal": lambda model, x: (model.initialize(data()), model.calibrate(x, kind="diagonal")),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [*((name, "tensor") for name in STARTS), ("whiten", "loader"), ("gaussianize", "loader"), ("calibrate", "loader")],
+)
+def test_starts_take_data_of_the_cpu(name, rows, device):
+    torch.manual_seed(0)
+    x = data().cpu()
+    flow = flow_of(FullLinear(D), SinhArcsinh(D)) if name == "gaussianize" else flow_of()
+    found = []
+    for place in ("cpu", device):
+        model = ebf.wrap(copy.deepcopy(flow).to(place))
+        given = loader(x) if rows == "loader" else x
+        if place == "cpu":
+            with torch.device("cpu"):
+                STARTS[name](model, given)
+        else:
+            STARTS[name](model, given)
+        found.append(model.log_prob(x.to(place)).detach().cpu())
+    torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore::ebflow_plugin.EstimateWarning", "ignore::ebflow_plugin.CoverageWarning")
+def test_everything_public_under_a_device(device):
+    """No tensor is left on the CPU, nor made where torch makes them by default."""
+    model, x = ebf.wrap(flow_of(device=device)), data().to(device)
+    model.initialize(x)
+    for value in (model.energy(x), model.score(x), model.log_prob(x), model.log_z(), model.sample(3)):
+        assert value.device == device
+    generator = torch.Generator("cpu").manual_seed(0)
+    assert model.sample(3, generator=generator).device == device
+    assert model.log_z(method="lanczos").value is not None
+    assert model.log_z(method="importance", samples=2000, proposal=model.sample(1000)).value is not None
+    ebf.langevin(model, x[:5], steps=3, step_size=0.01)
+    mask = torch.zeros(5, D, dtype=torch.bool, device=device)
+    mask[:, 0] = True
+    ebf.impute(model, x[:5], mask, steps=3, step_size=0.01)
+    ebf.importance(model, lambda y: -0.5 * y.square().sum(1), 64)
+    ebf.coverage(model, data(200))
+    ebf.verify(model.flow, x[:8])
+    assert "LULinear" in str(model.report)
+
+
+def test_fit_is_that_of_the_cpu(device):
+    results = []
+    for place in ("cpu", device):
+        torch.manual_seed(0)
+        with torch.device("cpu"):
+            flow, x = flow_of(), data()
+        with torch.device(place) if place == "cpu" else nullcontext():
+            model = ebf.wrap(flow.to(place))
+            options = {"steps": 12, "batch_size": 16, "calibrate": True, "ema": True, "progress": False}
+            result = ebf.fit(ML(model), x, validation=x[:20], **options)
+            result.load_best(model)
+        results.append([record["nll"] for record in result.history])
+    assert results[1] == pytest.approx(results[0], rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", [SSM, DSM, ML, ebf.objectives.SML], ids=lambda kind: kind.__name__)
+def test_fit_does_not_wait_between_evaluations(kind, accelerator):
+    model = ebf.wrap(flow_of(device=accelerator))
+    model.initialize(data())
+    counts = []
+
+    class Spy(kind):
+        def forward(self, *args, **options):
+            counts.append(len(waits))
+            return super().forward(*args, **options)
+
+    with pretend.watch() as waits:
+        ebf.fit(Spy(model), data(), steps=33, batch_size=16, evaluate_every=33, clip_norm=1.0, ema=True, progress=False)
+    assert len(counts) == 33
+    assert counts[1] == counts[-1], waits[counts[1] :]
+
+
+def test_a_bad_step_is_named_some_steps_later(accelerator):
+    """And nothing that is not finite is reported as an evaluation in between."""
+    model = ebf.wrap(flow_of(device=accelerator))
+    model.initialize(data())
+    calls, seen = [], []
+    layer = model.flow._transform._transforms[0]
+
+    class Broken(ML):
+        def forward(self, *args, **options):
+            calls.append(1)
+            if len(calls) == 13:
+                with torch.no_grad():
+                    layer.weight[0].zero_()  # singular: log Z is infinite
+            return super().forward(*args, **options)
+
+    with pytest.raises(ebf.TrainingError) as caught:
+        ebf.fit(
+            Broken(model), data(), steps=200, batch_size=16, evaluate_every=100, callback=seen.append, progress=False
+        )
+    assert "step 13: the loss is not finite" in str(caught.value)
+    assert "flow._transform._transforms.0.weight of _transform._transforms.0  FullLinear" in str(caught.value)
+    assert 13 < len(calls) <= 30
+    assert not seen
+
+
+def test_random_states_of_any_device(accelerator):
+    generator = torch.Generator(accelerator).manual_seed(5)
+    state = random_state(accelerator, [generator])
+    draws = lambda: [  # noqa: E731
+        torch.randn(3, device=accelerator).tolist(),
+        torch.randn(3, device="cpu").tolist(),
+        torch.randn(3, device=accelerator, generator=generator).tolist(),
+    ]
+    first = draws()
+    set_random_state(state, accelerator, [generator])
+    assert draws() == first
+    set_random_state(state, accelerator, [generator])
+    with kept_random_state(accelerator):
+        draws()
+    assert draws()[:2] == first[:2]
+    old = {**{name: value for name, value in state.items() if name != "device"}, "cuda": state["device"]}
+    set_random_state(old, accelerator, [generator])  # of an earlier version
+    assert draws() == first
+
+
+def test_fit_leaves_the_random_state_of_the_device(accelerator):
+    model = ebf.wrap(flow_of(device=accelerator))
+    state = torch.get_device_module(accelerator).get_rng_state(accelerator)
+    ebf.fit(DSM(model), data(), steps=2, progress=False)
+    assert torch.equal(torch.get_device_module(accelerator).get_rng_state(accelerator), state)
+
+
+def test_nflows_actnorm_as_it_is_on_cuda(accelerator):
+    """Its start replaces the data of the flag, a buffer, by a CPU tensor, which CUDA allows."""
+    model = ebf.wrap(flow_of(device=accelerator))
+    model.initialize(data())
+    layer = model.flow._transform._transforms[2]
+    layer._buffers["initialized"] = torch.tensor(True)
+    x = data().to(accelerator)
+    expected = model.log_prob(x)
+    copied = copy.deepcopy(model)
+    assert torch.equal(copied.log_prob(x), expected)
+    fresh = ebf.wrap(flow_of(device=accelerator))
+    fresh.load_state_dict(model.state_dict())
+    assert torch.equal(fresh.log_prob(x), expected)
+    model.to(accelerator)
+    ebf.fit(SSM(model), data(), steps=3, ema=True, validation=data(20), progress=False)
+    assert torch.isfinite(model.log_prob(x)).all()
