@@ -29,40 +29,58 @@ ROWS, IMAGES = 200, 16
 def flows(settings: Settings) -> Iterator[Table]:
     """Each model: the library's own step of maximum likelihood, and ours as shares of it, compiled and not."""
     names = settings.choose(("nflows NSF", "zuko MAF"), tuple(MODELS))
-    for dim in settings.choose((10,), (2, 10, 64)):
-        rows = [_row(settings, name, settings.data(ROWS, dim)) for name in names]
-        yield Table(
-            "flows", f"training step, D = {dim}, {ROWS} rows: shares of the library's own likelihood", rows, NOTE
-        )
+    rows = [_likelihood(settings, name, settings.data(ROWS, 10)) for name in names]
     if not settings.quick:
-        rows = [_row(settings, name, settings.data(IMAGES, 3, 16, 16)) for name in IMAGE_MODELS]
-        yield Table("flows", f"the same, {IMAGES} images of 3 x 16 x 16", rows, NOTE)
+        rows += [_likelihood(settings, name, settings.data(IMAGES, 3, 16, 16)) for name in IMAGE_MODELS]
+    about = f"training step of likelihood, {ROWS} rows of D = 10 or {IMAGES} images of 3 x 16 x 16: shares of theirs"
+    yield Table("flows", about, rows, NOTE)
+    models = settings.choose(("RealNVP of nflows, D = 10",), tuple(SCORED))
+    rows = [_scores(settings, name) for name in models]
+    yield Table("flows", "training step of score matching, compiled: shares of the same step uncompiled", rows, NOTE)
 
 
 NOTE = (
-    "Loss, gradients, Adam; all columns of a row interleaved in one run. Below 1, ours is faster. A compiled step is "
-    "one graph of torch.compile; compiling takes a minute, once, and is not counted."
+    "Loss, gradients, Adam; all columns of a row interleaved in one run. Below 1, ours (or the compiled one) is faster. "
+    "A compiled step is one graph of torch.compile; compiling takes a minute or two, once, and is not counted."
 )
 
 
-def _row(settings: Settings, name: str, x: Tensor) -> dict[str, Any]:
+def _likelihood(settings: Settings, name: str, x: Tensor) -> dict[str, Any]:
     """The times of one model."""
     flow = (MODELS | IMAGE_MODELS)[name](tuple(x.shape[1:])).to(x)
     ebf.wrap(flow).initialize(x)  # ActNorms
-    steps = {"own": training_step(flow, own_step(flow), x)}
-    for loss in ("ML",) if settings.quick else ("ML", "DSM", "SSM"):
-        for compiled in (False, True):
-            model = ebf.wrap(flow)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", ebf.BiasWarning)  # what SSM would learn is not the question here
-                made = objective(loss, model)
-            step = training_step(model, made.compile() if compiled else made, x)
-            step()  # compiles it
-            steps[f"{loss}{', compiled' * compiled}"] = step
+    steps = {"theirs": training_step(flow, own_step(flow), x), **_steps("ML", flow, x, "ours", "ours, compiled")}
     times = settings.time(f"{name} {tuple(x.shape)}", steps, seconds=1.5)
-    own = times.pop("own")
+    own = times.pop("theirs")
     shares = {label: ratio(each, own) for label, each in times.items()}
-    return {"model": name, "own ML, ms": 1e3 * own.median, **shares}
+    return {"model": name, "theirs, ms": 1e3 * own.median, **shares}
+
+
+def _scores(settings: Settings, name: str) -> dict[str, Any]:
+    """Steps of score matching of one model, compiled over uncompiled."""
+    flow, x = SCORED[name](settings)
+    flow = flow.to(x)
+    ebf.wrap(flow).initialize(x)
+    row: dict[str, Any] = {"model": name}
+    for loss in ("DSM", "SSM"):
+        steps = _steps(loss, flow, x, loss, f"{loss}, compiled")
+        plain, compiled = settings.time(f"{name} {loss}", steps, seconds=1.5).values()
+        row |= {f"{loss}, ms": 1e3 * plain.median, f"{loss}, compiled": ratio(compiled, plain)}
+    return row
+
+
+def _steps(loss: str, flow: nn.Module, x: Tensor, *labels: str) -> dict[str, Callable[[], None]]:
+    """A step of an objective, and the compiled one, by label."""
+    found = {}
+    for label, compiled in zip(labels, (False, True), strict=True):
+        model = ebf.wrap(flow)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ebf.BiasWarning)  # what SSM would learn is not the question here
+            made = objective(loss, model)
+        step = training_step(model, made.compile() if compiled else made, x)
+        step()  # compiles it
+        found[label] = step
+    return found
 
 
 def own_step(flow: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -173,4 +191,9 @@ MODELS: dict[str, Callable[[tuple[int, ...]], nn.Module]] = {
 IMAGE_MODELS: dict[str, Callable[[tuple[int, ...]], nn.Module]] = {
     "nflows Glow": lambda shape: build("glow", shape, levels=2, blocks=4, hidden=32),
     "normflows Glow": normflows_glow,
+}
+SCORED: dict[str, Callable[[Settings], tuple[nn.Module, Tensor]]] = {
+    "RealNVP of nflows, D = 10": lambda settings: (nflows_realnvp((10,)), settings.data(ROWS, 10)),
+    "Glow of ten blocks, D = 2": lambda settings: (build("glow", (2,)), settings.data(500, 2)),
+    "fc, D = 784": lambda settings: (build("fc", (784,)), settings.data(100, 784)),
 }
