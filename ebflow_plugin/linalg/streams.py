@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,13 +13,15 @@ from ebflow_plugin.linalg.random import check_generator, derive_seed, kept_rando
 
 __all__ = ["seeded_by"]
 
+_one_at_a_time = threading.RLock()
+
 
 @contextmanager
 def seeded_by(generator: Generator | None, device: torch.device) -> Iterator[None]:
     """Seeds torch's global random numbers from a generator inside a ``with`` block, and restores their state after it.
 
-    One number is drawn from the generator. The global state is shared by all threads: those that draw meanwhile are
-    seeded too.
+    One number is drawn from the generator. The global state is shared by all threads: those that enter such a block too
+    wait for each other, and what others draw meanwhile is seeded with it.
 
     Arguments:
         generator: The generator; None leaves the global numbers as they are.
@@ -40,6 +43,6 @@ def seeded_by(generator: Generator | None, device: torch.device) -> Iterator[Non
     drawn = torch.randint(2**62, (), generator=generator, device=generator.device)
     # The number of another device would have to be waited for; the state of its generator is the host's.
     seed = int(drawn) if drawn.device.type == "cpu" else derive_seed(bytes(generator.get_state().tolist()))
-    with kept_random_state(device):
+    with _one_at_a_time, kept_random_state(device):
         torch.manual_seed(seed)
         yield

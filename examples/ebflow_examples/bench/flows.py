@@ -40,7 +40,7 @@ def flows(settings: Settings) -> Iterator[Table]:
 
 
 NOTE = (
-    "Loss, gradients, Adam; all columns of a row interleaved in one run. Below 1, ours (or the compiled one) is faster. "
+    "Loss, gradients, Adam; all columns of a row interleaved in one run. Below 1, ours or the compiled one is faster. "
     "A compiled step is one graph of torch.compile; compiling takes a minute or two, once, and is not counted."
 )
 

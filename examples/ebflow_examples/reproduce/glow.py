@@ -293,7 +293,7 @@ def _draw_curves(path: Path, main: Mapping[str, Sequence[CellResult]]) -> None:
             axes.text((there + last) / 2, ends["kernel1"], words, ha="center", va="bottom", fontsize=13)
         axes.grid(axis="y", color=plots.COLOURS["grid"], linewidth=0.8)
         axes.tick_params(labelsize=13)
-        axes.set_title("3 × 3 in the place of 1 × 1: a better Glow in the same time", fontsize=16)
+        axes.set_title("A Glow with 1 × 1 and with k × k convolutions, in equal time", fontsize=16)
         axes.set_xlabel("CPU seconds of training, one core", fontsize=14)
         axes.set_ylabel("bits/dim, validation", fontsize=14)
 

@@ -1,11 +1,14 @@
 """Samples by the inverse: temperature, batches, kept factorisations."""
 
 import math
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import normflows
 import numpy as np
 import pytest
 import torch
+import zuko
 from nflows import distributions, flows, transforms
 from torch import nn
 
@@ -309,3 +312,26 @@ def test_counts_of_numpy_and_generators_that_are_none():
         model.sample(np.bool_(True))
     with pytest.raises(ebf.InputError, match=r"generator must be a torch.Generator or None, got 0"):
         model.sample(3, generator=0)
+
+
+@pytest.mark.parametrize("base", ["of nflows", "a mixture", "of torch"])
+def test_threads_with_generators_of_their_own_do_not_disturb_each_other(base):
+    torch.manual_seed(0)
+    bases = {
+        "of nflows": lambda: flows.Flow(transforms.LULinear(3), distributions.StandardNormal([3])),
+        "a mixture": lambda: normflows.NormalizingFlow(normflows.distributions.GaussianMixture(3, 3), []),
+        "of torch": lambda: zuko.flows.GMM(3, components=2),
+    }
+    model = ebf.wrap(bases[base]().eval())
+    expected = [model.sample(5, generator=rng(number)) for number in range(3)]
+    before, state = sys.getswitchinterval(), torch.get_rng_state()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(3) as threads:
+            numbers = [number for _ in range(30) for number in range(3)]
+            drawn = list(threads.map(lambda number: model.sample(5, generator=rng(number)), numbers))
+    finally:
+        sys.setswitchinterval(before)
+    for number, found in zip(numbers, drawn, strict=True):
+        assert torch.equal(found, expected[number])
+    assert torch.equal(torch.get_rng_state(), state)
