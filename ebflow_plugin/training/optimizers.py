@@ -62,8 +62,8 @@ def parameter_groups(model: nn.Module, lr: float) -> list[dict[str, Any]]:
         One or two groups, with all parameters that require a gradient. The kernels are last.
 
     Example:
+        >>> import torch
         >>> import ebflow_plugin as ebf
-        >>> from ebflow_plugin.layers import FullConv2d
         >>> layers = nn.Sequential(FullConv2d(2, kernel_size=1), FullConv2d(2, kernel_size=3))
         >>> [(group["lr"], [tuple(each.shape) for each in group["params"]])
         ...  for group in ebf.parameter_groups(layers, 0.5)]
@@ -138,6 +138,7 @@ def fusible(parameters: Iterable[Tensor]) -> bool | None:
     contiguous. It knows no complex numbers, and on other devices it refuses some gradients.
 
     Example:
+        >>> import torch
         >>> fusible([torch.ones(2, 3)]), fusible([torch.ones(2, 3), torch.ones(2, 6)[:, ::2]])
         (True, None)
     """
