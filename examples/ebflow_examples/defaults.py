@@ -126,7 +126,7 @@ def settle(run: Run, started: tuple[bool, bool] | None = None) -> Run:
     if shrinks and config.latent_weight is None:
         chosen["latent_weight"] = LATENT_WEIGHT
     if shrinks and config.ml_weight is None:
-        chosen["ml_weight"] = ML_WEIGHTS.get(loss)
+        chosen["ml_weight"] = ML_WEIGHTS.get(str(loss))
     config = replace(config, **chosen)
     if shrinks and config.shrink is None:
         config = replace(config, shrink=max(1, round(SHRINKING_SHARE * length(config, len(run.data.train)))))
