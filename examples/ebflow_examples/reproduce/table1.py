@@ -293,7 +293,8 @@ def _draw(options: Options, found: Sequence[CellResult], ways: Sequence[tuple[st
     names = [data for data in PLANE if (data, TRUE, PAPER) in first]
     if not names:
         return False
-    with plots.figure(path, 2.4 * (len(ways) + 1), 2.9 * len(names) + 0.4) as figure:
+    with plots.figure(path, 2.4 * (len(ways) + 1), 3.2 * len(names) + 0.5) as figure:
+        figure.set_layout_engine("constrained", hspace=0.08)  # titles have three lines
         figure.suptitle(
             "Densities after training, seed 0, one colour scale for each row.\nInside: the mass in the picture",
             fontsize=9, x=0.01, ha="left",
