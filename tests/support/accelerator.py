@@ -65,29 +65,9 @@ def build() -> Path:
             includes = [f"-I{path}" for path in (*cpp_extension.include_paths(), sysconfig.get_path("include"))]
             libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
             abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
-            command = [
-                *(
-                    compiler(),
-                    "-std=c++20",
-                    "-O0",
-                    "-w",
-                    "-fPIC",
-                    "-shared",
-                    abi,
-                    "-DTORCH_EXTENSION_NAME=pretend_library",
-                ),
-                *(
-                    *includes,
-                    str(SOURCE),
-                    "-o",
-                    str(made),
-                    *libraries,
-                    "-lc10",
-                    "-ltorch_cpu",
-                    "-ltorch",
-                    "-ltorch_python",
-                ),
-            ]
+            options = ["-std=c++20", "-O0", "-w", "-fPIC", "-shared", abi, "-DTORCH_EXTENSION_NAME=pretend_library"]
+            linked = [*libraries, "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
+            command = [compiler(), *options, *includes, str(SOURCE), "-o", str(made), *linked]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 raise RuntimeError(f"the pretend accelerator does not compile\n{done.stderr[-3000:]}")

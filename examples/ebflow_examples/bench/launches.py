@@ -37,6 +37,7 @@ def count(step: Callable[[], object]) -> int:
     """The number of kernels that a call launches, after one call to warm up.
 
     Example:
+        >>> import torch
         >>> a = torch.ones(3)
         >>> count(lambda: (a + 1).view(1, 3).sum())
         2

@@ -37,7 +37,7 @@ def test_samples_of_a_run_that_goes_on_are_those_of_the_run(cell, tmp_path):
 def test_a_fresh_run_and_one_that_is_told_otherwise_begin_anew(tmp_path, monkeypatch):
     """The checkpoints of the run before are not gone on from."""
     options = Options("fig4", budget=1.0, data="digits", quick=True, out=tmp_path, only=("ml",))
-    monkeypatch.setattr(fig4, "_step_seconds", lambda run: pace)
+    monkeypatch.setattr(fig4, "step_seconds", lambda run: pace)
     began = []
     train = fig4._train
     monkeypatch.setattr(fig4, "_train", lambda run, *given: began.append(given[1].exists()) or train(run, *given))
@@ -64,7 +64,7 @@ def test_processor_time_settles_the_number_of_steps(tmp_path):
     (cell, _) = quick_cells("fig4", fig4)
     run = settle(build(fig4.recipe(cell, None)))
     before = [parameter.clone() for parameter in run.model.parameters()]
-    pace = fig4._step_seconds(run)
+    pace = fig4.step_seconds(run)
     assert 0 < pace < 1
     assert all(map(torch.equal, before, run.model.parameters()))  # a copy was timed
     result, taken = fig4._train(run, 4 * pace, tmp_path, 20)
