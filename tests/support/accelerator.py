@@ -28,6 +28,7 @@ __all__ = ["DEVICE", "Wait", "load", "missing", "watch"]
 
 DEVICE = torch.device("cpu")  # replaced by load(): torch does not know the name before
 NAME = "pretend"
+OLDEST = (2, 13)  # of torch, whose C++ interface for devices changes
 SOURCE = Path(__file__).with_suffix(".cpp")
 ROOT = Path(__file__).parents[2]
 OURS = tuple(f"{ROOT / part}{os.sep}" for part in ("ebflow_plugin", "adapters", "examples"))
@@ -45,6 +46,8 @@ def missing() -> str | None:
     """Why there is no accelerator here; None if there can be one."""
     if sys.platform != "linux":
         return "the pretend accelerator is compiled for Linux"
+    if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST:
+        return f"the pretend accelerator is written for torch {OLDEST[0]}.{OLDEST[1]} and newer"
     return None if which(compiler()) else f"the pretend accelerator needs a C++ compiler, and there is no {compiler()}"
 
 
