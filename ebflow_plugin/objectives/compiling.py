@@ -34,6 +34,7 @@ from ebflow_plugin.planned import Watch
 
 __all__ = ["CompiledLoss", "Prepared"]
 
+aten = torch.ops.aten
 Objective = Any  # that of base.py, which imports this module
 Terms = Sequence[tuple[float, Objective]]
 
@@ -195,7 +196,7 @@ class _Trace:
 
         inputs = [fake(place, tensor) for place, tensor in enumerate(self.tensors)]
         with tracing(), mode:
-            graph = make_fx(loss_and_gradients)(*inputs)
+            graph = _with_methods(make_fx(loss_and_gradients)(*inputs))
         for tensor in (*graph.parameters(), *graph.buffers(), *vars(graph).values()):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 raise UnsupportedStepError(
@@ -211,10 +212,11 @@ class _Trace:
 
     def examples(self, any_size: bool) -> list[Tensor]:
         """The tensors to compile the graph with; those of a graph for any size are marked."""
-        found = _values(self.tensors)
+        found, marked = _values(self.tensors), dict[int, Tensor]()
         for place, tensor in enumerate(found):
             if any_size and self._has_rows(place):
-                found[place] = tensor.detach()
+                # What is one tensor in a call is one here too, or the call would be compiled again.
+                found[place] = marked.setdefault(id(tensor), tensor.detach())
                 torch._dynamo.maybe_mark_dynamic(found[place], 0)
         return found
 
@@ -222,6 +224,16 @@ class _Trace:
         """Whether the first dimension of an input is that of the batch."""
         tensor = self.tensors[place]
         return place >= len(self.names) and tensor.dim() > 0 and tensor.shape[0] == self.rows
+
+
+def _with_methods(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """Asks tensors for their sizes by methods: dynamo takes no operator that returns a number."""
+    methods = {aten.sym_numel.default: "numel", aten.sym_size.int: "size", aten.sym_stride.int: "stride"}
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and node.target in methods:
+            node.op, node.target = "call_method", methods[node.target]
+    graph.recompile()
+    return graph
 
 
 class _Handed(Function):
