@@ -214,12 +214,12 @@ def test_torch_compile_takes_the_graph():
     same(plain, compiled)
 
 
-@pytest.mark.slow
-def test_the_default_compiler_makes_two_graphs_for_four_sizes():
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_one_tensor_in_two_places_makes_two_graphs_for_four_sizes(backend):
     torch.compiler.reset()
     counters.clear()
     plain, compiled = make(), make()
-    one, other = SSM(plain), SSM(compiled).compile()
+    one, other = SSM(plain), SSM(compiled).compile(backend=backend)
     for rows in (6, 9, 4, 7):
         for _ in range(5):
             for model, objective in ((plain, one), (compiled, other)):
