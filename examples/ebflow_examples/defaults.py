@@ -18,6 +18,7 @@ from ebflow_examples.runs import LARGE, Run
 from ebflow_examples.streams import drawing_from
 from ebflow_examples.synthetic import PLANE, SMOOTHING
 from ebflow_plugin.errors import InputError, SingularError
+from ebflow_plugin.objectives.base import DrawnObjective
 from ebflow_plugin.objectives.schedule import AddedNoise
 from ebflow_plugin.plan.inputs import integer, positive
 from ebflow_plugin.plan.plan import Plan
@@ -191,7 +192,7 @@ def objective_of(model: ebf.EBFlow, config: TrainConfig) -> ebf.objectives.Objec
     return (1 - weight) * objective + weight * NoisedML(model, options.get("sigma")) if weight else objective
 
 
-class NoisedML(ebf.objectives.Objective):
+class NoisedML(DrawnObjective):
     """The exact NLL of data with the noise that the score matching beside it adds, for a part of a sum.
 
     Arguments:
@@ -203,11 +204,13 @@ class NoisedML(ebf.objectives.Objective):
         super().__init__(model)
         self.noise = None if sigma is None else AddedNoise(sigma)
 
-    def per_sample(self, plan: Plan, u: Tensor, context: Tensor | None, generator: Generator | None) -> Tensor:
-        """-log p of each row of the matched variable."""
-        if self.noise is not None:
-            u = self.noise.add(u, generator)
-        energy = plan.energy(u, context)
+    def draw(self, plan: Plan, u: Tensor, context: Tensor | None, generator: Generator | None) -> tuple[Tensor, ...]:
+        """The matched variable with noise."""
+        return (u if self.noise is None else self.noise.add(u, generator),)
+
+    def value(self, plan: Plan, u: Tensor, context: Tensor | None, drawn: tuple[Tensor, ...]) -> Tensor:
+        """-log p of each row."""
+        energy = plan.energy(drawn[0], context)
         return energy + plan.log_z(tuple(u.shape[1:]), energy)
 
     def extra_repr(self) -> str:
