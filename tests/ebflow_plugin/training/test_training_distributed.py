@@ -32,6 +32,9 @@ def test_two_processes_train_as_one(tmp_path):
     # Parameters that the loss does not depend on do no harm.
     assert same(first["blind"]["weights"], second["blind"]["weights"])
     assert not first["blind"]["weights"]["flow.idle"].any()
+    # Reverse KL, on samples of each process's own, has the mean of their gradients.
+    assert same(first["reverse"], second["reverse"])
+    torch.testing.assert_close(first["reverse"], load_script("parallel_runs").without_data([0, 1]))
     # A resumed run equals an uninterrupted one.
     for process in (first, second):
         assert process["part"] is None

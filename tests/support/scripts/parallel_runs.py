@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from lightning.pytorch import seed_everything
+from torch.nn.parallel import DistributedDataParallel
 
 import ebflow_plugin as ebf
 from ebflow_plugin.lightning import Checkpoints, LitObjective, Loader, trainer
@@ -44,6 +45,22 @@ def train(folder, name, rank=0, world=1, blind=False, cut=None):
     return {"weights": weights(model), "rows": seen.rows, "noise": noise}
 
 
+def without_data(seeds, together=False):
+    """Five steps of reverse KL, whose loss is the mean over these streams of samples."""
+    torch.manual_seed(0)
+    model = make_model(dtype=torch.float64)
+    model.initialize(make_data(100, dtype=torch.float64))
+    objective = ebf.objectives.ReverseKL(model, lambda x: -(x - 1.0).square().sum(1), 16)
+    loss = DistributedDataParallel(objective) if together else objective
+    streams = [torch.Generator().manual_seed(seed) for seed in seeds]
+    adam = torch.optim.Adam(model.parameters(), lr=0.05)
+    for _ in range(5):
+        adam.zero_grad()
+        torch.stack([loss(generator=stream) for stream in streams]).mean().backward()
+        adam.step()
+    return weights(model)
+
+
 def main():
     folder = Path(sys.argv[1])
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -53,6 +70,7 @@ def main():
         "blind": train(folder / "blind", "ssm", rank, world, blind=True),
         "part": train(folder / "parts", "ssm", rank, world, cut=9),
         "parts": train(folder / "parts", "ssm", rank, world),
+        "reverse": without_data([rank], together=True),
     }
     torch.save(found, folder / f"found-{rank}.pt")
 
