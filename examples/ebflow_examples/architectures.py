@@ -1,15 +1,18 @@
-"""The architectures of the built-in models: layers from data to noise, of the parts that a kit has."""
+"""The architectures of the built-in models, of layers of nflows, from data to noise."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
+from nflows import distributions, flows, transforms
 from torch import nn
 
-from ebflow_examples.kits import Conditioner, Kit, Shape, Split
+from ebflow_examples.layers import Conditioner, Shape, convolution, coupling, linear_layer, mask
+from ebflow_nflows import SinhArcsinh, SmoothLeakyReLU
 from ebflow_plugin.errors import InputError
 
 __all__ = ["CNN_KERNEL", "MODELS", "ModelInfo"]
@@ -24,13 +27,13 @@ class ModelInfo:
     Attributes:
         about: One line.
         images: True if it takes images alone, False for vectors alone (images are flattened), None for either.
-        make: Gives its layers, from data to noise, and the shape of its latents.
+        make: Builds it, from the shape of the data and the kind of its linear layers.
         has_linear: Whether it has linear layers that ``linear`` chooses.
     """
 
     about: str
     images: bool | None
-    make: Callable[..., tuple[list[nn.Module], Shape]]
+    make: Callable[..., nn.Module]
     has_linear: bool = True
 
     @property
@@ -41,32 +44,31 @@ class ModelInfo:
 
 
 def fc(
-    kit: Kit,
     shape: Shape,
     linear: str,
     *,
     layers: int = 2,
     alpha: float = 0.3,
     init: str = "negative_identity",
-) -> tuple[list[nn.Module], Shape]:
+) -> nn.Module:
     """The paper's FC-based model: fully-connected layers with a smooth leaky ReLU between them."""
     (features,) = shape
-    first = kit.linear(features, linear, init)
-    return [first, *_stacked(layers - 1, lambda _: [kit.leaky(alpha), kit.linear(features, linear, init)])], shape
+    steps = [linear_layer(features, linear, init)]
+    for _ in range(layers - 1):
+        steps += [SmoothLeakyReLU(alpha), linear_layer(features, linear, init)]
+    return _flow(steps, shape)
 
 
-def deep(
-    kit: Kit, shape: Shape, linear: str, *, layers: int = 4, init: str = "identity"
-) -> tuple[list[nn.Module], Shape]:
+def deep(shape: Shape, linear: str, *, layers: int = 4, init: str = "identity") -> nn.Module:
     """Full layers with sinh-arcsinh maps between them, which a Gaussianising start fits in closed form."""
     (features,) = shape
-    first = kit.linear(features, linear, init)
-    rest = _stacked(layers - 1, lambda _: [kit.sinh_arcsinh(features), kit.linear(features, linear, init)])
-    return [first, *rest], shape
+    steps = [linear_layer(features, linear, init)]
+    for _ in range(layers - 1):
+        steps += [SinhArcsinh(features), linear_layer(features, linear, init)]
+    return _flow(steps, shape)
 
 
 def cnn(
-    kit: Kit,
     shape: Shape,
     linear: str,
     *,
@@ -75,27 +77,25 @@ def cnn(
     alpha: float = 0.3,
     residual: bool = False,
     init: str = "negative_identity",
-) -> tuple[list[nn.Module], Shape]:
+) -> nn.Module:
     """The paper's CNN-based model: blocks of two convolutions around a smooth leaky ReLU, squeezes between them.
 
     A kernel of 7 x 7 is what gives the paper's numbers of parameters: 0.027 M for MNIST, 0.241 M for CIFAR-10. With
     ``residual`` the nonlinearity is x + αx + (1 - α) softplus(x), and stands after every convolution but the last, in
     front of the squeezes too: so it is in the authors' code.
     """
-    result: list[nn.Module] = []
+    steps: list[nn.Module] = []
     size = _kernel(kernel, CNN_KERNEL, linear)
     for block in range(blocks):
         if block:
-            result += [kit.leaky(alpha, residual), kit.squeeze()] if residual else [kit.squeeze()]
+            steps += [*[SmoothLeakyReLU(alpha, residual)] * residual, transforms.SqueezeTransform()]
             shape = _squeezed(shape, "cnn", f"blocks={block}")
-        first, second = (kit.convolution(shape[0], size, linear, init) for _ in range(2))
-        result += [first, kit.leaky(alpha, residual), second]
-    return result, shape
+        first, second = (convolution(shape[0], size, linear, init) for _ in range(2))
+        steps += [first, SmoothLeakyReLU(alpha, residual), second]
+    return _flow(steps, shape)
 
 
-def conv(
-    kit: Kit, shape: Shape, linear: str, *, layers: int = 4, kernel: int | None = None, init: str = "identity"
-) -> tuple[list[nn.Module], Shape]:
+def conv(shape: Shape, linear: str, *, layers: int = 4, kernel: int | None = None, init: str = "identity") -> nn.Module:
     """Full circular convolutions with sinh-arcsinh maps between them, which a Gaussianising start fits in closed form.
 
     The first map comes after an affine map of each channel. On a torus log-determinants are exact by Fourier transform.
@@ -103,15 +103,14 @@ def conv(
     channels, size = shape[0], 3 if kernel is None else kernel
     if size > min(shape[1:]):
         raise InputError(f"conv has kernels of {size} x {size} pixels, and the images {shape[1]} x {shape[2]}")
-
-    def block(_: int) -> list[nn.Module]:
-        return [kit.channel_map(channels), kit.convolution(channels, size, linear, init, circular=True)]
-
-    return [kit.convolution(channels, 1, linear, init, groups=channels), *_stacked(layers - 1, block)], shape
+    steps = [convolution(channels, 1, linear, init, groups=channels)]
+    for _ in range(layers - 1):
+        full = convolution(channels, size, linear, init, padding_mode="circular")
+        steps += [SinhArcsinh(channels, dim=-3), full]
+    return _flow(steps, shape)
 
 
 def glow(
-    kit: Kit,
     shape: Shape,
     linear: str,
     *,
@@ -123,7 +122,7 @@ def glow(
     activation: str = "silu",
     init: str = "orthogonal",
     split: bool = True,
-) -> tuple[list[nn.Module], Shape]:
+) -> nn.Module:
     """Glow: blocks of ActNorm, a linear layer and an affine coupling.
 
     On vectors ten blocks (Section 5.1) of networks 64 wide; on images eight at each of two levels, a squeeze before
@@ -136,22 +135,29 @@ def glow(
     if not images and kernel is not None:
         raise InputError(f"glow has convolutions on images alone, not on vectors of {shape[0]}; leave out kernel")
     size = _kernel(kernel, 1, linear)
-    result: list[nn.Module] = []
+    finished, steps = [], []
     for level in range(levels if images else 1):
         if images:
-            result.append(kit.squeeze())
+            steps.append(transforms.SqueezeTransform())
             shape = _squeezed(shape, "glow", f"levels={level}")
         for block in range(count):
-            mixing = kit.convolution(shape[0], size, linear, init) if images else kit.linear(shape[0], linear, init)
-            result += [kit.act_norm(shape), mixing, kit.coupling(shape, block % 2 == 1, net)]
+            mixing = convolution(shape[0], size, linear, init) if images else linear_layer(shape[0], linear, init)
+            steps += [transforms.ActNorm(shape[0]), mixing, coupling(shape, block % 2 == 1, net)]
         if split and images and level < levels - 1:
-            result += [kit.split_prior(shape, net), Split(shape)]
-            shape = Split(shape).halved
-    return result, shape
+            # A coupling that moves the half that is finished: on a standard normal, log p(z₁ | z₂) of a normal prior.
+            finished.append(([*steps, coupling(shape, True, net)], shape))
+            steps, shape = [], (shape[0] // 2, *shape[1:])
+    if not finished:
+        return _flow(steps, shape)
+    transform = transforms.MultiscaleCompositeTransform(len(finished) + 1)
+    for level_steps, level_shape in [*finished, (steps, shape)]:
+        transform.add_transform(transforms.CompositeTransform(level_steps), level_shape)
+    size = sum(prod(part) for part in transform._output_shapes)
+    flow: nn.Module = flows.Flow(transform, distributions.StandardNormal([size]))
+    return flow
 
 
 def realnvp(
-    kit: Kit,
     shape: Shape,
     linear: str,
     *,
@@ -159,18 +165,16 @@ def realnvp(
     hidden: int = 64,
     depth: int = 2,
     activation: str = "silu",
-) -> tuple[list[nn.Module], Shape]:
+) -> nn.Module:
     """RealNVP on vectors: affine couplings of alternating halves, each after an ActNorm."""
     net = Conditioner(hidden, depth, activation)
-
-    def block(place: int) -> list[nn.Module]:
-        return [kit.act_norm(shape), kit.coupling(shape, place % 2 == 1, net)]
-
-    return _stacked(blocks, block), shape
+    steps: list[nn.Module] = []
+    for block in range(blocks):
+        steps += [transforms.ActNorm(shape[0]), coupling(shape, block % 2 == 1, net)]
+    return _flow(steps, shape)
 
 
 def maf(
-    kit: Kit,
     shape: Shape,
     linear: str,
     *,
@@ -179,19 +183,22 @@ def maf(
     depth: int = 2,
     activation: str = "silu",
     init: str = "orthogonal",
-) -> tuple[list[nn.Module], Shape]:
+) -> nn.Module:
     """A masked autoregressive flow: ActNorm, a linear layer and an affine autoregressive step, in turn."""
     (features,) = shape
     net = Conditioner(hidden, depth, activation)
-
-    def block(place: int) -> list[nn.Module]:
-        return [kit.act_norm(shape), kit.linear(features, linear, init), kit.autoregressive(features, net)]
-
-    return _stacked(blocks, block), shape
+    steps: list[nn.Module] = []
+    for _ in range(blocks):
+        steps += [transforms.ActNorm(features), linear_layer(features, linear, init)]
+        steps.append(
+            transforms.MaskedAffineAutoregressiveTransform(
+                features, max(net.hidden, features), num_blocks=net.blocks, activation=net.function
+            )
+        )
+    return _flow(steps, shape)
 
 
 def nsf(
-    kit: Kit,
     shape: Shape,
     linear: str,
     *,
@@ -202,16 +209,17 @@ def nsf(
     bound: float = 5.0,
     activation: str = "silu",
     init: str = "orthogonal",
-) -> tuple[list[nn.Module], Shape]:
+) -> nn.Module:
     """A neural spline flow: ActNorm, a linear layer and a coupling by rational-quadratic splines, in turn."""
     (features,) = shape
     net = Conditioner(hidden, depth, activation)
-
-    def block(place: int) -> list[nn.Module]:
-        spline = kit.spline(features, place % 2 == 1, net, bins, bound)
-        return [kit.act_norm(shape), kit.linear(features, linear, init), spline]
-
-    return _stacked(blocks, block), shape
+    steps: list[nn.Module] = []
+    for block in range(blocks):
+        spline = transforms.PiecewiseRationalQuadraticCouplingTransform(
+            mask(features, block % 2 == 1), net.residual, num_bins=bins, tails="linear", tail_bound=bound
+        )
+        steps += [transforms.ActNorm(features), linear_layer(features, linear, init), spline]
+    return _flow(steps, shape)
 
 
 MODELS: dict[str, ModelInfo] = {
@@ -228,9 +236,10 @@ MODELS: dict[str, ModelInfo] = {
 }
 
 
-def _stacked(blocks: int, make: Callable[[int], list[nn.Module]]) -> list[nn.Module]:
-    """The layers of some blocks, one after the other; ``make`` is told the place of each."""
-    return [layer for place in range(blocks) for layer in make(place)]
+def _flow(steps: list[nn.Module], latent: Shape) -> nn.Module:
+    """The model: layers from data to noise, on a standard normal base with the shape of the latents."""
+    flow: nn.Module = flows.Flow(transforms.CompositeTransform(steps), distributions.StandardNormal(latent))
+    return flow
 
 
 def _kernel(asked: int | None, usual: int, linear: str) -> int:

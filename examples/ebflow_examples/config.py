@@ -19,7 +19,6 @@ __all__ = ["CHOICES", "LOSS_OPTIONS", "NOISED", "TrainConfig", "option_types", "
 MODEL, LOSS, OPTIMISER, EVALUATION, MACHINE = "What", "Loss", "Optimiser", "Start and finish", "Machine and data"
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "library": ("nflows", "normflows"),
     "activation": ("silu", "tanh", "softplus", "relu", "leaky_relu"),
     "linear": ("full", "lu", "lower", "upper", "qr", "svd"),
     "loss": ("ssm", "dsm", "fdssm", "sm", "ml", "sml"),
@@ -47,9 +46,10 @@ def _option(default: Any, panel: str, text: str, auto: str = "") -> Any:
     return field(default=default, metadata={"panel": panel, "help": text, "auto": auto})
 
 
-# Settings that files of older runs hold: false is what they are now.
-RETIRED = {
-    "amp": "train in Lightning with precision='bf16-mixed' (ebflow_plugin.lightning)",
+# Settings that files of older runs hold: what they are now, and what to do about another value.
+RETIRED: dict[str, tuple[Any, str]] = {
+    "amp": (False, "train in Lightning with precision='bf16-mixed' (ebflow_plugin.lightning)"),
+    "library": ("nflows", "the built-in models are of nflows; wrap a model of your own of another library"),
 }
 
 
@@ -64,7 +64,6 @@ class TrainConfig:
 
     data: str = _option("digits", MODEL, "Data set, or a .npy, .npz or .csv file, or a folder of images.")
     model: str | None = _option(None, MODEL, "Model.", "deep; glow in two dimensions")
-    library: str = _option("nflows", MODEL, "Flow library that the model is built from.")
     linear: str = _option("full", MODEL, "Linear layers of the model.")
     layers: int | None = _option(None, MODEL, "Full linear layers of the model (deep, fc).", "4 for deep, 2 for fc")
     blocks: int | None = _option(None, MODEL, "Blocks of the model (cnn, glow, realnvp, maf, nsf).", "as the model has")
@@ -207,9 +206,9 @@ class TrainConfig:
             InputError: If a value is of the wrong type, or none of those to choose from.
         """
         types = option_types()
-        for name in RETIRED:
-            if values.get(name):
-                raise _input_error(f"{name} is no setting any more: {RETIRED[name]}")
+        for name, (now, instead) in RETIRED.items():
+            if values.get(name, now) != now:
+                raise _input_error(f"{name} is no setting any more: {instead}")
         values = {name: value for name, value in values.items() if name not in RETIRED}
         for name, value in values.items():
             _check(name, value, types)

@@ -1,4 +1,4 @@
-"""The built-in models: the paper's fc, cnn and glow, and the flows that everybody has, in each library.
+"""The built-in models: the paper's fc, cnn and glow, and the flows that everybody has, of nflows.
 
 Where the paper is silent (the networks of Glow, say), the defaults are small enough for a CPU. All networks are
 smooth by default, so that SSM is unbiased.
@@ -16,11 +16,11 @@ from torch import nn
 import ebflow_plugin as ebf
 from ebflow_examples.architectures import MODELS, ModelInfo
 from ebflow_examples.data import DataSet
-from ebflow_examples.kits import LIBRARIES, LINEAR, Kit, Shape
+from ebflow_examples.layers import LINEAR, Shape
 from ebflow_plugin.errors import InputError, UnknownNameError, suggest
 from ebflow_plugin.plan.inputs import positive
 
-__all__ = ["LIBRARIES", "LINEAR", "MODELS", "ModelInfo", "build", "flow_for", "preprocessing"]
+__all__ = ["LINEAR", "MODELS", "ModelInfo", "build", "flow_for", "preprocessing"]
 
 # How far images are kept from 0 and 1, where the logit is infinite: the values that most of the literature has. The
 # paper's tables (`ebflow reproduce`) have 1e-6 on CIFAR-10 too, as the authors' code.
@@ -28,21 +28,17 @@ ALPHA = 1e-6
 ALPHA_OF = {"cifar10": 0.05, "cifar10-jpeg": 0.05}
 
 
-def build(
-    name: str, event_shape: Sequence[int], *, library: str = "nflows", linear: str = "full", **options: Any
-) -> nn.Module:
+def build(name: str, event_shape: Sequence[int], *, linear: str = "full", **options: Any) -> nn.Module:
     """Builds a model. ``torch.manual_seed`` decides its weights.
 
     Arguments:
         name: One of :data:`MODELS`.
         event_shape: The shape of one sample: (D,) for vectors, (C, H, W) for images.
-        library: ``nflows`` or ``normflows``.
-        linear: The kind of linear layers, one of :data:`LINEAR`; ``qr`` and ``svd`` are of nflows alone, and images
-            have ``full`` and ``lu`` (1 × 1).
+        linear: The kind of linear layers, one of :data:`LINEAR`; images have ``full`` and ``lu`` (1 × 1).
         **options: Those of the model: ``MODELS[name].options``.
 
     Returns:
-        The library's own object: a ``Flow`` of nflows, or a ``NormalizingFlow``.
+        A ``Flow`` of nflows.
 
     Example:
         >>> import ebflow_plugin as ebf
@@ -62,27 +58,10 @@ def build(
             raise InputError(f"{count} must be at least 1, got {options[count]}")
     shape = tuple(int(size) for size in event_shape)
     _check_shape(name, info, shape)
-    kit = kit_for(library)
-    layers, latent = info.make(kit, shape, linear, **options)
-    return kit.flow(layers, latent)
+    return info.make(shape, linear, **options)
 
 
-def kit_for(library: str) -> Kit:
-    """Returns the parts of a library, which is imported here."""
-    if library == "nflows":
-        from ebflow_examples.nflows_kit import NflowsKit
-
-        return NflowsKit()
-    if library == "normflows":
-        from ebflow_examples.normflows_kit import NormflowsKit
-
-        return NormflowsKit()
-    raise UnknownNameError(f"unknown library {library!r}. {suggest(library, LIBRARIES)}")
-
-
-def flow_for(
-    name: str, data: DataSet, *, library: str = "nflows", linear: str = "full", **options: Any
-) -> tuple[nn.Module, DataSet]:
+def flow_for(name: str, data: DataSet, *, linear: str = "full", **options: Any) -> tuple[nn.Module, DataSet]:
     """Builds a model for a data set, and gives the data in the shape that it takes.
 
     Images are flattened for a model of vectors. Smooth leaky ReLUs have the paper's alpha: 0.6 for CIFAR-10, else 0.3.
@@ -101,7 +80,7 @@ def flow_for(
         options = {"alpha": 0.6, **options}
     if name == "cnn" and data.name.startswith("textures"):
         options = {"blocks": 1, **options}  # what they are made by
-    return build(name, data.event_shape, library=library, linear=linear, **options), data
+    return build(name, data.event_shape, linear=linear, **options), data
 
 
 def preprocessing(

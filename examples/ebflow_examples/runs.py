@@ -153,9 +153,7 @@ def build(config: TrainConfig) -> Run:
         config = replace(config, model=usual_model(original))
     assert config.model is not None
     with drawing_from(config.seed, "weights"):
-        flow, data = flow_for(
-            config.model, original, library=config.library, linear=config.linear, **config.model_options
-        )
+        flow, data = flow_for(config.model, original, linear=config.linear, **config.model_options)
     if config.standardize is None:
         config = replace(config, standardize=data.own_rows)
     steps = preprocessing(data, config.alpha, bool(config.standardize), config.temperature, config.dequantize)

@@ -67,7 +67,6 @@ def find_target(
     *,
     data: str | None = None,
     shape: tuple[int, ...] | None = None,
-    library: str = "nflows",
     linear: str = "full",
     data_root: str | None = None,
     header: bool | None = None,
@@ -79,7 +78,6 @@ def find_target(
         text: ``module:name``, ``file.py:name``, or a built-in name.
         data: A data set for the model; a built-in model takes its shape from it.
         shape: The shape of one data point, instead.
-        library: Of a built-in model.
         linear: Of a built-in model.
         data_root: Where data sets are.
         header: Whether the first line of a .csv file holds names; by default as it looks.
@@ -107,12 +105,12 @@ def find_target(
             f"unknown model {text!r}. {suggest(text, MODELS)} A model of your own: package.module:function."
         )
     if rows is not None:
-        flow, fitting = flow_for(text, rows, library=library, linear=linear)
+        flow, fitting = flow_for(text, rows, linear=linear)
         steps = preprocessing(fitting, standardize=fitting.own_rows)
         return Target(text, flow, steps, fitting.train, fitting.event_shape)
     wanted = shape or PAPER_SHAPE
     blank = torch.zeros(1, *wanted)
-    flow, fitting = flow_for(text, DataSet("blank", blank, blank, blank), library=library, linear=linear)
+    flow, fitting = flow_for(text, DataSet("blank", blank, blank, blank), linear=linear)
     return Target(text, flow, shape=fitting.event_shape)
 
 

@@ -292,7 +292,7 @@ def _headline(run: Run, out: Path) -> str:
             "are in the units of the data"
         )
     return (
-        f"{config.data}: {len(data.train):,} rows of shape {data.event_shape}; {config.model} of {config.library}, "
+        f"{config.data}: {len(data.train):,} rows of shape {data.event_shape}; {config.model} of nflows, "
         f"{weights:,} weights, {start}; {config.loss.upper()} on {run.device}; into {out}{units}"
     )
 

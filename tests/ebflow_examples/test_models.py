@@ -1,18 +1,16 @@
-"""The built-in models: their sizes, that each is what it says, in either library, and what does not fit."""
+"""The built-in models: their sizes, that each is what it says, and what does not fit."""
 
 import math
 from dataclasses import replace
 
-import normflows as nf
 import pytest
 import torch
 
 import ebflow_plugin as ebf
 from ebflow_examples.config import TrainConfig
 from ebflow_examples.data import DataSet, load
-from ebflow_examples.kits import ACTIVATIONS, Conditioner, ImageNetwork
-from ebflow_examples.models import LIBRARIES, LINEAR, MODELS, build, flow_for, kit_for, preprocessing
-from ebflow_examples.nflows_kit import TriangularLinear
+from ebflow_examples.layers import ACTIVATIONS, LINEAR, Conditioner, ImageNetwork, TriangularLinear, coupling
+from ebflow_examples.models import MODELS, build, flow_for, preprocessing
 from ebflow_examples.runs import build as run_build
 from ebflow_examples.streams import stream
 from ebflow_plugin.errors import InputError, UnknownNameError
@@ -33,22 +31,19 @@ SMALL = {
 }
 
 
-def kinds(name, library, shape):
+def kinds(name, shape):
     """The linear layers that a model can have."""
     if not MODELS[name].has_linear:
         return ["full"]
-    if len(shape) == 3:
-        return ["full", "lu"]
-    return list(LINEAR) if library == "nflows" else ["full", "lu", "lower", "upper"]
+    return ["full", "lu"] if len(shape) == 3 else list(LINEAR)
 
 
 CASES = [
-    pytest.param(name, library, linear, shape, id=f"{name}-{library}-{linear}-{len(shape)}d")
+    pytest.param(name, linear, shape, id=f"{name}-{linear}-{len(shape)}d")
     for name, info in MODELS.items()
-    for library in LIBRARIES
     for shape in (VECTORS, IMAGES)
     if info.images is None or info.images is (len(shape) == 3)
-    for linear in kinds(name, library, shape)
+    for linear in kinds(name, shape)
 ]
 
 
@@ -72,32 +67,14 @@ def made(name, shape, **options):
     return moved(flow), x
 
 
-def there_and_back(flow, x):
-    """To the latents and back, by the library's own methods."""
-    if hasattr(flow, "transform_to_noise"):
-        return flow._transform.inverse(flow.transform_to_noise(x))[0]
-    if hasattr(flow, "inverse_and_log_det") and not hasattr(flow, "inverse"):  # a MultiscaleFlow of normflows
-        return flow.forward_and_log_det(flow.inverse_and_log_det(x)[0])[0]
-    return flow.forward(flow.inverse(x))
-
-
-def log_prob_of(flow, x):
-    """The library's own log_prob; that of a MultiscaleFlow adds in place to a scalar, so that it is put together."""
-    if not isinstance(flow, nf.MultiscaleFlow):
-        return flow.log_prob(x)
-    latents, log_det = flow.inverse_and_log_det(x)
-    return log_det + sum(base.log_prob(z) for base, z in zip(flow.q0, latents, strict=True))
-
-
-@pytest.mark.parametrize(("name", "library", "linear", "shape"), CASES)
-def test_models_keep_the_contracts(name, library, linear, shape):
-    flow, x = made(name, shape, library=library, linear=linear)
-    assert type(flow).__module__.startswith(library)
+@pytest.mark.parametrize(("name", "linear", "shape"), CASES)
+def test_models_keep_the_contracts(name, linear, shape):
+    flow, x = made(name, shape, linear=linear)
     with no_warnings():
         model = ebf.wrap(flow, strict=True)
-    own = log_prob_of(flow, x)
-    torch.testing.assert_close(model.log_prob(x), own, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(there_and_back(flow, x), x, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(model.log_prob(x), flow.log_prob(x), rtol=1e-9, atol=1e-9)
+    there_and_back = flow._transform.inverse(flow.transform_to_noise(x))[0]
+    torch.testing.assert_close(there_and_back, x, rtol=1e-6, atol=1e-6)
     assert model.sample(3).shape == (3, *shape)
     assert ebf.verify(flow, x)
     # Splines aside, everything is smooth, so that SSM is unbiased.
@@ -146,14 +123,10 @@ def test_sizes_of_the_paper():
     assert rows == [*block, "SqueezeTransform", *block, "SqueezeTransform", *block]
 
 
-@pytest.mark.parametrize("library", ["nflows", "normflows"])
-def test_the_authors_cnn_is_residual_after_every_convolution_but_the_last(library):
-    flow = build("cnn", (1, 8, 8), library=library, residual=True, kernel=3)
+def test_the_authors_cnn_is_residual_after_every_convolution_but_the_last():
+    flow = build("cnn", (1, 8, 8), residual=True, kernel=3)
     rows = [row.class_name for row in ebf.describe(flow)]
-    if library == "normflows":
-        rows.reverse() if rows[0] != "FullConv2d" else None
-    squeeze = next(name for name in rows if "queeze" in name)
-    pair = ["FullConv2d", "SmoothLeakyReLU"]
+    pair, squeeze = ["FullConv2d", "SmoothLeakyReLU"], "SqueezeTransform"
     assert rows == [*pair, *pair, squeeze, *pair, *pair, squeeze, *pair, "FullConv2d"]
     activations = [module for module in flow.modules() if type(module).__name__ == "SmoothLeakyReLU"]
     assert [module.residual for module in activations] == [True] * 5
@@ -189,10 +162,9 @@ def test_the_paper_start_of_fc_is_minus_the_identity():
     assert activation.alpha == 0.3
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("upper", [False, True])
-def test_triangular_layers(library, upper):
-    flow, x = made("fc", (5,), library=library, linear="upper" if upper else "lower", layers=1)
+def test_triangular_layers(upper):
+    flow, x = made("fc", (5,), linear="upper" if upper else "lower", layers=1)
     model = ebf.wrap(flow)
     (row,) = model.report
     assert row.linearity == "linear"
@@ -213,20 +185,18 @@ def test_masked_entries_of_triangular_layers_do_nothing():
     assert torch.equal(layer(x)[0], before)
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("shape", [(4,), (1, 4, 4)])
-def test_activations(library, activation, shape):
-    flow = build("glow", shape, library=library, activation=activation, blocks=1, hidden=8)
+def test_activations(activation, shape):
+    flow = build("glow", shape, activation=activation, blocks=1, hidden=8)
     rows = [row for row in ebf.describe(flow) if row.linearity == "nonlinear"]
     assert all((row.smoothness == "smooth") == ("relu" not in activation) for row in rows)
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_no_coupling_of_an_image_glow_explodes(library):
+def test_no_coupling_of_an_image_glow_explodes():
     """However far the networks go, a coupling moves the volume by what its bounded scale allows, and no more."""
     torch.manual_seed(0)
-    flow = build("glow", (1, 4, 4), library=library, levels=1, blocks=1, hidden=8).double()
+    flow = build("glow", (1, 4, 4), levels=1, blocks=1, hidden=8).double()
     for module in flow.modules():
         if isinstance(module, ImageNetwork):
             torch.nn.init.normal_(module.layers[-1].weight, std=1e4)
@@ -239,41 +209,33 @@ def test_no_coupling_of_an_image_glow_explodes(library):
     assert 1.0 < mean_scale.max() <= 2.0
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_the_split_prior_is_a_normal_density_given_the_other_half(library):
+def test_the_split_prior_is_a_normal_density_given_the_other_half():
     torch.manual_seed(0)
-    layer = moved(kit_for(library).split_prior((4, 3, 3), Conditioner(8, 1, "silu")).double())
+    layer = moved(coupling((4, 3, 3), True, Conditioner(8, 1, "silu")).double())
     z = torch.randn(5, 4, 3, 3, dtype=torch.float64)
-    outputs, log_det = layer(z) if library == "nflows" else layer.inverse(z)
-    halves = slice(0, 2), slice(2, 4)
-    done, on = halves if library == "nflows" else halves[::-1]
+    outputs, log_det = layer(z)
+    done, on = slice(0, 2), slice(2, 4)
     network = next(each for each in layer.modules() if isinstance(each, ImageNetwork))
-    told, is_scale = network(z[:, on]), network.is_scale.flatten()
-    log_scale, shift = told[:, is_scale], told[:, ~is_scale]
-    if library == "nflows":  # its scale is towards noise, that of normflows towards data
-        mean, deviation = -shift / log_scale.exp(), (-log_scale).exp()
-    else:
-        mean, deviation = shift, log_scale.exp()
+    shift, log_scale = network(z[:, on]).chunk(2, dim=1)  # towards noise
+    mean, deviation = -shift / log_scale.exp(), (-log_scale).exp()
     prior = torch.distributions.Normal(mean, deviation).log_prob(z[:, done]).sum((1, 2, 3))
     standard = torch.distributions.Normal(0.0, 1.0).log_prob(outputs[:, done]).sum((1, 2, 3))
     torch.testing.assert_close(standard + log_det, prior)
     assert torch.equal(outputs[:, on], z[:, on])
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("objective", ["ml", "dsm"])
-def test_gradients_reach_every_parameter_of_a_glow_with_a_split(library, objective):
-    flow, x = made("glow", (1, 8, 8), library=library)
+def test_gradients_reach_every_parameter_of_a_glow_with_a_split(objective):
+    flow, x = made("glow", (1, 8, 8))
     ebf.make_objective(objective, ebf.wrap(flow))(x).backward()
     for path, parameter in flow.named_parameters():
         assert parameter.grad is not None, path
         assert float(parameter.grad.abs().sum()) > 0, path
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-def test_half_of_the_channels_are_split_off_between_two_levels(library):
-    rows = list(ebf.describe(build("glow", (1, 8, 8), library=library, blocks=1, hidden=8)))
-    plain = list(ebf.describe(build("glow", (1, 8, 8), library=library, blocks=1, hidden=8, split=False)))
+def test_half_of_the_channels_are_split_off_between_two_levels():
+    rows = list(ebf.describe(build("glow", (1, 8, 8), blocks=1, hidden=8)))
+    plain = list(ebf.describe(build("glow", (1, 8, 8), blocks=1, hidden=8, split=False)))
     assert [row.reason for row in rows].count("splits off latents") == 1
     assert "splits off latents" not in [row.reason for row in plain]
 
@@ -313,7 +275,6 @@ def test_alpha_is_that_of_the_data():
     ("arguments", "options", "message"),
     [
         (("fcc", (3,)), {}, "unknown model 'fcc'. Did you mean 'fc'"),
-        (("fc", (3,)), {"library": "nflow"}, "unknown library 'nflow'. Did you mean 'nflows'"),
         (("fc", (3,)), {"linear": "fulll"}, "unknown linear layer 'fulll'. Did you mean 'full'"),
         (("glow", (3,)), {"activation": "rellu"}, "unknown activation 'rellu'. Did you mean 'relu'"),
     ],
@@ -333,7 +294,6 @@ def test_unknown_names(arguments, options, message):
         (("cnn", (1, 6, 6)), {}, "but has 3 x 3 of them there; use blocks=2"),
         (("conv", (1, 4, 6)), {"kernel": 5}, "kernels of 5 x 5 pixels, and the images 4 x 6"),
         (("cnn", (1, 8, 8)), {"linear": "qr"}, "nflows has no 'qr' linear layer for images; choose one of full, lu"),
-        (("fc", (4,)), {"linear": "svd", "library": "normflows"}, "normflows has no 'svd' linear layer for vectors"),
         (("realnvp", (4,)), {"linear": "lu"}, "realnvp has no linear layers"),
         (("fc", (4,)), {"hiden": 3}, "fc has no option 'hiden'. .*Valid names: alpha, init, layers"),
         (("fc", (4, 4)), {}, "takes vectors, shape .* or images"),

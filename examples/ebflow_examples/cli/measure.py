@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ebflow_examples.bench import GROUPS
-from ebflow_examples.cli.options import Data, DataRoot, Device, Header, Json, Library, Linear, Seed, Shape, Target
+from ebflow_examples.cli.options import Data, DataRoot, Device, Header, Json, Linear, Seed, Shape, Target
 from ebflow_examples.console import say, say_json
 from ebflow_examples.reproduce import WHATS
 
@@ -27,7 +27,6 @@ def profile(
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Rows in a batch.")] = 100,
     seconds: Annotated[float, typer.Option(help="How long to time, about.")] = 20.0,
-    library: Library = "nflows",
     linear: Linear = "full",
     device: Device = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.", show_default="as torch chooses")] = None,
@@ -55,7 +54,6 @@ def profile(
             target,
             data=data,
             shape=parse_shape(shape),
-            library=library,
             linear=linear,
             data_root=data_root,
             header=header,

@@ -18,7 +18,6 @@ __all__ = [
     "Folder",
     "Header",
     "Json",
-    "Library",
     "Linear",
     "Picture",
     "Seed",
@@ -58,7 +57,6 @@ Shape = Annotated[
     str | None,
     typer.Option(help="Shape of one data point: 784, or 1,28,28.", show_default="as the model tells, or MNIST's"),
 ]
-Library = Annotated[str, typer.Option(help="Library of a built-in model: nflows or normflows.")]
 Linear = Annotated[str, typer.Option(help="Linear layers of a built-in model: full, lu, lower, upper, qr or svd.")]
 
 

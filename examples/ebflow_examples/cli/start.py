@@ -12,7 +12,6 @@ from ebflow_examples.cli.options import (
     DataRoot,
     Header,
     Json,
-    Library,
     Linear,
     Seed,
     Shape,
@@ -52,7 +51,6 @@ def inspect_target(
     data: Data = None,
     header: Header = None,
     shape: Shape = None,
-    library: Library = "nflows",
     linear: Linear = "full",
     data_root: DataRoot = None,
     as_json: Json = False,
@@ -66,13 +64,13 @@ def inspect_target(
     ```bash
     ebflow inspect my_package.models:make_flow
     ebflow inspect model.py:flow --json
-    ebflow inspect glow --data swirl --library normflows
+    ebflow inspect glow --data swirl
     ```
     """
     from ebflow_examples.targets import find_target, parse_shape
 
     report = find_target(
-        target, data=data, shape=parse_shape(shape), library=library, linear=linear, data_root=data_root, header=header
+        target, data=data, shape=parse_shape(shape), linear=linear, data_root=data_root, header=header
     ).report()
     if as_json:
         say_json(

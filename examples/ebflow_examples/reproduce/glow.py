@@ -44,8 +44,6 @@ ARMS: dict[str, dict[str, Any]] = {
     "wide48": {"hidden": 48},
     "wide64": {"hidden": 64},
     "wide64kernel3": {"hidden": 64, "kernel": 3},
-    "normflows1": {"library": "normflows"},
-    "normflows3": {"library": "normflows", "kernel": 3},
     "mnist1": {"data": "mnist"},
     "mnist3": {"data": "mnist", "kernel": 3},
 }
@@ -103,7 +101,7 @@ def model_of(told: Mapping[str, Any], data: DataSet) -> ebf.EBFlow:
     """The Glow of a cell, started from training images; whatever the kernel, the same density at first."""
     with drawing_from(told["seed"], "weights"):
         size: dict[str, Any] = {"levels": 1, "blocks": 1} if told["quick"] else {"levels": 2, "blocks": 4}
-        flow = build("glow", data.event_shape, library=told["library"], hidden=told["hidden"], **size)
+        flow = build("glow", data.event_shape, hidden=told["hidden"], **size)
     if told["kernel"] > 1:
         flow = ebf.unconstrain(flow, told["kernel"], padding_mode=told["padding"])
     assert data.levels is not None
@@ -217,7 +215,6 @@ def _name(arm: str) -> str:
     words += [str(told["data"])] * (told["data"] != PLAIN["data"])
     words += ["circular"] * (told["padding"] == "circular")
     words += [f"couplings {told['hidden']} wide"] * (told["hidden"] != PLAIN["hidden"])
-    words += [str(told["library"])] * (told["library"] != PLAIN["library"])
     return ", ".join(words)
 
 

@@ -90,7 +90,6 @@ def test_every_command_teaches_by_example():
 
 
 def test_what_the_help_lists_is_what_there_is():
-    assert set(config.CHOICES["library"]) == set(models.LIBRARIES)
     assert config.CHOICES["linear"] == models.LINEAR
     assert set(config.CHOICES["loss"]) <= set(objectives._OBJECTIVES)
     assert config.CHOICES["schedule"] == tuple(training.SCHEDULES)
@@ -122,7 +121,6 @@ def test_inspect_finds_models_of_the_users_own(own_models):
 def test_inspect_builds_models_for_data_and_shapes():
     assert "784 × 784 determinant" in ebflow("inspect", "fc").output
     assert "(MaP)" in ebflow("inspect", "fc", "--data", "digits").output
-    assert "normflows" in ebflow("inspect", "glow", "--shape", "1,8,8", "--library", "normflows").output
 
 
 @pytest.mark.parametrize(
@@ -271,7 +269,7 @@ def test_pictures_of_the_plane(plane, tmp_path, monkeypatch):
 def test_a_folder_that_is_no_run_says_what_is_missing(tmp_path):
     assert "there is no folder" in refused("eval", tmp_path / "nowhere")
     assert "has no config.toml" in refused("sample", tmp_path)
-    for text, words in (("", "is empty"), ('data = "digits"\nmodel = "fc"\n', "is not whole: it lacks library")):
+    for text, words in (("", "is empty"), ('data = "digits"\nmodel = "fc"\n', "is not whole: it lacks linear")):
         (tmp_path / "config.toml").write_text(text)
         assert words in " ".join(refused("eval", tmp_path).split())
         assert words in " ".join(refused("train", "--out", tmp_path, "--resume", "--steps", 3).split())

@@ -58,7 +58,7 @@ def test_constants_count_as_they_are_now(monkeypatch, module, name, value):
 
 def test_the_digest_does_not_depend_on_what_ran_before():
     code = "from ebflow_examples.reproduce import race, provenance\n{}print(provenance.recipe(race, 'mnist'))"
-    later = "from ebflow_examples import textures, normflows_kit, demo, profiler\n"
+    later = "from ebflow_examples import textures, models, demo, profiler\n"
     first, second = (
         subprocess.run([sys.executable, "-c", code.format(more)], capture_output=True, text=True, check=True).stdout
         for more in ("", later)
