@@ -79,7 +79,7 @@ class ElementwiseStep(NonlinearStep):
     Subclasses implement f and its derivatives: :meth:`forward_map` and :meth:`inverse_map`.
     """
 
-    closed_form = "both"
+    closed = True
     reason = "elementwise"
 
     @abstractmethod

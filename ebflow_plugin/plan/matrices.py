@@ -10,7 +10,6 @@ from abc import abstractmethod
 from collections.abc import Callable
 from functools import cached_property
 from math import prod
-from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -34,8 +33,11 @@ class MixingStep(LinearStep):
         images: Whether it acts on the channels of images, with event shape ``(C, H, W)``.
     """
 
-    closed_form: ClassVar[Literal["none", "forward", "both"]] = "forward"
     images: bool = False
+
+    @property
+    def closed(self) -> bool:
+        return not self.inverted
 
     @property
     @abstractmethod
@@ -255,8 +257,11 @@ class FullLinearStep(MatrixStep):
 class FullConvStep(LinearStep):
     """A FullConv2d of ours."""
 
-    closed_form = "forward"
     reason = "full, unconstrained"
+
+    @property
+    def closed(self) -> bool:
+        return not self.inverted
 
     def apply(self, x: Tensor) -> Tensor:
         return self.module.transform(x)

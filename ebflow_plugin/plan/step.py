@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -136,7 +136,6 @@ class Step(Part, ABC):
     """
 
     linearity: ClassVar[Linearity]
-    closed_form: ClassVar[Literal["none", "forward", "both"]] = "none"  # the module's directions that linearize() knows
     n_in: int = 1
     n_out: int = 1
     reason: str = ""
@@ -152,7 +151,7 @@ class Step(Part, ABC):
     @property
     def closed(self) -> bool:
         """Whether :meth:`linearize` computes first and second derivatives in closed form."""
-        return self.closed_form == "both" or (self.closed_form == "forward" and not self.inverted)
+        return False
 
     def linearize(self, x: Any, context: Tensor | None) -> Linearization | None:
         """The value and the derivatives at x; None if they have no closed form, so that autograd computes them."""
