@@ -9,31 +9,29 @@ nox.options.sessions = ["lint", "tests", "alone", "build"]
 
 PYTHONS = ["3.11", "3.12", "3.13"]
 LOWEST = ["torch==2.6.0", "torchvision==0.21.0"]  # the lowest versions that pyproject.toml allows
+LIBRARIES = ["nflows", "normflows", "zuko", "none"]
 
 
 @nox.session(python=PYTHONS)
-def tests(session: nox.Session) -> None:
-    """The README's test command, with the newest torch."""
-    session.install("-e", ".[dev]")
-    session.run("python", "-m", "pytest", *session.posargs)
+@nox.parametrize("torch", ["newest", "lowest"])
+def tests(session: nox.Session, torch: str) -> None:
+    """The README's test command; with the lowest torch those of the packages, without the command and the pages."""
+    session.install("-e", ".[dev]", *(LOWEST if torch == "lowest" else []))
+    parts = ["tests/ebflow_plugin", "tests/ebflow_nflows"] if torch == "lowest" else []
+    session.run("python", "-m", "pytest", *(session.posargs or parts))
 
 
-@nox.session(python="3.11")
-def lowest(session: nox.Session) -> None:
-    """The tests of the packages, with the lowest torch."""
-    session.install("-e", ".[dev]", *LOWEST)
-    session.run("python", "-m", "pytest", *(session.posargs or ["tests/ebflow_plugin", "tests/ebflow_nflows"]))
-
-
-@nox.session(python="3.11")
-@nox.parametrize("library", ["nflows", "normflows", "zuko", "none"])
-def alone(session: nox.Session, library: str) -> None:
+@nox.session(python=PYTHONS)
+@nox.parametrize("torch", ["newest", "lowest"])
+@nox.parametrize("library", LIBRARIES)
+def alone(session: nox.Session, torch: str, library: str) -> None:
     """The built wheel with one flow library alone, or none: what works, and what says that it is missing."""
     session.install("build")
     folder = session.create_tmp()
     session.run("python", "-m", "build", "--wheel", "--outdir", folder, silent=True)
     wheel = max(Path(folder).glob("*.whl"), key=lambda path: path.stat().st_mtime)
-    session.install(str(wheel) if library == "none" else f"{wheel}[{library}]", *session.posargs)
+    wanted = str(wheel) if library == "none" else f"{wheel}[{library}]"
+    session.install(wanted, *(LOWEST[:1] if torch == "lowest" else session.posargs))
     session.run("python", "tests/support/scripts/smoke.py", library)
 
 

@@ -21,7 +21,6 @@ from ebflow_plugin.log_z.importance import importance
 from ebflow_plugin.log_z.lanczos import lanczos
 from ebflow_plugin.plan.inputs import check_shape, one_of, to_device
 from ebflow_plugin.plan.inverse import draw
-from ebflow_plugin.plan.plan import score_of
 from ebflow_plugin.plan.step import Shape
 from ebflow_plugin.plan.weights import check_weights
 from ebflow_plugin.planned import PlannedFlow
@@ -40,57 +39,6 @@ class EBFlow(PlannedFlow):
         preprocessing: The modules of the ``preprocess`` argument of :func:`wrap`.
         calibration: The affine map after the flow, which :meth:`calibrate` fits.
     """
-
-    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        """:meth:`energy`, so that losses and samplers of other libraries for energy-based models accept the model."""
-        return self.energy(x, context)
-
-    def energy(self, x: Tensor, context: Tensor | None = None, *, generator: Generator | None = None) -> Tensor:
-        """Computes E(x) = -log p_u(g(x)) - the log-dets of the nonlinear steps (Eq. 9).
-
-        It computes no determinant of a linear step, and does not synchronise with the device.
-
-        Arguments:
-            x: Data, with shape ``(B, *)``.
-            context: The context of the flow, with ``B`` rows.
-            generator: Draws the noise of a :class:`~ebflow_plugin.Dequantize`. Nothing else is random.
-
-        Returns:
-            Energies, with shape ``(B,)``.
-        """
-        x, log_volume = self._input(x, context, generator)
-        if len(x) == 0:
-            return x.flatten(1).sum(1)
-        energy = self._plan.energy(x, context)
-        return energy if log_volume is None else energy - log_volume
-
-    def score(self, x: Tensor, context: Tensor | None = None, *, generator: Generator | None = None) -> Tensor:
-        """Computes the score, d log p(x) / dx = -dE(x)/dx, with the shape of x.
-
-        It carries a graph if grad mode is on, so that losses of the score can be trained. One forward and one
-        backward pass. A generator draws the noise of a :class:`~ebflow_plugin.Dequantize`.
-        """
-        return score_of(lambda point: self.energy(point, context, generator=generator), self.check(x, context))
-
-    def log_prob(self, x: Tensor, context: Tensor | None = None, *, generator: Generator | None = None) -> Tensor:
-        """Computes log p(x) = -E(x) - log Z exactly, with shape ``(B,)``; equal to the flow's own ``log_prob``.
-
-        Without gradients, log Z is computed once and cached: evaluate under ``torch.no_grad()``. A generator draws the
-        noise of a :class:`~ebflow_plugin.Dequantize`, so that the value is reproducible.
-        """
-        energy = self.energy(x, context, generator=generator)
-        if len(x) == 0:
-            return -energy
-        return -energy - self._log_z(tuple(x.shape[1:]), energy)
-
-    def _log_z(self, event_shape: Shape, like: Tensor) -> Tensor:
-        """Log Z, of which the expensive part, of the flow behind the preprocessing, is cached."""
-        total = self._exact.log_z(self._prefix.latent_shapes(event_shape)[0], like)
-        if self._prefix.steps:
-            total = total + self._prefix.log_z(event_shape, like)
-        for step in self._calibrated:
-            total = total - step.log_abs_det(event_shape)
-        return total
 
     @overload
     def log_z(self, event_shape: Shape | None = None, method: Literal["exact"] = "exact") -> Tensor: ...

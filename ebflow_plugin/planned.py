@@ -10,15 +10,15 @@ import torch
 from torch import Generator, Tensor, nn
 
 from ebflow_plugin.adapting.adapter import Adapter
-from ebflow_plugin.adapting.discovery import find_flow
+from ebflow_plugin.adapting.discovery import FoundFlow, find_flow
 from ebflow_plugin.closed_form.calibration import Calibration, CalibrationStep
 from ebflow_plugin.closed_form.moments import Rows, batches
-from ebflow_plugin.linalg.delayed import without_reading
+from ebflow_plugin.linalg.reading import without_reading
 from ebflow_plugin.log_z.exact import Normalizer
 from ebflow_plugin.plan.inputs import check_input, refuse_non_finite
-from ebflow_plugin.plan.plan import Plan
+from ebflow_plugin.plan.plan import Plan, score_of
 from ebflow_plugin.plan.preprocessing import Dequantize, boundary, preprocessing_steps, refuse_trainable
-from ebflow_plugin.plan.step import LinearStep
+from ebflow_plugin.plan.step import LinearStep, Shape
 from ebflow_plugin.report import FlowReport
 
 __all__ = ["PlannedFlow", "Watch"]
@@ -44,22 +44,20 @@ class PlannedFlow(nn.Module):
 
     def __init__(
         self,
-        flow: nn.Module,
+        found: FoundFlow,
         match_after: str | int | None = "auto",
         preprocess: Sequence[nn.Module] = (),
         overrides: Mapping[str, str] | None = None,
         check_finite: bool = False,
-        inside: str = "",
     ) -> None:
         super().__init__()
-        self.flow = flow
+        self.flow, self._adapter, self._inside = found.flow, found.adapter, found.inside
         self.preprocessing = nn.ModuleList(preprocess)
         self.calibration = Calibration()
-        self.training = flow.training
+        self.training = self.flow.training
         self.match_after, self.overrides, self.check_finite = match_after, dict(overrides or {}), check_finite
-        self._inside = inside  # where wrap found the flow, for the report
         self._watch: Watch | None = None
-        self.rebuild()
+        self._build()
         self.register_load_state_dict_post_hook(_move_calibration)
 
     def rebuild(self) -> None:
@@ -70,13 +68,16 @@ class PlannedFlow(nn.Module):
         your own.
         """
         self._adapter = find_flow(self.flow).adapter
+        self._build()
+
+    def _build(self) -> None:
+        """Builds the plans, with the adapter that there is."""
         bare = self._adapter.plan(self.flow, self.overrides)
         bare = replace(bare, steps=(*preprocessing_steps(list(self.preprocessing)), *bare.steps))
         start = boundary(bare, self.match_after, self.dequantize is not None)
-        self._prefix, self._calibrated = bare[:start], self._calibrating(bare)
+        self._calibrated = self._calibrating(bare)
         self._plan = replace(bare, steps=(*bare.steps, *self._calibrated))
-        self._core = self._plan[start:]
-        self._exact = Normalizer(bare[start:])
+        self._prefix, self._core, self._exact = bare[:start], self._plan[start:], Normalizer(bare[start:])
         sizes = {name: p.numel() for name, p in self.flow.named_parameters() if p.is_floating_point()}
         # The largest parameter has the device and dtype of the flow; others may have another dtype (the mixture of
         # normflows, a number inside Residual). Its name, since it may be moved or swapped.
@@ -148,6 +149,59 @@ class PlannedFlow(nn.Module):
     def _rows(self, data: Any, generator: Generator | None) -> Iterator[Rows]:
         """The data in batches: the input of the plan, its context, weights, and the log-volume of a Dequantize."""
         return batches(data, lambda x, context: self._input(x, context, generator), self.like().device)
+
+    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+        """:meth:`energy`, so that losses and samplers of other libraries for energy-based models accept the model."""
+        return self.energy(x, context)
+
+    def energy(self, x: Tensor, context: Tensor | None = None, *, generator: Generator | None = None) -> Tensor:
+        """Computes E(x) = -log p_u(g(x)) - the log-dets of the nonlinear steps (Eq. 9).
+
+        It computes no determinant of a linear step, and does not synchronise with the device.
+
+        Arguments:
+            x: Data, with shape ``(B, *)``.
+            context: The context of the flow, with ``B`` rows.
+            generator: Draws the noise of a :class:`~ebflow_plugin.Dequantize`. Nothing else is random.
+
+        Returns:
+            Energies, with shape ``(B,)``.
+        """
+        x, log_volume = self._input(x, context, generator)
+        if len(x) == 0:
+            return x.flatten(1).sum(1)
+        energy = self._plan.energy(x, context)
+        return energy if log_volume is None else energy - log_volume
+
+    def score(self, x: Tensor, context: Tensor | None = None, *, generator: Generator | None = None) -> Tensor:
+        """Computes the score, d log p(x) / dx = -dE(x)/dx, with the shape of x.
+
+        It carries a graph if grad mode is on, so that losses of the score can be trained. One forward and one
+        backward pass. A generator draws the noise of a :class:`~ebflow_plugin.Dequantize`.
+        """
+        return score_of(lambda point: self.energy(point, context, generator=generator), self.check(x, context))
+
+    def log_prob(self, x: Tensor, context: Tensor | None = None, *, generator: Generator | None = None) -> Tensor:
+        """Computes log p(x) = -E(x) - log Z exactly, with shape ``(B,)``; equal to the flow's own ``log_prob``.
+
+        Without gradients, log Z is computed once and cached: evaluate under ``torch.no_grad()``. A generator draws the
+        noise of a :class:`~ebflow_plugin.Dequantize`, so that the value is reproducible.
+        """
+        energy = self.energy(x, context, generator=generator)
+        if len(x) == 0:
+            return -energy
+        return -energy - self._log_z(tuple(x.shape[1:]), energy)
+
+    def _log_z(self, event_shape: Shape, like: Tensor) -> Tensor:
+        """Log Z, of which the expensive part, of the flow behind the preprocessing, is cached."""
+        if not self._prefix.steps:
+            total = self._exact.log_z(event_shape, like)
+        else:
+            total = self._exact.log_z(self._prefix.latent_shapes(event_shape)[0], like)
+            total = total + self._prefix.log_z(event_shape, like)
+        for step in self._calibrated:
+            total = total - step.log_abs_det(event_shape)
+        return total
 
     @torch.no_grad()
     def preprocess(self, x: Tensor, generator: Generator | None = None) -> tuple[Tensor, Tensor]:
@@ -297,8 +351,8 @@ def _decides(name: str, value: Any, traced: bool = False) -> bool:
 
 def _arrangement(plan: Plan, flow: nn.Module) -> list[Any]:
     """The flow, the containers of its steps and its base, these themselves, and the submodules of linear steps."""
-    owners = {""}
-    for part in plan.parts():
+    owners, steps = {""}, plan.parts()
+    for part in steps:
         names = part.path.split(".")
         owners.update(".".join(names[:depth]) for depth in range(1, len(names)))
     known = dict(flow.named_modules(remove_duplicate=False))
@@ -309,7 +363,7 @@ def _arrangement(plan: Plan, flow: nn.Module) -> list[Any]:
             if owner in known:
                 yield known[owner]
                 yield from known[owner].children()
-        for part in plan.parts():
+        for part in steps:
             yield part.module
             if isinstance(part, LinearStep) and isinstance(part.module, nn.Module) and part.path not in owners:
                 yield from part.module.modules()

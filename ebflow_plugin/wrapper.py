@@ -72,7 +72,7 @@ def wrap(
                 UnseenParameterWarning,
             )
     steps = (preprocess,) if isinstance(preprocess, nn.Module) else tuple(preprocess)
-    model = EBFlow(found.flow, match_after, steps, overrides, check_finite, found.inside)
+    model = EBFlow(found, match_after, steps, overrides, check_finite)
     plan, prefix = model.plan, model.prefix
     plan.refuse()
     unknown = [f"{step.where}: {step.reason}" for step in plan.steps if not step.known]

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from ebflow_plugin.errors import InputError, UnknownNameError, suggest
+from ebflow_plugin.linalg.memo import own_tensors
 from ebflow_plugin.plan.registry import TypeRegistry
 from ebflow_plugin.plan.smoothness import REGISTERED_NETWORKS, Smoothness
-from ebflow_plugin.plan.step import LinearStep, NonlinearStep, Shape, Shapes, Step, own_tensors
+from ebflow_plugin.plan.step import LinearStep, NonlinearStep, Shape, Shapes, Step
 from ebflow_plugin.plan.values import Value
 
 __all__ = [

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from ebflow_plugin.adapting.adapter import comes_from
 from ebflow_plugin.adapting.shared import SplineStep
-from ebflow_plugin.linalg.dense import is_readable
+from ebflow_plugin.linalg.reading import free_to_read
 from ebflow_plugin.plan.registry import altered_part
 from ebflow_plugin.plan.splines import cubic, knots, linear, quadratic, rational_quadratic, shares, within
 from ebflow_plugin.plan.values import summed
@@ -76,7 +76,7 @@ class PackedSplineStep(SplineStep):
             return False
         if isinstance(tails, (list, tuple)) or tails == "circular":
             return self._curve == "RationalQuadratic"
-        if tails is None and x.device.type == "cpu" and is_readable(x):
+        if tails is None and free_to_read(x):
             return not bool(((x < 0) | (x > 1)).any())
         return tails in (None, "linear")
 

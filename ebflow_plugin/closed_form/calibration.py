@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from ebflow_plugin.closed_form.moments import Moments, Rows, held_out
 from ebflow_plugin.errors import InputError, SingularError
+from ebflow_plugin.linalg.memo import own_tensors
 from ebflow_plugin.linalg.random import gaussian_like
 from ebflow_plugin.plan.plan import Plan
-from ebflow_plugin.plan.step import Base, LinearStep, Shape, own_tensors
+from ebflow_plugin.plan.step import Base, LinearStep, Shape
 
 __all__ = [
     "Calibration",

@@ -93,7 +93,7 @@ class FullConv2d(nn.Module):
         self.init = known_init(init)
         shape = (self.setting.out_channels, in_channels // groups, *self.setting.kernel_size)
         self.weight, self.bias = empty_parameters(shape, bias, device, dtype)
-        self._lu = CachedLU(conv_matrix)
+        self.lu = CachedLU(conv_matrix)
         self.reset_parameters(generator)
 
     @torch.no_grad()
@@ -150,7 +150,7 @@ class FullConv2d(nn.Module):
             InputError: It has no structure, and is too large for a dense factorisation.
         """
         geometry, right = self._system(y)
-        return self._lu.solve(self.weight, right, geometry)
+        return self.lu.solve(self.weight, right, geometry)
 
     def invert_once(self, y: Tensor) -> Tensor:
         r"""Does the same as :meth:`invert`, with first derivatives alone, and for one cached factorisation.
@@ -162,7 +162,7 @@ class FullConv2d(nn.Module):
         so that no elimination is part of the graph. A second derivative raises.
         """
         geometry, right = self._system(y)
-        solve = self._lu.fixed_solver(self.weight, geometry)
+        solve = self.lu.fixed_solver(self.weight, geometry)
         with torch.no_grad():
             x = solve(right)
         return x + solve(right - self.multiply(x))
@@ -181,7 +181,7 @@ class FullConv2d(nn.Module):
                 is ``-inf``, since a training step must not synchronise with the device.
             InputError: It has no structure, and is too large for a dense factorisation.
         """
-        return self._lu.log_abs_det(self.weight, self.setting.geometry(event_shape))
+        return self.lu.log_abs_det(self.weight, self.setting.geometry(event_shape))
 
     def operator(self, event_shape: tuple[int, ...]) -> LinearOperator:
         """Returns the linear part as an operator, for images with shape (C, H, W)."""

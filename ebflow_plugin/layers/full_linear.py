@@ -60,7 +60,7 @@ class FullLinear(nn.Module):
         features = self.features = at_least(1, "features", features)
         self.init = known_init(init)
         self.weight, self.bias = empty_parameters((features, features), bias, device, dtype)
-        self._lu = CachedLU()
+        self.lu = CachedLU()
         self.reset_parameters(generator)
 
     @torch.no_grad()
@@ -94,7 +94,7 @@ class FullLinear(nn.Module):
         """
         self._check(y.shape)
         right = y if self.bias is None else y - self.bias
-        return self._lu.solve(self.weight, right.reshape(-1, self.features)).reshape(y.shape)
+        return self.lu.solve(self.weight, right.reshape(-1, self.features)).reshape(y.shape)
 
     def log_det(self, event_shape: tuple[int, ...]) -> Tensor:
         r"""Returns :math:`\log |\det|` of ``transform`` for events with shape :math:`(*, D)`, a scalar.
@@ -104,7 +104,7 @@ class FullLinear(nn.Module):
                 since a training step must not synchronise with the device.
         """
         self._check(event_shape)
-        each, times = self._lu.log_abs_det(self.weight), math.prod(event_shape[:-1])
+        each, times = self.lu.log_abs_det(self.weight), math.prod(event_shape[:-1])
         return each if times == 1 else each * times
 
     def operator(self, event_shape: tuple[int, ...]) -> LinearOperator:

@@ -1,72 +1,19 @@
-"""When the host may read a number of a device: at once where that costs nothing, otherwise some steps later.
-
-Outside of training a check reads what it needs, and waits. A training step must not: there :func:`may_read` says no,
-a value that is not finite goes on into the loss, and the guards of training find it.
-"""
+"""Numbers of a device that the host receives some steps later, so that no training step waits for them."""
 
 from __future__ import annotations
 
-import threading
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["LAG", "Delayed", "free_to_read", "may_read", "without_reading"]
+from ebflow_plugin.linalg.reading import free_to_read
+
+__all__ = ["LAG", "Delayed"]
 
 T = TypeVar("T")
 LAG = 4  # steps after which a device other than the CPU has computed a number, and the host has received it
-
-
-def free_to_read(tensor: Tensor) -> bool:
-    """Whether Python reads a tensor at no cost: elsewhere than on the CPU the host would wait for the device.
-
-    Example:
-        >>> free_to_read(torch.zeros(2)), free_to_read(torch.zeros(2, device="meta"))
-        (True, False)
-    """
-    return tensor.device.type == "cpu"
-
-
-class _Local(threading.local):
-    stepping = False
-
-
-_local = _Local()
-
-
-@contextmanager
-def without_reading() -> Iterator[None]:
-    """Makes :func:`may_read` say no for all devices but the CPU inside a ``with`` block: a part of a training step.
-
-    Example:
-        >>> with without_reading():
-        ...     may_read(torch.zeros(2))
-        True
-    """
-    if torch.compiler.is_compiling():
-        yield
-        return
-    before, _local.stepping = _local.stepping, True
-    try:
-        yield
-    finally:
-        _local.stepping = before
-
-
-def may_read(tensor: Tensor) -> bool:
-    """Whether a check may read a tensor: not in a graph of another device than the CPU, which is a training step's.
-
-    Example:
-        >>> may_read(torch.zeros(2)), may_read(torch.zeros(2, device="meta", requires_grad=True))
-        (True, False)
-    """
-    if free_to_read(tensor):
-        return True
-    return not (torch.compiler.is_compiling() or _local.stepping or tensor.requires_grad)
 
 
 class Delayed(Generic[T]):

@@ -18,15 +18,15 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Function, forward_ad
+from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from ebflow_plugin.errors import SingularError
-from ebflow_plugin.linalg.delayed import free_to_read, may_read
-from ebflow_plugin.linalg.memo import Memo, is_tracing
+from ebflow_plugin.linalg.memo import Memo
 from ebflow_plugin.linalg.precision import full_precision, full_precision_backward
+from ebflow_plugin.linalg.reading import free_to_read, is_traced, may_read
 
-__all__ = ["Band", "CachedLU", "Dense", "Matrix", "Solver", "is_readable", "is_traced"]
+__all__ = ["Band", "CachedLU", "Dense", "Matrix", "Solver"]
 
 Solver = Callable[[Tensor], Tensor]
 T = TypeVar("T")
@@ -85,7 +85,7 @@ class Dense:
 
     def _solve_traced(self, rows: Tensor) -> Tensor:
         columns, info = torch.linalg.solve_ex(self.matrix, rows.to(self.matrix.dtype).mT)
-        if free_to_read(info) and is_readable(info) and bool(info.any()):
+        if free_to_read(info) and bool(info.any()):
             raise SingularError(f"{_name(self.matrix.shape[-1])} is singular: a pivot is zero. {_ADVICE}")
         return columns.mT
 
@@ -311,39 +311,6 @@ def _substitute(panels: list[_Panel], columns: Tensor) -> Tensor:
     return torch.cat(solved)
 
 
-def is_traced(tensor: Tensor) -> bool:
-    """Whether results of a tensor must not be cached, because it is differentiated or batched by a transform.
-
-    That is reverse mode, forward mode (a dual tensor, whatever the grad mode), and all of ``torch.func``.
-
-    Example:
-        >>> is_traced(torch.eye(2)), is_traced(torch.eye(2).requires_grad_())
-        (False, True)
-        >>> with forward_ad.dual_level():
-        ...     is_traced(forward_ad.make_dual(torch.eye(2), torch.eye(2)))
-        True
-    """
-    if tensor.requires_grad and torch.is_grad_enabled():
-        return True
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        return True
-    return forward_ad.unpack_dual(tensor).tangent is not None
-
-
-def is_readable(tensor: Tensor) -> bool:
-    """Whether Python can read the values of a tensor: not on the meta device, inside vmap, or while a graph is traced.
-
-    Example:
-        >>> is_readable(torch.eye(2)), is_readable(torch.eye(2, device="meta"))
-        (True, False)
-    """
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        if torch._C._functorch.is_batchedtensor(tensor):
-            return False
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return not (tensor.is_meta or is_tracing())
-
-
 def _order(lu: Tensor, pivots: Tensor) -> Tensor:
     """The row order of partial pivoting: which row of the matrix is each row of L, with shape (*, rows)."""
     permutation = torch.lu_unpack(lu.detach(), pivots, unpack_data=False)[0]
@@ -364,7 +331,7 @@ def _name(size: int) -> str:
 
 def _refuse_singular(pivots: Tensor, scale: Tensor, size: int) -> None:
     """Raises if a pivot is zero, not finite, or below the rounding error of the entries of its row and column."""
-    if not (is_readable(pivots) and may_read(pivots)):
+    if not may_read(pivots):
         return
     pivots, scale = pivots.abs().flatten(), scale.flatten()
     noise = max(size, 16) * torch.finfo(pivots.dtype).eps * scale

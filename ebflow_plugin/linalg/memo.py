@@ -7,39 +7,17 @@ writes into them. :class:`Memo` notices all of these.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["Memo", "is_tracing", "tracing"]
+from ebflow_plugin.linalg.reading import is_tracing
+
+__all__ = ["Memo", "own_numbers", "own_tensors"]
 
 T = TypeVar("T")
-_TRACING: ContextVar[bool] = ContextVar("tracing", default=False)
 SMALL = 10_000  # tensors of up to this many elements share one reduction
-
-
-@contextmanager
-def tracing() -> Iterator[None]:
-    """A ``with`` block that records a graph of tensors without values: none can be read, and nothing is cached.
-
-    Example:
-        >>> with tracing():
-        ...     is_tracing()
-        True
-    """
-    token = _TRACING.set(True)
-    try:
-        yield
-    finally:
-        _TRACING.reset(token)
-
-
-def is_tracing() -> bool:
-    """Whether the caller runs inside of :func:`tracing`."""
-    return _TRACING.get()
 
 
 class Memo(Generic[T]):
@@ -133,3 +111,33 @@ def _weighted_sums(tensor: Tensor) -> tuple[Tensor, Tensor]:
         for size, power in zip(rows.shape, (1 / 2, 1 / 3), strict=True)
     )
     return tensor.sum(dtype=torch.float64), (left @ (rows @ right)).to(torch.float64)
+
+
+def own_tensors(module: Any) -> Iterator[Tensor]:
+    """All tensors of a module: parameters, buffers, and plain attributes.
+
+    Example:
+        >>> import torch
+        >>> layer = torch.nn.Linear(2, 2, bias=False)
+        >>> layer.scale = torch.ones(3)
+        >>> [tuple(tensor.shape) for tensor in own_tensors(layer)]
+        [(2, 2), (3,)]
+    """
+    if isinstance(module, nn.Module):
+        yield from module.parameters()
+        yield from module.buffers()
+        for part in module.modules():
+            yield from (value for value in vars(part).values() if isinstance(value, Tensor))
+
+
+def own_numbers(module: Any) -> Iterator[Hashable]:
+    """The plain numbers that a module holds (the scale of a Rescale, say).
+
+    Example:
+        >>> list(own_numbers(torch.nn.LeakyReLU(0.1)))
+        [0.1, False]
+    """
+    for part in module.modules() if isinstance(module, nn.Module) else ():
+        for name, value in vars(part).items():
+            if isinstance(value, (int, float)) and name != "training":
+                yield value

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ebflow_plugin.adapting.rules import RegisteredLinearStep
-from ebflow_plugin.linalg.dense import is_traced
-from ebflow_plugin.linalg.memo import Memo
+from ebflow_plugin.linalg.memo import Memo, own_numbers, own_tensors
+from ebflow_plugin.linalg.reading import is_traced
 from ebflow_plugin.plan.plan import Plan
-from ebflow_plugin.plan.step import LinearStep, Shape, own_tensors
+from ebflow_plugin.plan.step import LinearStep, Shape
 
 __all__ = ["Normalizer"]
 
@@ -41,28 +38,13 @@ class Normalizer:
         differentiated in forward mode), it is computed on each call, with its graph: this is the cost of maximum
         likelihood. Otherwise it is cached.
         """
-        steps = self._linear_steps()
+        steps = [step for step in self.plan.steps if isinstance(step, LinearStep)]
         sources = list({id(tensor): tensor for step in steps for tensor in own_tensors(step.module)}.values())
         if any(map(is_traced, sources)):
             return self.plan.log_z(event_shape, like)
         if any(isinstance(step, RegisteredLinearStep) for step in steps):
             return self.plan.log_z(event_shape, like)  # the dependencies of a registered class are unknown
         with torch.no_grad():
-            key = (
-                event_shape,
-                like.dtype,
-                like.device,
-                *(number for step in steps for number in _numbers(step.module)),
-            )
+            numbers = tuple(number for step in steps for number in own_numbers(step.module))
+            key = (event_shape, like.dtype, like.device, numbers)
             return self._memo.get(sources, lambda: self.plan.log_z(event_shape, like), key)
-
-    def _linear_steps(self) -> list[LinearStep]:
-        return [step for step in self.plan.steps if isinstance(step, LinearStep)]
-
-
-def _numbers(module: Any) -> Iterator[Hashable]:
-    """The plain numbers that a module holds (the scale of a Rescale, say)."""
-    for part in module.modules() if isinstance(module, nn.Module) else ():
-        yield from (
-            value for name, value in vars(part).items() if isinstance(value, (int, float)) and name != "training"
-        )

@@ -35,7 +35,7 @@ class RelativeStep(LinearStep):
     def invert(self, y: Tensor) -> Tensor:
         module: Any = self.module
         right = y if module.bias is None else y - module.bias
-        return _RelativeSolve.apply(right, module.weight, module._lu.fixed_solver(module.weight))
+        return _RelativeSolve.apply(right, module.weight, module.lu.fixed_solver(module.weight))
 
     def log_abs_det(self, shape: Shape) -> Tensor:
         zero: Tensor = _RelativeLogDet.apply(self.module.weight)

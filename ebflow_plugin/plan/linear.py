@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from math import prod
-from typing import Any, ClassVar, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -61,7 +61,7 @@ class IsometryStep(LinearStep):
 class OrthogonalStep(IsometryStep):
     """A linear isometry that fixes the origin (a reordering, a split, reflections): its transpose is its inverse."""
 
-    closed_form: ClassVar[Literal["none", "forward", "both"]] = "both"
+    closed = True
 
     def linearize(self, x: Any, context: Tensor | None) -> Linearization:
         return Linearization(
@@ -86,7 +86,7 @@ class IdentityStep(OrthogonalStep):
 class TranslationStep(IsometryStep):
     """y = x + b, where b may depend on the context."""
 
-    closed_form = "both"
+    closed = True
     reason = "translation"
 
     @abstractmethod
@@ -112,7 +112,7 @@ class TranslationStep(IsometryStep):
 class ElementwiseAffineStep(LinearStep):
     """y = scale · x + shift, elementwise. O(D)."""
 
-    closed_form = "both"
+    closed = True
     reason = "elementwise affine"
 
     @abstractmethod

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from functools import cached_property
 from math import prod
-from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from ebflow_plugin.errors import InputError
-from ebflow_plugin.linalg.dense import CachedLU, Dense, is_traced
+from ebflow_plugin.linalg.dense import CachedLU, Dense
 from ebflow_plugin.linalg.operators import DenseOperator, LinearOperator, single_at_least
+from ebflow_plugin.linalg.reading import is_traced
 from ebflow_plugin.plan.step import Linearization, LinearStep, Shape, Shapes
 
 __all__ = ["FullConvStep", "FullLinearStep", "FullStep", "MatrixStep", "MixingStep", "Products", "TriangularStep"]
@@ -32,8 +33,11 @@ class MixingStep(LinearStep):
         images: Whether it acts on the channels of images, with event shape ``(C, H, W)``.
     """
 
-    closed_form: ClassVar[Literal["none", "forward", "both"]] = "forward"
     images: bool = False
+
+    @property
+    def closed(self) -> bool:
+        return not self.inverted
 
     @property
     @abstractmethod
@@ -127,9 +131,10 @@ class MatrixStep(MixingStep):
     reason = "full matrix"
     transposed: bool = False  # whether weight() is the transpose of W
 
-    def __init__(self, module: Any, path: str, inverted: bool = False) -> None:
-        super().__init__(module, path, inverted)
-        self._lu = CachedLU(lambda weight: Dense(weight.mT if self.transposed else weight))
+    @cached_property
+    def lu(self) -> CachedLU:
+        """The factors, cached until the weight changes."""
+        return CachedLU(lambda weight: Dense(weight.mT if self.transposed else weight))
 
     @abstractmethod
     def weight(self) -> Tensor:
@@ -150,7 +155,7 @@ class MatrixStep(MixingStep):
         return self.multiply(self.checked(x), self.dense(), self.bias())
 
     def solve(self, rows: Tensor) -> Tensor:
-        return self._lu.solve(self.weight(), rows)
+        return self.lu.solve(self.weight(), rows)
 
     def encode(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, None]:
         if not self.inverted:
@@ -158,7 +163,7 @@ class MatrixStep(MixingStep):
         return self.on_rows(lambda rows: solved(self.dense(), rows), self.checked(x)), None
 
     def log_abs_det(self, shape: Shape) -> Tensor:
-        return self._lu.log_abs_det(self.weight()) * self.copies(shape)
+        return self.lu.log_abs_det(self.weight()) * self.copies(shape)
 
     def operator(self, shape: Shape | None) -> LinearOperator:
         return DenseOperator(single_at_least(self.dense()), 1 if shape is None else self.copies(shape))
@@ -229,9 +234,9 @@ class FullLinearStep(MatrixStep):
 
     reason = "full, unconstrained"
 
-    def __init__(self, module: Any, path: str, inverted: bool = False) -> None:
-        super().__init__(module, path, inverted)
-        self._lu = module._lu
+    @cached_property
+    def lu(self) -> CachedLU:
+        return self.module.lu
 
     def weight(self) -> Tensor:
         return self.module.weight
@@ -252,8 +257,11 @@ class FullLinearStep(MatrixStep):
 class FullConvStep(LinearStep):
     """A FullConv2d of ours."""
 
-    closed_form = "forward"
     reason = "full, unconstrained"
+
+    @property
+    def closed(self) -> bool:
+        return not self.inverted
 
     def apply(self, x: Tensor) -> Tensor:
         return self.module.transform(x)

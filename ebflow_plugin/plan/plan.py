@@ -32,8 +32,7 @@ from ebflow_plugin.errors import (
     raise_from_step,
     refuse_inference_tensors,
 )
-from ebflow_plugin.linalg.delayed import may_read
-from ebflow_plugin.linalg.dense import is_readable
+from ebflow_plugin.linalg.reading import may_read
 from ebflow_plugin.plan.inputs import usable
 from ebflow_plugin.plan.smoothness import stochastic_parts
 from ebflow_plugin.plan.step import Base, LinearStep, Part, Shape, Shapes, Step
@@ -227,7 +226,7 @@ class Plan:
             log_z = like.new_full((), -constant)
         else:
             values = torch.stack([value for _, value in computed])
-            if is_readable(values) and may_read(values):
+            if may_read(values):
                 finite = torch.isfinite(values.detach()).tolist()
                 singular += [step.where for (step, _), good in zip(computed, finite, strict=True) if not good]
             log_z = -values.sum() - constant if known else -values.sum()

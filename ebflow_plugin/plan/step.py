@@ -6,10 +6,10 @@ A step refers to one module of the user's model, and uses the module's own param
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -29,7 +29,6 @@ __all__ = [
     "Shape",
     "Shapes",
     "Step",
-    "own_tensors",
 ]
 
 Shape = tuple[int, ...]
@@ -137,7 +136,6 @@ class Step(Part, ABC):
     """
 
     linearity: ClassVar[Linearity]
-    closed_form: ClassVar[Literal["none", "forward", "both"]] = "none"  # the module's directions that linearize() knows
     n_in: int = 1
     n_out: int = 1
     reason: str = ""
@@ -153,7 +151,7 @@ class Step(Part, ABC):
     @property
     def closed(self) -> bool:
         """Whether :meth:`linearize` computes first and second derivatives in closed form."""
-        return self.closed_form == "both" or (self.closed_form == "forward" and not self.inverted)
+        return False
 
     def linearize(self, x: Any, context: Tensor | None) -> Linearization | None:
         """The value and the derivatives at x; None if they have no closed form, so that autograd computes them."""
@@ -331,20 +329,3 @@ class Base(Part, ABC):
                 f"temperature={temperature:g} needs a Gaussian base density, and this is none\n  {self.where}"
             )
         return tuple(mean + temperature * (z - mean) for z in self.sample(n, context, like))
-
-
-def own_tensors(module: Any) -> Iterator[Tensor]:
-    """All tensors of a module: parameters, buffers, and plain attributes.
-
-    Example:
-        >>> import torch
-        >>> layer = torch.nn.Linear(2, 2, bias=False)
-        >>> layer.scale = torch.ones(3)
-        >>> [tuple(tensor.shape) for tensor in own_tensors(layer)]
-        [(2, 2), (3,)]
-    """
-    if isinstance(module, nn.Module):
-        yield from module.parameters()
-        yield from module.buffers()
-        for part in module.modules():
-            yield from (value for value in vars(part).values() if isinstance(value, Tensor))

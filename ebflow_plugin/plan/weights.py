@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ebflow_plugin.errors import InputError
-from ebflow_plugin.linalg.dense import is_readable
+from ebflow_plugin.linalg.reading import free_to_read, is_readable
 
 __all__ = ["check_weights", "counted_rows", "refuse_weights", "resampled_rows", "weighted_mean"]
 
@@ -30,8 +30,7 @@ def check_weights(weights: Tensor, x: Tensor) -> Tensor:
     if len(weights) == 0:
         return weights.detach()
     weights = weights.detach().to(x.dtype if x.is_floating_point() else torch.get_default_dtype())
-    cheap = weights.device.type == "cpu" and not torch.compiler.is_compiling() and is_readable(weights)
-    if cheap and not bool(weights.any()):
+    if free_to_read(weights) and not bool(weights.any()):
         raise InputError(f"weights must be at least 0, finite, and not all 0, got {len(weights)} zeros")
     scaled = weights / weights.amax()
     return torch.where((weights >= 0).all(), scaled, torch.full_like(scaled, torch.nan))
@@ -53,8 +52,7 @@ def refuse_weights(weights: Tensor, x: Tensor, read: bool = False) -> None:
     if not isinstance(weights, Tensor) or weights.shape != x.shape[:1] or weights.is_complex():
         got = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
         raise InputError(f"weights must be a real tensor of shape ({len(x)},), one for each row of x, got {got}")
-    cheap = weights.device.type == "cpu" and not torch.compiler.is_compiling()
-    if not ((read or cheap) and is_readable(weights)):
+    if not (is_readable if read else free_to_read)(weights):
         return
     bad = int((~(torch.isfinite(weights) & (weights >= 0))).sum())
     if bad:

@@ -12,7 +12,6 @@ import torch
 from torch import Generator, Tensor
 
 from ebflow_plugin.errors import InputError
-from ebflow_plugin.linalg.dense import is_readable
 from ebflow_plugin.linalg.random import (
     at_least,
     check_generator,
@@ -21,6 +20,7 @@ from ebflow_plugin.linalg.random import (
     uniform_like,
     with_progress,
 )
+from ebflow_plugin.linalg.reading import free_to_read
 from ebflow_plugin.log_z.estimate import Estimate, log_mean_exp, pareto_k, rounding_error
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.plan.inputs import refuse_other_models
@@ -234,7 +234,7 @@ def log_density_of(log_density: LogDensity, x: Tensor, *, support: bool = False)
     if not isinstance(values, Tensor) or values.shape != x.shape[:1]:
         got = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
         raise InputError(f"log_density must return shape ({len(x)},), one value for each sample, got {got}")
-    if values.device.type == "cpu" and is_readable(values):
+    if free_to_read(values):
         good = torch.isfinite(values) | (values == -math.inf) if support else torch.isfinite(values)
         if not bool(good.all()):
             raise InputError(

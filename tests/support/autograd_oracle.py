@@ -2,7 +2,8 @@
 
 import torch
 
-from ebflow_plugin.plan.derivatives import Derivatives
+from ebflow_plugin.plan.derivatives import Derivatives, derivatives
+from randomness import rng
 
 
 def by_autograd(plan, x, context=None, directions=()):
@@ -18,3 +19,37 @@ def by_autograd(plan, x, context=None, directions=()):
     slope = gradient(energy)
     curvatures = [(gradient((slope * v).flatten(1).sum(1)) * v).flatten(1).sum(1) for v in directions]
     return Derivatives(slope, curvatures, energy)
+
+
+def directions(x, count=2):
+    generator = rng(7)
+    return [torch.randn(x.shape, generator=generator, dtype=x.dtype) for _ in range(count)]
+
+
+def assert_derivatives(model, x, context=None):
+    """Compares derivatives() with autograd: values, and the gradient of each parameter of a sum of all of them."""
+    core = model.core
+    ours = derivatives(core, x, context, directions(x), energy=True)
+    autograd = by_autograd(core, x, context, directions(x))
+    scale = 1.0 + max(one.detach().abs().max() for one in (autograd.energy, *autograd.curvatures))
+    pairs = {
+        "energy": (ours.energy, autograd.energy),
+        "gradient": (ours.gradient, autograd.gradient),
+        **{f"curvature {i}": pair for i, pair in enumerate(zip(ours.curvatures, autograd.curvatures, strict=True))},
+    }
+    for name, (one, two) in pairs.items():
+        _assert_close(one, two, 1e-9, 1e-10 * float(scale), f"the {name} is not autograd's")
+    named = dict(model.named_parameters())
+    totals = [sum(one.sin().sum() for one in (d.energy, d.gradient, *d.curvatures)) for d in (ours, autograd)]
+    if not named or not totals[1].requires_grad:
+        return
+    found, wanted = (
+        torch.autograd.grad(total, list(named.values()), allow_unused=True, materialize_grads=True) for total in totals
+    )
+    for name, one, two in zip(named, found, wanted, strict=True):
+        size = 1.0 + float(two.detach().abs().max()) if two.numel() else 1.0
+        _assert_close(one, two, 1e-8, 1e-9 * size, f"the derivative of the derivatives in {name} is not autograd's")
+
+
+def _assert_close(one, two, rtol, atol, what):
+    torch.testing.assert_close(one, two, rtol=rtol, atol=atol, msg=lambda text: f"{what}: {text}")

@@ -115,8 +115,8 @@ def test_the_inverse_by_the_implicit_function(options, monkeypatch):
         found.append((x, *torch.autograd.grad((v * x).sum(), [y, *layer.parameters()])))
     for plain, implicit in zip(*found, strict=True):
         torch.testing.assert_close(implicit, plain)
-    built, matrix = [], layer._lu._matrix
-    monkeypatch.setattr(layer._lu, "_matrix", lambda *args: built.append(args) or matrix(*args))
+    built, matrix = [], layer.lu._matrix
+    monkeypatch.setattr(layer.lu, "_matrix", lambda *args: built.append(args) or matrix(*args))
     layer.invert_once(y).sum().backward()
     assert not built  # the factors are those of the last call
     (slope,) = torch.autograd.grad(layer.invert_once(y).square().sum(), y, create_graph=True)

@@ -1,4 +1,7 @@
-"""Derivatives in closed form against those by autograd: on every case, on random compositions, and by hand."""
+"""Derivatives in closed form against those by autograd: on random compositions and by hand.
+
+Every case: test_testing_contracts.py.
+"""
 
 import normflows
 import pytest
@@ -12,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ebflow_normflows
 import ebflow_plugin as ebf
-from autograd_oracle import by_autograd
+from autograd_oracle import assert_derivatives, by_autograd, directions
 from cases import SUPPORTED
 from compositions import LIBRARIES, build, data, specs
 from ebflow_nflows import FullConv2d, FullLinear, SmoothLeakyReLU
@@ -26,48 +29,11 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # the smoothness of splines i
 D = 6
 
 
-def directions(x, count=2):
-    generator = rng(7)
-    return [torch.randn(x.shape, generator=generator, dtype=x.dtype) for _ in range(count)]
-
-
-def assert_same(model, x, context=None):
-    """Values, and the gradient of each parameter of a sum of all of them."""
-    core = model.core
-    ours = derivatives(core, x, context, directions(x), energy=True)
-    autograd = by_autograd(core, x, context, directions(x))
-    scale = 1.0 + max(one.abs().max() for one in (autograd.energy, *autograd.curvatures))
-    pairs = [
-        (ours.energy, autograd.energy),
-        (ours.gradient, autograd.gradient),
-        *zip(ours.curvatures, autograd.curvatures, strict=True),
-    ]
-    for one, two in pairs:
-        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-10 * float(scale))
-    named = dict(model.named_parameters())
-    totals = [sum(one.sin().sum() for one in (d.energy, d.gradient, *d.curvatures)) for d in (ours, autograd)]
-    if not named or not totals[1].requires_grad:
-        return
-    found, wanted = (
-        torch.autograd.grad(total, list(named.values()), allow_unused=True, materialize_grads=True) for total in totals
-    )
-    for name, one, two in zip(named, found, wanted, strict=True):
-        size = 1.0 + float(two.abs().max()) if two.numel() else 1.0
-        torch.testing.assert_close(one, two, rtol=1e-8, atol=1e-9 * size, msg=lambda text, name=name: f"{name}: {text}")
-
-
-@pytest.mark.parametrize("case", SUPPORTED, ids=str)
-def test_every_case(case):
-    model, context = ebf.wrap(case.build()), case.context(3)
-    x = model.preprocess(case.x(3))[0]
-    assert_same(model, x, context)
-
-
 @pytest.mark.parametrize("case", [case for case in SUPPORTED if "ogit" in case.name], ids=str)
 def test_preprocessing_itself(case):
     """With MaP switched off, the derivatives of the logit are part of the energy."""
     model = ebf.wrap(case.build(), match_after=None)
-    assert_same(model, case.x(3), case.context(3))
+    assert_derivatives(model, case.x(3), case.context(3))
 
 
 @pytest.mark.parametrize(("library", "images"), [(one, images) for one in LIBRARIES for images in (False, True)])
@@ -76,7 +42,7 @@ def test_preprocessing_itself(case):
 def test_random_compositions(library, images, draw, seed):
     spec = draw.draw(specs(library, images))
     model = ebf.wrap(build(library, images, spec, seed))
-    assert_same(model, data(images, 3, seed))
+    assert_derivatives(model, data(images, 3, seed))
 
 
 def make(*layers, base=None):
@@ -114,7 +80,7 @@ def test_elementwise_steps_between_linear_ones(transform):
     model = make(FullLinear(D, init="orthogonal"), *inside, transform, FullLinear(D, init="normal"))
     assert model.plan.closed_steps == len(model.plan.steps)
     x = torch.randn(40, D, dtype=torch.float64, generator=rng(1))
-    assert_same(model, x)
+    assert_derivatives(model, x)
 
 
 def test_by_hand():
@@ -170,7 +136,7 @@ def test_networks_are_differentiated_twice_and_the_steps_before_are_not():
     assert [row.second_derivatives for row in model.report] == ["product", "closed form", *["double backward"] * 2]
     assert "double backward from _transform._transforms.2 on" in str(model.report)
     x = torch.randn(5, D, dtype=torch.float64)
-    assert_same(model, x)
+    assert_derivatives(model, x)
 
 
 def test_the_report_of_a_plan_in_closed_form():
