@@ -18,17 +18,13 @@ from ebflow_plugin.plan.inputs import flag
 __all__ = ["EMA", "averaging", "write_parameters"]
 
 
-def averaging(decay: float, updates: Callable[[], int], warmup: bool = True) -> Callable[..., None]:
-    """The ``multi_avg_fn`` of an :class:`~torch.optim.swa_utils.AveragedModel`, with the warm-up of :class:`EMA`.
-
-    torch passes the number of updates as a tensor, whose copy to the device waits for it; ``updates`` returns it as an
-    integer.
-    """
+def averaging(decay: float, warmup: bool = True) -> Callable[[list[Tensor], list[Tensor], int], None]:
+    """The update of averages by current values, given the number of updates so far (see :class:`EMA`)."""
     if not isinstance(decay, Real) or isinstance(decay, bool) or not 0.0 <= float(decay) < 1.0:
         raise InputError(f"decay must be a number, at least 0 and below 1, got {decay!r}")
 
-    def update(averages: list[Tensor], current: list[Tensor], _: object) -> None:
-        n = updates()
+    @torch.no_grad()
+    def update(averages: list[Tensor], current: list[Tensor], n: int) -> None:
         torch._foreach_lerp_(averages, current, 1.0 - (min(decay, (1 + n) / (10 + n)) if warmup else decay))
 
     return update
@@ -74,7 +70,7 @@ class EMA:
         if not isinstance(model, EBFlow):
             kind = f"{type(model).__module__}.{type(model).__qualname__}"
             raise InputError(f"EMA needs an EBFlow, got {kind}; wrap it first: EMA(ebflow_plugin.wrap(flow))")
-        self._update = averaging(decay, lambda: self.updates, flag("warmup", warmup))
+        self._update = averaging(decay, flag("warmup", warmup))
         self.model, self.decay, self.warmup = model, float(decay), warmup
         self._applied = False
         self.restart()
@@ -93,7 +89,7 @@ class EMA:
         parameters = _averaged(self.model)
         self._followed(parameters)
         if parameters:
-            self._update(self._averages, list(map(_wide, parameters.values())), None)
+            self._update(self._averages, list(map(_wide, parameters.values())), self.updates)
             self.updates += 1
 
     @contextmanager
@@ -159,7 +155,7 @@ class EMA:
             raise InputError(f"averages must be tensors by name, got {found!r:.60}")
         _compare("the state", found, averages)
         updates = at_least(0, "updates", state["updates"])
-        self._update = averaging(state["decay"], lambda: self.updates, flag("warmup", state["warmup"]))
+        self._update = averaging(state["decay"], flag("warmup", state["warmup"]))
         self.decay, self.warmup = state["decay"], state["warmup"]
         for name, average in averages.items():
             average.copy_(found[name])

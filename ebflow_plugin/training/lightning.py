@@ -119,7 +119,7 @@ class LitObjective(LightningModule):
             loss = self._weighted(*batch_of(batch))
         self.last = batch, loss.detach()
         if batch_idx % self.trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
-            self.log("train_loss", loss, prog_bar=True)
+            self.log("train_loss", loss.detach().cpu(), prog_bar=True)  # the bar reads it in every step from now on
         if self._conditioning:
             layers = self.full_layers()
             loss = loss + self._conditioning * conditioning_penalty(layers, self._probes) if layers else loss

@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint, WeightAveraging
 from lightning.pytorch.plugins import TorchCheckpointIO
+from torch import Tensor
 
 from ebflow_plugin.errors import EBFlowError, InputError, ResumeWarning, warn
 from ebflow_plugin.linalg.random import at_least
@@ -64,14 +65,16 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 class AveragedWeights(WeightAveraging):
     """The exponential moving average of :class:`~ebflow_plugin.EMA` in Lightning: validated, and saved as the weights.
 
-    Lightning's ``EMAWeightAveraging`` averages buffers too, integers among them, and has no warm-up.
+    Lightning's ``EMAWeightAveraging`` averages buffers too, integers among them, has no warm-up, and synchronises with
+    the device in each step.
 
     Arguments:
         decay: The decay, at least 0 and below 1.
     """
 
     def __init__(self, decay: float = 0.999) -> None:
-        super().__init__(use_buffers=False, multi_avg_fn=averaging(decay, lambda: self._latest_update_step))
+        super().__init__(use_buffers=False)
+        self._update = averaging(decay)
 
     def on_train_start(self, trainer: Trainer, module: Any) -> None:
         self._begin(trainer, module)
@@ -80,24 +83,40 @@ class AveragedWeights(WeightAveraging):
         self._begin(trainer, module)  # again: the first batch may have initialised an ActNorm
 
     def _begin(self, trainer: Trainer, module: Any) -> None:
-        """The weights before the first step are the first ones of the average: torch would replace them otherwise."""
-        if trainer.global_step == 0 and self._average_model is not None:
-            self._average_model.n_averaged.zero_()
-            self._average_model.update_parameters(module)
+        """The weights before the first step are the first ones of the average."""
+        if trainer.global_step == 0:
+            own, averages = self._parameters(module)
+            with torch.no_grad():
+                torch._foreach_copy_(averages, own)
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, index: int) -> None:
+        if trainer.global_step > self._latest_update_step:
+            own, averages = self._parameters(module)
+            self._update(averages, own, self._latest_update_step)
+            self._latest_update_step = trainer.global_step
+
+    def _parameters(self, module: Any) -> tuple[list[Tensor], list[Tensor]]:
+        """The module's own parameters, and their averages."""
+        assert self._average_model is not None
+        return [*module.parameters()], [average.detach() for average in self._average_model.module.parameters()]
+
+    def on_save_checkpoint(self, trainer: Trainer, module: Any, checkpoint: dict[str, Any]) -> None:
+        if self._average_model is not None:  # buffers, such as the flag of an ActNorm, are those of the model
+            with torch.no_grad():
+                for kept, own in zip(self._average_model.module.buffers(), module.buffers(), strict=True):
+                    kept.copy_(own)
+        super().on_save_checkpoint(trainer, module, checkpoint)
 
     def _swap_models(self, pl_module: Any) -> None:
         """Swaps the parameters alone: a calibration adds buffers. In place, so that caches notice it."""
-        assert self._average_model is not None
-        own, averages = list(pl_module.parameters()), list(self._average_model.module.parameters())
+        own, averages = self._parameters(pl_module)
         kept = [parameter.detach().clone() for parameter in own]
-        write_parameters(pl_module.objective.model, own, [average.detach() for average in averages])
+        write_parameters(pl_module.objective.model, own, averages)
         with torch.no_grad():
-            torch._foreach_copy_([*averages], kept)
+            torch._foreach_copy_(averages, kept)
 
     def _copy_average_to_current(self, pl_module: Any) -> None:
-        assert self._average_model is not None
-        averages = [average.detach() for average in self._average_model.module.parameters()]
-        write_parameters(pl_module.objective.model, list(pl_module.parameters()), averages)
+        write_parameters(pl_module.objective.model, *self._parameters(pl_module))
 
 
 class Checkpoints(Checkpoint):

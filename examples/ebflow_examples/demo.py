@@ -6,19 +6,20 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import cos, log, pi
+from math import log
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from torch import Tensor
-from torch.optim import Adam, Optimizer
+from torch.optim import Adam
 from torch.optim.lr_scheduler import LambdaLR
 
 import ebflow_plugin as ebf
 from ebflow_examples import racing
 from ebflow_examples.bench.contenders import training_step
 from ebflow_examples.bench.timing import interleaved
+from ebflow_examples.clock import SCHEDULES
 from ebflow_examples.console import say, table
 from ebflow_examples.data import DataSet, load
 from ebflow_examples.folders import writable
@@ -105,7 +106,7 @@ def small_case(loss: str, steps: int, seed: int) -> Small:
         objective,
         data.train,
         optimizer=lambda parameters: Adam(parameters, lr=3e-4),
-        scheduler=lambda optimizer: _cosine(optimizer, steps),
+        scheduler=lambda made: LambdaLR(made, lambda step: SCHEDULES["cosine"](step / steps)),
         steps=steps,
         batch_size=100,
         validation=data.validation,
@@ -118,10 +119,6 @@ def small_case(loss: str, steps: int, seed: int) -> Small:
     nll = nll_of_rows(model, data.test, seed)
     objective.generator = stream(seed, "timing")
     return Small(nll, training_step(model, objective, data.train[:100]))
-
-
-def _cosine(optimizer: Optimizer, steps: int) -> LambdaLR:
-    return LambdaLR(optimizer, lambda step: 0.5 * (1.0 + cos(pi * min(1.0, step / steps))))
 
 
 def _verdict(ml: Tensor, dsm: Tensor, faster: float) -> str:

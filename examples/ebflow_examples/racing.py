@@ -1,15 +1,12 @@
 """A race: one model, one data set of known density, objectives that train for equal time; who is nearest to the truth.
 
-Time is CPU time of one thread, so that a busy machine slows nobody's clock, and evaluations do not count.
+Time is that of :mod:`~ebflow_examples.clock`.
 """
 
 from __future__ import annotations
 
-import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import cos, pi
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +17,13 @@ from torch import Tensor
 from torch.optim import Adam
 
 import ebflow_plugin as ebf
-from ebflow_examples import plots
+from ebflow_examples import clock, plots
 from ebflow_examples.data import DataSet
 from ebflow_examples.models import flow_for, preprocessing
 from ebflow_examples.reproduce.curves import COLOURS, Points, joined
 from ebflow_examples.runs import above_truth
-from ebflow_examples.streams import drawing_from, stream
-from ebflow_plugin.errors import ConditioningWarning, TrainingError
+from ebflow_examples.streams import drawing_from
+from ebflow_plugin.errors import TrainingError
 
 __all__ = ["CONTENDERS", "SAMPLES", "Contender", "Lap", "draw", "gap", "run", "spread"]
 
@@ -86,7 +83,7 @@ def run(
     *,
     rate: float | None = None,
     seed: int = 0,
-    tick: Callable[[float, int], None] = lambda done, steps: None,
+    tick: Callable[[float, int], object] = lambda used, step: None,
 ) -> Lap:
     """Trains the built-in ``cnn`` for so many CPU seconds: Adam, batches of 50, the rate falls to zero as a cosine.
 
@@ -105,33 +102,23 @@ def run(
     with drawing_from(seed, "weights"):
         flow, data = flow_for("cnn", data)
     model = ebf.wrap(flow, preprocess=preprocessing(data))
-    objective = ebf.make_objective(contender.loss, model, generator=stream(seed, "training noise"), **contender.options)
-    rate = contender.rate if rate is None else rate
-    optimizer = Adam(model.parameters(), lr=rate)
-    order = stream(seed, "batches")
-    found, error = gap(model, data, rows)
-    curve, used, steps = [(0.0, found)], 0.0, 0
-    while used < seconds:
-        began = time.process_time()
-        batch = data.train[torch.randint(len(data.train), (BATCH,), generator=order)]
-        for group in optimizer.param_groups:
-            group["lr"] = rate * 0.5 * (1.0 + cos(pi * used / seconds))
-        with warnings.catch_warnings():
-            # Where a solve does not converge the exact log-det is taken: right, and its time counts.
-            warnings.simplefilter("ignore", ConditioningWarning)
-            loss = objective(batch)
-        if not bool(loss.isfinite()):
-            raise TrainingError(f"the loss of {contender.name} is {loss.item()} at step {steps + 1}, rate {rate:g}")
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        steps += 1
-        used += time.process_time() - began
-        tick(used, steps)
-        if used >= seconds or used >= seconds * len(curve) / EVALUATIONS:
-            found, error = gap(model, data, rows)
-            curve.append((used, found))
-    return Lap(model, curve, error, steps)
+    lr = contender.rate if rate is None else rate
+    try:
+        trained = clock.train(
+            ebf.make_objective(contender.loss, model, **contender.options),
+            data.train,
+            seconds,
+            lambda step: gap(model, data, rows)[0],
+            optimizer=lambda parameters: Adam(parameters, lr=lr),
+            moments=[place / EVALUATIONS for place in range(1, EVALUATIONS + 1)],
+            batch_size=BATCH,
+            seed=seed,
+            tick=tick,
+        )
+    except TrainingError as error:
+        error.add_note(f"It was {contender.name}, with a rate of {lr:g}.")
+        raise
+    return Lap(model, trained.curve, gap(model, data, rows)[1], trained.result.steps)
 
 
 @torch.no_grad()

@@ -10,15 +10,16 @@ import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import version
-from math import cos, pi, prod
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn, optim
+from torch import nn, optim
 from torch.optim.lr_scheduler import LambdaLR
 
 import ebflow_plugin as ebf
+from ebflow_examples.clock import SCHEDULES
 from ebflow_examples.config import TrainConfig, read_toml, to_toml
 from ebflow_examples.console import first_process, note, to_json
 from ebflow_examples.data import NAMES
@@ -67,11 +68,6 @@ GOES_ON = {
     "steps", "epochs", "batch_size", "clip_norm", "evaluate_every", "patience", "device", "threads", "data_root",
     "download", "amp", "compile",
 }  # fmt: skip
-SCHEDULES: dict[str, Callable[[float], float]] = {  # the learning rate, as a share of --lr, by the share of the run
-    "constant": lambda share: 1.0,
-    "cosine": lambda share: 0.5 * (1.0 + cos(pi * min(1.0, share))),
-    "multistep": lambda share: 0.1 ** ((share >= 0.5) + (share >= 0.75)),
-}
 
 
 def configuration(
@@ -355,9 +351,6 @@ def run_trainer(
     out: Path,
     resume: bool,
     progress: bool,
-    *,
-    validation: Tensor | None = None,
-    evaluate_every: int | None = None,
 ) -> Outcome:
     """Trains the model of a settled run in Lightning, with its checkpoints in a folder.
 
@@ -367,8 +360,6 @@ def run_trainer(
         out: The folder.
         resume: Whether to go on from the last checkpoint there, if there is one; if not, those that are there go.
         progress: Whether to show it.
-        validation: Other rows than all of the run's.
-        evaluate_every: Other than the configuration's.
 
     Raises:
         KeyboardInterrupt: On Ctrl-C before the first step; later the process exits, with 130.
@@ -385,7 +376,7 @@ def run_trainer(
     schedule = SCHEDULES[config.schedule]
     scheduler = None if config.schedule == "constant" else lambda made: LambdaLR(made, lambda n: schedule(n / steps))
     held_out = Loader(
-        run.data.validation if validation is None else validation,
+        run.data.validation,
         max(config.batch_size, VALIDATION_BATCH),
         shuffle=False,
         name="validation",
@@ -399,7 +390,7 @@ def run_trainer(
     made = trainer(
         out,
         steps=steps,
-        evaluate_every=evaluate_every or config.evaluate_every,
+        evaluate_every=config.evaluate_every,
         patience=config.patience,
         ema=config.ema_decay if config.ema else False,
         calibrate=config.calibration,

@@ -4,8 +4,11 @@ import signal
 
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch.utils.data import DataLoader, TensorDataset
 
+import accelerator as pretend
 import ebflow_plugin as ebf
 from ebflow_plugin.lightning import Checkpoints, LitObjective, Loader, trainer
 from training_models import CrashError, adam, make_data, make_model, weights
@@ -60,6 +63,44 @@ class Seen(Callback):
         self.rows = state["rows"]
 
 
+class Pretend(Accelerator):
+    """The pretend accelerator, as Lightning wants it."""
+
+    def setup_device(self, device):
+        assert device == pretend.DEVICE
+
+    def teardown(self):
+        pass
+
+    def get_device_stats(self, device):
+        return {}
+
+    @staticmethod
+    def parse_devices(devices):
+        return [pretend.DEVICE]
+
+    @staticmethod
+    def get_parallel_devices(devices):
+        return [pretend.DEVICE]
+
+    @staticmethod
+    def auto_device_count():
+        return 1
+
+    @staticmethod
+    def is_available():
+        return True
+
+    @staticmethod
+    def name():
+        return "pretend"
+
+
+def on_the_accelerator():
+    """The strategy of a Trainer that trains on the pretend accelerator."""
+    return SingleDeviceStrategy(device=pretend.DEVICE, accelerator=Pretend())
+
+
 def run(folder, cut=None, *, data=None, batch=8, objective=None, model=None, rate=0.01, scheduler=None, **options):
     """A run of 20 steps of 8 rows, 6 in an epoch; resumes if there is a checkpoint. Its model, records and trainer."""
     seed_everything(0, verbose=False)
@@ -71,9 +112,9 @@ def run(folder, cut=None, *, data=None, batch=8, objective=None, model=None, rat
     made = trainer(
         folder,
         callbacks=[seen, *options.pop("callbacks", ()), *([] if cut is None else [cut])],
-        accelerator="cpu",
         enable_progress_bar=False,
         **{"ema": 0.9, "evaluate_every": 4, **length, **options},
+        **({} if "strategy" in options else {"accelerator": "cpu"}),
     )
     kept = next((each for each in made.callbacks if isinstance(each, Checkpoints)), None)
     rows = make_data(50) if data is None else data

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -37,7 +36,6 @@ __all__ = [
     "run",
     "tries",
     "try_names",
-    "workplace",
 ]  # fmt: skip
 
 TRAINING = 0.75  # of the budget; the rest is for data, evaluations, calibrations and pictures
@@ -146,10 +144,7 @@ class Experiment(Protocol):
         """The cells, without their share of the time."""
 
     def compute(self, cell: Cell, folder: Path, data_root: str | None) -> dict[str, Any]:
-        """Computes a cell; what is no JSON goes into the folder, under the name of the cell.
-
-        What is not finished goes into the cell's :func:`workplace`, which ``--fresh`` clears.
-        """
+        """Computes a cell; what is no JSON goes into the folder, under the name of the cell."""
 
     def report(self, options: Options, found: Sequence[CellResult], path: Path) -> Any:
         """Makes the tables, and the picture at the path; an :class:`~ebflow_examples.reproduce.output.Report`."""
@@ -306,8 +301,6 @@ def compute(
     started = time.monotonic()
     result: dict[str, Any] = {}
     failed = ""
-    if options.fresh:
-        shutil.rmtree(_workplace(cell, options.folder), ignore_errors=True)
     try:
         result = work(cell, options.folder, options.data_root)
     except (TrainingError, SingularError) as error:
@@ -324,25 +317,6 @@ def compute(
     partial.write_text(json.dumps(asdict(found), indent=1) + "\n", encoding="utf-8")
     partial.replace(path)
     return found
-
-
-def workplace(cell: Cell, folder: Path) -> Path:
-    """The folder for the unfinished work of a cell, empty unless the same cell was begun before.
-
-    A cell of this name that was told otherwise, or had another time, is another: what it left is removed.
-    """
-    place = _workplace(cell, folder)
-    told = place / "cell.json"
-    content = json.dumps(asdict(cell), indent=1) + "\n"
-    if not told.is_file() or told.read_text(encoding="utf-8") != content:
-        shutil.rmtree(place, ignore_errors=True)
-        place.mkdir(parents=True)
-        told.write_text(content, encoding="utf-8")
-    return place
-
-
-def _workplace(cell: Cell, folder: Path) -> Path:
-    return folder / f"{cell.name}-work"
 
 
 def _kept(cell: Cell, folder: Path) -> CellResult | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
@@ -12,29 +11,22 @@ from typing import Any
 import numpy as np
 import torch
 
-import ebflow_plugin as ebf
 from ebflow_examples import plots
 from ebflow_examples.config import TrainConfig
-from ebflow_examples.defaults import objective_of, settle
 from ebflow_examples.reproduce import paper
-from ebflow_examples.reproduce.common import Cell, CellResult, Options, workplace
+from ebflow_examples.reproduce.common import Cell, CellResult, Options
 from ebflow_examples.reproduce.output import Grid, Report, beside, column, grouped
-from ebflow_examples.reproduce.timed import step_seconds
-from ebflow_examples.runs import Run, build, likelihood
+from ebflow_examples.reproduce.timed import train_for
+from ebflow_examples.runs import build, likelihood
 from ebflow_examples.streams import drawing_from
-from ebflow_examples.training import Outcome, run_trainer
-from ebflow_plugin.training.files import latest, read_first
 
 MINUTES = 9.0
 COUNT, COLUMNS = 64, 8
 TEMPERATURES = {"warm": 1.0, "cool": 0.7}
 CALIBRATION, TEST = 10_000, 2000  # rows
-EVALUATIONS = 8  # with a checkpoint each: a stop loses an eighth of a run
-# Each objective's stages: what of the recipe is its own, and its share of the time.
-STAGES: dict[str, list[tuple[dict[str, Any], float]]] = {
-    "ml": [({"loss": "ml", "lr": 1e-3}, 1.0)],
-    "dsm": [({"loss": "dsm", "sigma": 0.1, "lr": 3e-4}, 1.0)],
-}
+EVALUATIONS = 8
+# What of the recipe is each objective's own.
+OWN: dict[str, dict[str, Any]] = {"ml": {"loss": "ml", "lr": 1e-3}, "dsm": {"loss": "dsm", "sigma": 0.1, "lr": 3e-4}}
 ENERGY = 0.1  # the weight of the mean energy, for each pixel, in score matching
 WORDS = {"ml": "likelihood", "dsm": "DSM"}
 
@@ -43,7 +35,7 @@ def cells(options: Options) -> list[Cell]:
     """One for each objective: a picture needs one seed."""
     inside = {"blocks": 1, "hidden": 8} if options.quick else {"blocks": 8, "hidden": 48}
     common = {"data": options.data, "seed": 0, "quick": options.quick, **inside}
-    return [Cell("fig4", f"glow-{name}-seed0", {"objective": name, **common}) for name in STAGES]
+    return [Cell("fig4", f"glow-{name}-seed0", {"objective": name, **common}) for name in OWN]
 
 
 def recipe(cell: Cell, data_root: str | None) -> TrainConfig:
@@ -56,23 +48,23 @@ def recipe(cell: Cell, data_root: str | None) -> TrainConfig:
     return TrainConfig(
         data_root=data_root, model="glow", activation="leaky_relu", device="cpu", clip_norm=500.0,
         batch_size=20 if cell.settings["quick"] else 32, limit=200 if cell.settings["quick"] else None, alpha=1e-6,
-        whiten=False, calibrate="none", ema_decay=0.995, loss="ml", **told,
+        whiten=False, calibrate="none", ema_decay=0.995, **OWN[cell.settings["objective"]], **told,
     )  # fmt: skip
 
 
 def compute(cell: Cell, folder: Path, data_root: str | None) -> dict[str, Any]:
-    """Trains, calibrates and draws images of the averaged weights."""
+    """Trains, calibrates and draws images of the averaged weights that validation data like best.
+
+    A score-matching loss can fall while the weights become less likely.
+    """
     quick = cell.settings["quick"]
-    run = settle(build(recipe(cell, data_root)))
-    began = workplace(cell, folder)
-    seconds, steps, curve = 0.0, 0, []
-    for place, (own, share) in enumerate(STAGES[cell.settings["objective"]]):
-        assert run.image_shape is not None
-        weight = 0.0 if own["loss"] == "ml" else ENERGY * prod(run.image_shape[1:])
-        stage = replace(run, config=run.config.updated({**own, "energy_weight": weight}))
-        found, taken = _train(stage, share * cell.seconds, began / f"stage{place}", 50 if quick else 1000)
-        curve += [(steps + each["step"], each["nll"]) for each in found.history]
-        steps, seconds = steps + found.steps, seconds + taken
+    run = build(recipe(cell, data_root))
+    if run.config.loss == "dsm":
+        weight = ENERGY * prod(run.data.event_shape[1:])
+        run = replace(run, config=replace(run.config, energy_weight=weight))
+    trained = train_for(run, cell.seconds, evaluations=EVALUATIONS, validation=50 if quick else 1000)
+    run = trained.run
+    trained.result.load_best(run.model)
     rows = run.data.test[: 50 if quick else TEST]
     raw = likelihood(run.model, rows, run.config.seed)
     with drawing_from(run.config.seed, "calibration"):
@@ -90,44 +82,8 @@ def compute(cell: Cell, folder: Path, data_root: str | None) -> dict[str, Any]:
         "nll": calibrated.nll,
         "nll_error": calibrated.nll_error,
         "bits_per_dim": calibrated.bits_per_dim,
-        "steps": steps,
-        "seconds": seconds,
-        "curve": curve,
-        "recipe": run.config.to_dict(),
+        **trained.facts(),
     }
-
-
-def _train(run: Run, seconds: float, folder: Path, validation: int) -> tuple[Outcome, float]:
-    """Trains for about so many seconds of the processor, whatever else it does; a run that was stopped goes on.
-
-    The number of steps is settled by timing a few, and kept in the folder, so that the schedule of a run that goes on
-    is that of the run that was begun. The model is left with the averaged weights that validation data like best: a
-    score-matching loss can fall while they become less likely. Returns the seconds that it took, evaluations included;
-    for a run that went on, those of its last part over the share of that part.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    settled = folder / "steps.txt"
-    if not settled.is_file():
-        step = step_seconds(run)
-        settled.write_text(f"{max(2, round(seconds / step))}\n", encoding="utf-8")
-    steps = int(settled.read_text(encoding="utf-8"))
-    run = replace(run, config=replace(run.config, steps=steps))
-    files = latest(folder)
-    left, began = steps - (int(read_first(files)["global_step"]) if files else 0), time.process_time()
-    result = run_trainer(
-        run,
-        objective_of(run.model, run.config),
-        folder,
-        resume=True,
-        progress=False,
-        validation=run.data.validation[:validation],
-        evaluate_every=-(-steps // EVALUATIONS),
-    )
-    lasted = folder / "seconds.txt"
-    if left > 0:
-        lasted.write_text(f"{(time.process_time() - began) * steps / left:.2f}\n", encoding="utf-8")
-    ebf.load_best(run.model, folder)
-    return result, float(lasted.read_text(encoding="utf-8"))
 
 
 def report(options: Options, found: Sequence[CellResult], path: Path) -> Report:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from math import cos, log, pi, prod
+from math import log, prod
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,9 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch.optim import Adam
-from torch.optim.lr_scheduler import LambdaLR
 
 import ebflow_plugin as ebf
-from ebflow_examples import plots
+from ebflow_examples import clock, plots
 from ebflow_examples.data import DataSet, load
 from ebflow_examples.models import build
 from ebflow_examples.reproduce.common import Cell, CellResult, Options
@@ -24,7 +22,6 @@ from ebflow_examples.reproduce.curves import joined
 from ebflow_examples.reproduce.output import Grid, Mean, Report, column, grouped, mean
 from ebflow_examples.runs import likelihood
 from ebflow_examples.streams import drawing_from, stream
-from ebflow_plugin.errors import ConditioningWarning, TrainingError
 
 MINUTES = 640.0
 RATE = 6e-3
@@ -74,9 +71,9 @@ def compute(cell: Cell, folder: Path, data_root: str | None) -> dict[str, Any]:
     data = load("digits" if quick else told["data"], root=data_root, seed=seed)
     model = model_of(told, data)
     exact = told["kernel"] == 1  # as the library does it
-    objective = ebf.objectives.ML(model, log_det="exact" if exact else "auto", generator=stream(seed, "training noise"))
+    objective = ebf.objectives.ML(model, log_det="exact" if exact else "auto")
     validation = data.validation[: 20 if quick else VALIDATION_ROWS]
-    curve, steps = train(objective, data, cell.seconds, seed, lambda: bits(model, data, validation, seed)[0])
+    trained = train(objective, data, cell.seconds, seed, lambda step: bits(model, data, validation, seed)[0])
     found, error = bits(model, data, data.test[:20] if quick else data.test, seed)
     taken = []
     for place in range(2):  # the first call factorises
@@ -88,9 +85,9 @@ def compute(cell: Cell, folder: Path, data_root: str | None) -> dict[str, Any]:
     return {
         "bits_per_dim": found,
         "error": error,
-        "curve": curve,
-        "seconds": curve[-1][0],
-        "steps": steps,
+        "curve": trained.curve,
+        "seconds": trained.seconds,
+        "steps": trained.result.steps,
         "weights": sum(each.numel() for each in model.parameters()),
         "sample_seconds": taken,
         **objective.metrics(),
@@ -111,39 +108,24 @@ def model_of(told: Mapping[str, Any], data: DataSet) -> ebf.EBFlow:
 
 
 def train(
-    objective: ebf.objectives.Objective, data: DataSet, seconds: float, seed: int, judge: Callable[[], float]
-) -> tuple[list[tuple[float, float]], int]:
-    """Trains for so many CPU seconds of this process: the curve of the judge, who costs nothing, and the steps.
+    objective: ebf.objectives.Objective, data: DataSet, seconds: float, seed: int, judge: Callable[[int], float]
+) -> clock.Timed:
+    """Trains for so many CPU seconds of this process; the rate grows for two of them, and falls as a cosine."""
 
-    Raises:
-        TrainingError: If a loss is not finite.
-    """
-    used, steps = 0.0, 0
+    def schedule(share: float) -> float:
+        return min(1.0, (share * seconds + 0.05) / WARM_UP) * clock.SCHEDULES["cosine"](share)
 
-    def rate(_: int) -> float:
-        return min(1.0, (used + 0.05) / WARM_UP) * 0.5 * (1.0 + cos(pi * min(1.0, used / seconds)))
-
-    optimizer = Adam(ebf.parameter_groups(objective.model, RATE), fused=True)
-    schedule = LambdaLR(optimizer, rate)
-    order = stream(seed, "batches")
-    curve = [(0.0, judge())]
-    with warnings.catch_warnings():
-        # Where a solve does not converge the exact log-det is taken: right, and its time counts.
-        warnings.simplefilter("ignore", ConditioningWarning)
-        while used < seconds:
-            began = time.process_time()
-            loss = objective(data.train[torch.randint(len(data.train), (BATCH,), generator=order)])
-            if not bool(loss.isfinite()):
-                raise TrainingError(f"the loss is {loss.item()} at step {steps + 1}")
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-            steps += 1
-            used += time.process_time() - began
-            if used >= seconds or used >= seconds * len(curve) / EVALUATIONS:
-                curve.append((used, judge()))
-    return curve, steps
+    return clock.train(
+        objective,
+        data.train,
+        seconds,
+        judge,
+        optimizer=lambda _: Adam(ebf.parameter_groups(objective.model, RATE), fused=True),
+        schedule=schedule,
+        moments=[place / EVALUATIONS for place in range(1, EVALUATIONS + 1)],
+        batch_size=BATCH,
+        seed=seed,
+    )
 
 
 def bits(model: ebf.EBFlow, data: DataSet, rows: torch.Tensor, seed: int) -> tuple[float, float]:

@@ -9,32 +9,30 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from math import isnan
+from math import isnan, nan
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor, optim
-from torch.optim.lr_scheduler import LambdaLR
+from torch import Tensor
 
 import ebflow_plugin as ebf
+from ebflow_examples import clock
 from ebflow_examples.bench.contenders import training_step
 from ebflow_examples.defaults import SHRINKING_SHARE, objective_of, settle
 from ebflow_examples.runs import Run
 from ebflow_examples.streams import drawing_from, stream
-from ebflow_examples.training import SCHEDULES, optimizer_for
+from ebflow_examples.training import optimizer_for
 from ebflow_plugin.errors import TrainingError
 from ebflow_plugin.objectives.evaluation import Likelihood, LikelihoodSum, calibrated
-from ebflow_plugin.training import Event, FitResult
+from ebflow_plugin.training import FitResult
 from ebflow_plugin.training.files import write_weights
 
-__all__ = ["Trained", "step_seconds", "train_for"]
+__all__ = ["Judge", "Trained", "step_seconds", "train_for"]
 
-NO_END = 10**9  # steps; the clock ends a run
 PROBE_SECONDS = 0.3  # to see how long a step takes, unless a single one takes longer
 LEAST_SHARE = 0.25  # of the time is left for training, whatever the start takes
-LOOKS = 4  # at the clock, from one evaluation to the next
 VALIDATION_BATCH = 250
 
 
@@ -73,90 +71,27 @@ class Trained:
         }
 
 
-class Clock:
-    """Counts the CPU seconds of this process that go into steps: on a shared machine those of the wall are others' too.
-
-    It stands still but between :meth:`go` and :meth:`stop`, and knows the time of the last :meth:`tick`, which comes
-    with each step: what happens between the last step and an evaluation is no training.
-
-    Arguments:
-        seconds: How long training may take.
-
-    Example:
-        >>> clock = Clock(1000.0)
-        >>> clock.go()
-        >>> 0.0 <= clock.tick() < 1.0
-        True
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self._before = 0.0
-        self._since = self._last = 0.0
-
-    def go(self) -> None:
-        """Starts, or goes on."""
-        self._since = self._last = time.process_time()
-
-    def tick(self) -> float:
-        """Marks the end of a step, and returns the share of the time that is used up."""
-        self._last = time.process_time()
-        return self.share
-
-    def stop(self) -> None:
-        """Stands still from the last tick on, until :meth:`go`."""
-        self._before, self._since = self.used, self._last
-
-    @property
-    def used(self) -> float:
-        """Seconds of training up to the last tick."""
-        return self._before + self._last - self._since
-
-    @property
-    def share(self) -> float:
-        """How much of the time is used up; 1 and more at the end."""
-        return self.used / self.seconds
-
-
-class Evaluations:
-    """Evaluates a run at some moments of its clock, and keeps the best weights. A callback of fit.
-
-    The moments are dense at first, where a curve is steep: (k/n)² of the time.
+class Judge:
+    """The exact NLL of validation data, of averaged and calibrated weights if there are such; keeps the best weights.
 
     Arguments:
         run: The model and its data.
-        clock: Its time.
-        count: How many evaluations after that of the start.
         ema: The average of the weights, which is evaluated in their place.
         validation: How many validation rows; None for no NLL.
         calibration: How many training rows a calibration takes; None for all.
     """
 
-    def __init__(
-        self, run: Run, clock: Clock, count: int, ema: ebf.EMA | None, validation: int | None, calibration: int | None
-    ) -> None:
-        self.run, self.clock, self.ema = run, clock, ema
+    def __init__(self, run: Run, ema: ebf.EMA | None, validation: int | None, calibration: int | None) -> None:
+        self.run, self.ema = run, ema
         self.rows = None if validation is None else run.split("validation")[:validation]
         self.training = run.split("train")[:calibration]
-        self.moments = [(place / count) ** 2 for place in range(1, count + 1)]
-        self.found: list[tuple[float, int, float, float]] = []  # seconds, step, NLL, NLL without calibration
+        self.raw: list[float] = []  # without the calibration
         self.best: tuple[float, int, dict[str, Tensor]] | None = None
 
-    def __call__(self, event: Event) -> bool:
-        """Evaluates if the moment has come; True at the end."""
-        self.clock.stop()
-        if self.clock.share >= self.moments[0]:
-            self.look(event.step)
-            while len(self.moments) > 1 and self.clock.share >= self.moments[0]:
-                del self.moments[0]
-        over = self.clock.share >= 1.0
-        self.clock.go()
-        return over
-
-    def look(self, step: int) -> None:
-        """Evaluates the weights of a step."""
+    def __call__(self, step: int) -> float:
+        """The NLL of the weights of a step."""
         if self.rows is None:
-            return
+            return nan
         model, config = self.run.model, self.run.config
         with (
             self.ema.applied() if self.ema is not None else nullcontext(),
@@ -168,7 +103,8 @@ class Evaluations:
                 raise TrainingError(f"step {step}: the NLL of the validation data is not a number")
             if self.best is None or nll < self.best[0]:
                 self.best = nll, step, {name: value.clone() for name, value in model.state_dict().items()}
-        self.found.append((self.clock.used, step, nll, raw))
+        self.raw.append(raw)
+        return nll
 
 
 def evaluate(model: ebf.EBFlow, rows: Tensor, seed: int) -> Likelihood:
@@ -207,42 +143,32 @@ def train_for(
     config, model = run.config, run.model
     if validation is not None:
         start += calibration_seconds(run, calibration)
-    clock = Clock(max(LEAST_SHARE * seconds, seconds - start))
-    pace = step_seconds(run)
+    length = max(LEAST_SHARE * seconds, seconds - start)
     if config.shrink:
-        config = replace(config, shrink=max(1, round(SHRINKING_SHARE * clock.seconds / pace)))
+        config = replace(config, shrink=max(1, round(SHRINKING_SHARE * length / step_seconds(run))))
         run = replace(run, config=config)
     ema = ebf.EMA(model, decay=config.ema_decay) if config.ema else None
-    looks = Evaluations(run, clock, evaluations, ema, validation, calibration)
-    assert config.lr is not None
-    assert config.batch_size is not None
-    schedule = SCHEDULES[config.schedule]
-
-    def scheduler(made: optim.Optimizer) -> LambdaLR:
-        return LambdaLR(made, lambda step: schedule(clock.tick() if step else 0.0))
-
-    looks.look(0)
-    clock.go()
-    result = ebf.fit(
+    judge = Judge(run, ema, validation, calibration)
+    trained = clock.train(
         objective_of(model, config),
         run.data.train,
+        length,
+        judge,
         optimizer=optimizer_for(run, one_rate=True),
-        scheduler=scheduler,
-        steps=NO_END,
+        moments=[(place / evaluations) ** 2 for place in range(1, evaluations + 1)],  # dense where a curve is steep
+        schedule=clock.SCHEDULES[config.schedule],
         batch_size=config.batch_size,
-        evaluate_every=max(1, round(clock.seconds / evaluations / LOOKS / pace)),
         ema=ema,
         clip_norm=config.clip_norm,
-        callback=looks,
-        progress=False,
         seed=config.seed,
     )
-    if looks.best is not None:
-        nll, step, state = looks.best
-        result = replace(result, start_nll=looks.found[0][2], best_nll=nll, best_step=step, best_state=state)
-    curve = [(start + used, nll) for used, _, nll, _ in looks.found]
-    raw = [(start + used, nll) for used, _, _, nll in looks.found]
-    return Trained(run, result, curve, raw, start, start + clock.used)
+    result, curve, raw = trained.result, [], []
+    if judge.best is not None:
+        nll, step, state = judge.best
+        result = replace(result, start_nll=trained.curve[0][1], best_nll=nll, best_step=step, best_state=state)
+        curve = [(start + used, nll) for used, nll in trained.curve]
+        raw = [(seconds, nll) for (seconds, _), nll in zip(curve, judge.raw, strict=True)]
+    return Trained(run, result, curve, raw, start, start + trained.seconds)
 
 
 def _started(run: Run, file: Path | None) -> tuple[Run, float]:

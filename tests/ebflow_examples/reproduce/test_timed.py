@@ -1,4 +1,4 @@
-"""Training by the clock: seconds that count, evaluations on the way, and starts that objectives share."""
+"""Training by the clock: what is learnt and told, the best weights, and starts that objectives share."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 from safetensors import safe_open
 
 from ebflow_examples.config import TrainConfig
-from ebflow_examples.reproduce.timed import Clock, Evaluations, train_for
+from ebflow_examples.defaults import settle
+from ebflow_examples.reproduce.timed import Judge, step_seconds, train_for
 from ebflow_examples.runs import build, likelihood
 from ebflow_plugin.errors import TrainingError
-from ebflow_plugin.training import Event
 
 
 def test_a_start_is_computed_once_for_all_objectives(tmp_path: Path) -> None:
@@ -34,45 +34,21 @@ def test_a_start_is_computed_once_for_all_objectives(tmp_path: Path) -> None:
     assert second.start >= facts["seconds"] > 0
 
 
-def test_a_clock_counts_cpu_seconds_up_to_the_last_step(monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr("ebflow_examples.reproduce.timed.time.process_time", lambda: now[0])
-    clock = Clock(10.0)
-    clock.go()
-    assert clock.share == 0.0
-    now[0] = 104.0
-    assert clock.tick() == pytest.approx(0.4)
-    now[0] = 107.0  # what comes after the last step is no training
-    clock.stop()
-    now[0] = 150.0  # a long evaluation
-    assert clock.share == pytest.approx(0.4)
-    clock.go()
-    now[0] = 156.0
-    assert clock.tick() == pytest.approx(1.0)
-
-
-def test_evaluations_come_at_their_moments_and_keep_the_best(monkeypatch):
+def test_the_judge_keeps_the_best_weights(monkeypatch):
     run = build(TrainConfig(data="digits", loss="ml", device="cpu", calibrate="none", whiten=False, lr=0.1))
-    clock = Clock(16.0)
-    looks = Evaluations(run, clock, 4, None, 50, None)
-    assert looks.moments == [0.0625, 0.25, 0.5625, 1.0]
-    nlls = iter([5.0, 3.0, 4.0, 6.0, 7.0])
+    judge, nlls = Judge(run, None, 50, None), iter([5.0, 3.0, 4.0])
     monkeypatch.setattr("ebflow_examples.reproduce.timed.evaluate", lambda *given: (next(nlls), 0.0, 9.0))
-    looks.look(0)
-    ended = []
-    for step in range(1, 17):  # a second each
+    for step in range(3):
         with torch.no_grad():
             next(run.model.parameters()).fill_(step)
-        monkeypatch.setattr(Clock, "used", property(lambda self, step=step: float(step)))
-        ended.append(looks(Event(step, {}, run.model, None)))
-    assert ended == [False] * 15 + [True]
-    assert [(step, nll) for _, step, nll, _ in looks.found] == [(0, 5.0), (1, 3.0), (4, 4.0), (9, 6.0), (16, 7.0)]
-    nll, step, state = looks.best
+        judge(step)
+    nll, step, state = judge.best
     assert (nll, step) == (3.0, 1)
+    assert judge.raw == [9.0] * 3
     assert all((state[name] == 1).all() for name, _ in list(run.model.named_parameters())[:1])  # a copy of then
     monkeypatch.setattr("ebflow_examples.reproduce.timed.evaluate", lambda *given: (math.nan, 0.0, 0.0))
     with pytest.raises(TrainingError, match="step 3: the NLL of the validation data is not a number"):
-        looks.look(3)
+        judge(3)
 
 
 def test_training_for_a_while_learns_and_tells_what_it_did():
@@ -87,3 +63,10 @@ def test_training_for_a_while_learns_and_tells_what_it_did():
     trained.result.load_best(run.model)
     assert likelihood(run.model, run.data.validation[:100]).nll == pytest.approx(trained.result.best_nll, rel=0.05)
     assert trained.facts()["recipe"]["loss"] == "ml"
+
+
+def test_a_copy_tells_how_long_a_step_takes():
+    run = settle(build(TrainConfig(data="digits", model="fc", loss="ml", device="cpu", limit=300)))
+    before = [parameter.clone() for parameter in run.model.parameters()]
+    assert 0 < step_seconds(run) < 1
+    assert all(map(torch.equal, before, run.model.parameters()))

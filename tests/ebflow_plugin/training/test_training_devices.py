@@ -5,6 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from nflows.distributions import StandardNormal
 from nflows.flows import Flow
 from nflows.transforms import ActNorm, CompositeTransform, LULinear
@@ -14,7 +15,9 @@ import ebflow_plugin as ebf
 from ebflow_nflows import FullLinear, SinhArcsinh, SmoothLeakyReLU
 from ebflow_plugin.linalg.random import kept_random_state, random_state, set_random_state
 from ebflow_plugin.objectives import DSM, ML, SSM
+from lightning_models import Cut, on_the_accelerator, run
 from randomness import randn
+from training_models import CrashError, same
 
 D = 4
 
@@ -127,6 +130,46 @@ def test_fit_does_not_wait_between_evaluations(kind, accelerator):
         ebf.fit(Spy(model), data(), steps=33, batch_size=16, evaluate_every=33, clip_norm=1.0, ema=True, progress=False)
     assert len(counts) == 33
     assert counts[1] == counts[-1], waits[counts[1] :]
+
+
+class Waited(Callback):
+    """The number of waits before each step."""
+
+    def __init__(self, waits):
+        self.waits, self.counts = waits, []
+
+    def on_train_batch_start(self, *_):
+        self.counts.append(len(self.waits))
+
+
+def test_lightning_does_not_wait_between_evaluations(accelerator):
+    """But once in an epoch, in its first step, for the loss that it shows."""
+    with pretend.watch() as waits:
+        seen = Waited(waits)
+        run(None, steps=24, batch=2, evaluate_every=24, callbacks=[seen], strategy=on_the_accelerator(), clip_norm=1.0)
+    assert len(seen.counts) == 24
+    assert seen.counts[1] == seen.counts[-1], waits[seen.counts[1] : seen.counts[-1]]
+
+
+def test_a_run_in_lightning_resumes_on_any_device(tmp_path, accelerator):
+    """With the noise of the device's own generators, which Lightning saves for CUDA alone."""
+
+    def start(folder, cut=None):
+        return run(folder, cut, objective=NoiseOfTheDevice, strategy=on_the_accelerator())
+
+    expected, rows, _ = start(tmp_path / "whole")
+    with pytest.raises(CrashError):
+        start(tmp_path / "parts", Cut(9))
+    found, again, _ = start(tmp_path / "parts")
+    assert again == rows
+    assert same(found, expected)
+
+
+class NoiseOfTheDevice(DSM):
+    """Draws from the global generator of the device too, as a layer with dropout does."""
+
+    def forward(self, x, *arguments, **options):
+        return super().forward(x + 0.1 * torch.randn_like(x), *arguments, **options)
 
 
 def test_a_bad_step_is_named_some_steps_later(accelerator):
