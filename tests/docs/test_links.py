@@ -1,5 +1,9 @@
-"""Every link of the documents leads somewhere: relative ones are followed, those to other sites are only read."""
+"""Every link of the documents leads somewhere: relative ones are followed, those to other sites are only read.
 
+And every list is one, on the site too: Python's Markdown wants a blank line before it.
+"""
+
+import re
 from urllib.parse import unquote, urlparse
 
 import pytest
@@ -20,6 +24,13 @@ def test_links(file):
         assert target.is_relative_to(ROOT), link
         if parts.fragment:
             assert parts.fragment in anchors_of(target.read_text(encoding="utf-8")), link
+
+
+@pytest.mark.parametrize("file", DOCUMENTS, ids=lambda file: file.relative_to(ROOT).as_posix())
+def test_lists(file):
+    text = re.sub(r"```.*?```", "", file.read_text(encoding="utf-8"), flags=re.DOTALL)
+    item = r" *(?:[-*]|\d+\.) "
+    assert re.findall(rf"^(?!{item}|  ).*\S.*\n{item}.*", text, flags=re.MULTILINE) == []
 
 
 def test_what_is_a_link_and_what_is_an_anchor():
