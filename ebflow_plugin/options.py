@@ -32,8 +32,8 @@ def as_integer(value: object) -> int | None:
     """Returns an integer of any type (numpy's, say) as an int; None for anything that cannot be an index.
 
     Example:
-        >>> as_integer(3), as_integer(3.0), as_integer(True), as_integer(torch.tensor([3]))
-        (3, None, None, None)
+        >>> as_integer(3), as_integer(3.0), as_integer(True)
+        (3, None, None)
     """
     if isinstance(value, (bool, Tensor)) or type(value).__name__ in ("bool_", "bool"):
         return None
