@@ -13,6 +13,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import typer
@@ -23,7 +24,9 @@ __all__ = [
     "INTERRUPTED",
     "REFUSED",
     "Commands",
+    "Grid",
     "first_process",
+    "markdown",
     "note",
     "say",
     "say_json",
@@ -157,6 +160,29 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1, rem
         ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The same cells for a Markdown file."""
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rows))
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table of text. The first ``left`` columns are names."""
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    left: int = 1
+
+    def markdown(self) -> str:
+        """For a Markdown file."""
+        return f"**{self.title}**\n\n{markdown(self.head, self.rows)}"
+
+    def screen(self) -> str:
+        """For a terminal."""
+        return f"{self.title}\n{table(self.head, self.rows, left=self.left)}"
 
 
 def _quiet_libraries() -> None:

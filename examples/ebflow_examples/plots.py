@@ -14,10 +14,10 @@ from typing import Any
 import matplotlib
 import torch
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 from torch import Tensor
 
-__all__ = ["COLOURS", "Curve", "Panel", "curves", "density", "figure", "images", "save_images", "scatter", "strips"]
+__all__ = ["COLOURS", "Panel", "density", "figure", "images", "plain_log", "save_images", "scatter", "strips"]
 
 COLOURS = {"score": "#0072B2", "ml": "#D55E00", "ink": "#333333", "grid": "#DDDDDD"}  # told apart by all eyes
 DENSITY_MAP = "magma"
@@ -82,16 +82,6 @@ class Panel:
         """How large it is, in the units of the data."""
         left, right, below, above = self.extent
         return (right - left) * (above - below)
-
-
-@dataclass(frozen=True)
-class Curve:
-    """A line in a plot of NLL."""
-
-    label: str
-    x: Sequence[float]
-    y: Sequence[float]
-    colour: str = COLOURS["score"]
 
 
 @contextmanager
@@ -175,19 +165,11 @@ def save_images(path: Path, pictures: Tensor, columns: int, title: str) -> None:
         images(drawn.subplots(), pictures, columns, title)
 
 
-def curves(axes: Any, lines: Sequence[Curve], title: str, x: str, y: str) -> None:
-    """Draws lines, named with the value that they end at."""
-    for line in lines:
-        label = f"{line.label}  {line.y[-1]:.2f}"
-        axes.plot(line.x, line.y, color=line.colour, linewidth=1.8, label=label)
-        axes.plot(line.x[-1:], line.y[-1:], "o", color=line.colour, markersize=4)
-    axes.legend(loc="best", labelcolor="linecolor")
-    axes.margins(x=0.03, y=0.08)
-    axes.grid(axis="y", color=COLOURS["grid"], linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.set_title(title)
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
+def plain_log(axis: Any) -> None:
+    """Gives a logarithmic axis ticks at 1, 2 and 5 times powers of ten, written out: powers alone may be two."""
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def strips(path: Path, columns: Sequence[tuple[str, Tensor]], title: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -25,6 +25,10 @@ from ebflow_normflows import SmoothLeakyReLU
 __all__ = ["rivals"]
 
 CHANNELS, SIZE = 48, 8  # what two squeezes make of a 3 x 32 x 32 image
+FULL = ("SSM", "DSM", "FDSSM", "ML relative")  # objectives with a FullLinear
+ALL = ("ML", "SSM", "DSM", "FDSSM")
+
+Steps = dict[str, Callable[[], None]]
 
 
 def rivals(settings: Settings) -> Iterator[Table]:
@@ -37,50 +41,51 @@ def rivals(settings: Settings) -> Iterator[Table]:
     yield against_torch_ema(settings)
 
 
+def ours(x: Tensor, make: Callable[[], nn.Module], names: Sequence[str], label: str = "") -> Steps:
+    """A training step of each of our objectives, each with a model of its own."""
+    models = {name: ebf.wrap(make().to(x)) for name in names}
+    return {name + label: training_step(model, objective(name, model), x) for name, model in models.items()}
+
+
+def timed(settings: Settings, title: str, theirs: Steps, ours: Mapping[str, Any], note: str, seconds: float) -> Table:
+    """The table of all of ours against each of theirs."""
+    times = settings.time(title, {**theirs, **ours}, seconds=seconds)
+    rows = [compare(name, times[name], times[rival]) for rival in theirs for name in ours]
+    return Table("rivals", f"training step {title}, batch {BATCH}", rows, note)
+
+
 def against_nflows(settings: Settings) -> Table:
     """Maximum likelihood with the linear layers of nflows, against our objectives with FullLinear."""
     x = settings.data(BATCH, DIM)
-    plain_flows = {"nflows ML, NaiveLinear": naive_fc(DIM), "nflows ML, LULinear": build("fc", (DIM,), linear="lu")}
-    steps = {name: training_step(flow.to(x), nll(flow), x) for name, flow in plain_flows.items()}
-    steps |= full_steps(x, lambda: build("fc", (DIM,)))
-    times = settings.time("nflows", steps, seconds=4.0)
-    rows = [compare(name, times[name], times[rival]) for rival in plain_flows for name in steps if "nflows" not in name]
-    return Table(
-        "rivals",
-        f"training step against nflows' maximum likelihood, D = {DIM}, batch {BATCH}",
-        rows,
+    flows = {"nflows ML, NaiveLinear": naive_fc(DIM), "nflows ML, LULinear": build("fc", (DIM,), linear="lu")}
+    return timed(
+        settings,
+        f"against nflows' maximum likelihood, D = {DIM}",
+        {name: training_step(flow.to(x), nll(flow), x) for name, flow in flows.items()},
+        ours(x, lambda: build("fc", (DIM,)), FULL, ", FullLinear"),
         "Two linear layers with a smooth leaky ReLU between them. A step of one objective is not worth a step of "
         "another: this is what a step costs, not what it learns.",
+        4.0,
     )
-
-
-def full_steps(x: Tensor, make: Callable[[], nn.Module]) -> dict[str, Callable[[], None]]:
-    """A training step of each of our objectives, with the FullLinear of a library."""
-    steps = {}
-    for name in ("SSM", "DSM", "FDSSM", "ML relative"):
-        model = ebf.wrap(make().to(x))
-        steps[f"{name}, FullLinear"] = training_step(model, objective(name, model), x)
-    return steps
 
 
 def after_unconstrain(settings: Settings) -> Table:
     """A usual LU flow: nflows' maximum likelihood, our objectives on the same flow, and after unconstrain()."""
     x = settings.data(BATCH, DIM)
-    rival, plain = "nflows ML, LULinear", build("fc", (DIM,), linear="lu").to(x)
-    steps = {rival: training_step(plain, nll(plain), x)}
-    for name in ("ML", "SSM", "DSM", "FDSSM"):
-        flow = build("fc", (DIM,), linear="lu").to(x)
-        for label, each in ((f"{name}, LULinear", flow), (f"{name}, after unconstrain", ebf.unconstrain(flow))):
-            model = ebf.wrap(each)
-            steps[label] = training_step(model, objective(name, model), x)
-    times = settings.time("unconstrain", steps, seconds=4.0)
-    rows = [compare(name, times[name], times[rival]) for name in steps if name != rival]
-    return Table(
-        "rivals",
-        f"training step of an LU flow, before and after unconstrain, D = {DIM}, batch {BATCH}",
-        rows,
+    plain = build("fc", (DIM,), linear="lu").to(x)
+    steps: Steps = {}
+    for name in ALL:
+        flow = build("fc", (DIM,), linear="lu")
+        steps |= ours(x, lambda flow=flow: flow, [name], ", LULinear")
+        steps |= ours(x, lambda flow=flow: ebf.unconstrain(flow), [name], ", after unconstrain")
+    return timed(
+        settings,
+        f"of an LU flow, before and after unconstrain, D = {DIM}",
+        {"nflows ML, LULinear": training_step(plain, nll(plain), x)},
+        steps,
         "Two LULinear layers of nflows with a smooth leaky ReLU between them. Their determinants are products of "
         "diagonals: score matching has none to skip there, and it gains only with the full layers of unconstrain().",
+        4.0,
     )
 
 
@@ -94,19 +99,14 @@ def against_normflows(settings: Settings) -> Table:
             steps += [nf.flows.Invertible1x1Conv(CHANNELS), SmoothLeakyReLU(ALPHA)]
         return nf.NormalizingFlow(nf.distributions.DiagGaussian((CHANNELS, SIZE, SIZE)), steps).to(x)
 
-    rival, flow = "normflows forward_kld", convolutions()
-    steps = {rival: training_step(flow, flow.forward_kld, x)}
-    for name in ("ML", "SSM", "DSM", "FDSSM"):
-        model = ebf.wrap(convolutions())
-        steps[name] = training_step(model, objective(name, model), x)
-    times = settings.time("normflows", steps, seconds=2.5)
-    rows = [compare(name, times[name], times[rival]) for name in steps if name != rival]
-    return Table(
-        "rivals",
-        f"training step against normflows' forward_kld, four Invertible1x1Conv, {CHANNELS} x {SIZE} x {SIZE}, "
-        f"batch {BATCH}",
-        rows,
+    flow = convolutions()
+    return timed(
+        settings,
+        f"against normflows' forward_kld, four Invertible1x1Conv, {CHANNELS} x {SIZE} x {SIZE}",
+        {"normflows forward_kld": training_step(flow, flow.forward_kld, x)},
+        ours(x, convolutions, ALL),
         f"Its determinants are {CHANNELS} x {CHANNELS}, nearly free: there is nothing for score matching to save here.",
+        2.5,
     )
 
 
@@ -115,7 +115,7 @@ def zuko_lu(features: int) -> nn.Module:
     return UnconditionalTransform(LULinearTransform, LU=torch.eye(features))
 
 
-def zuko_fc(linear: Callable[[int], nn.Module]) -> nn.Module:
+def zuko_fc(linear: Callable[[int], nn.Module]) -> Any:
     """The paper's FC-based model of zuko."""
     base = UnconditionalDistribution(DiagNormal, torch.zeros(DIM), torch.ones(DIM), buffer=True)
     return Flow([linear(DIM), ebflow_zuko.SmoothLeakyReLU(ALPHA), linear(DIM)], base)
@@ -123,35 +123,25 @@ def zuko_fc(linear: Callable[[int], nn.Module]) -> nn.Module:
 
 def against_zuko(settings: Settings) -> Table:
     """Maximum likelihood by zuko's own log_prob, against our objectives."""
-    x = settings.data(BATCH, DIM)
-    plain_flows: dict[str, Any] = {
-        "zuko ML, LULinearTransform": zuko_fc(zuko_lu),
-        "zuko ML, FullLinear": zuko_fc(ebflow_zuko.FullLinear),
-    }
-    steps = {
-        name: training_step(flow.to(x), lambda x, flow=flow: -flow().log_prob(x).mean(), x)
-        for name, flow in plain_flows.items()
-    }
-    steps |= full_steps(x, lambda: zuko_fc(ebflow_zuko.FullLinear))
-    for name in ("ML", "DSM"):
-        same = ebf.wrap(zuko_fc(zuko_lu).to(x))
-        steps[f"{name}, the LULinearTransform flow"] = training_step(same, objective(name, same), x)
-    times = settings.time("zuko", steps, seconds=4.0)
-    rows = [compare(name, times[name], times[rival]) for rival in plain_flows for name in steps if "zuko" not in name]
-    return Table(
-        "rivals",
-        f"training step against maximum likelihood by zuko's log_prob, D = {DIM}, batch {BATCH}",
-        rows,
+    x, full = settings.data(BATCH, DIM), ebflow_zuko.FullLinear
+    flows = {"zuko ML, LULinearTransform": zuko_fc(zuko_lu).to(x), "zuko ML, FullLinear": zuko_fc(full).to(x)}
+    return timed(
+        settings,
+        f"against maximum likelihood by zuko's log_prob, D = {DIM}",
+        {name: training_step(flow, lambda x, flow=flow: -flow().log_prob(x).mean(), x) for name, flow in flows.items()},
+        ours(x, lambda: zuko_fc(full), FULL, ", FullLinear")
+        | ours(x, lambda: zuko_fc(zuko_lu), ("ML", "DSM"), ", the LULinearTransform flow"),
         "Two linear layers with a smooth leaky ReLU between them. zuko multiplies L and U for each call, in O(D³); the "
         "wrapper applies one after the other, so that ML of the same flow is faster too.",
+        4.0,
     )
 
 
 def against_torchebm(settings: Settings) -> Table:
     """The sliced score matching of torchebm on the same energy, one projection."""
-    title = f"training step against torchebm's SlicedScoreMatching on the same energy, D = {DIM}, batch {BATCH}"
+    title = f"against torchebm's SlicedScoreMatching on the same energy, D = {DIM}"
     if find_spec("torchebm") is None:
-        return missing(title, "torchebm")
+        return missing(f"training step {title}, batch {BATCH}", "torchebm")
     losses, core = import_module("torchebm.losses"), import_module("torchebm.core")
 
     class Energy(core.BaseModel):  # type: ignore[name-defined,misc]
@@ -163,18 +153,11 @@ def against_torchebm(settings: Settings) -> Table:
             return self.model(x)
 
     x = settings.data(BATCH, DIM)
-    ours, theirs = (ebf.wrap(build("fc", (DIM,)).to(x)) for _ in range(2))
-    rival = losses.SlicedScoreMatching(model=Energy(theirs), n_projections=1, device=settings.device)
-    times = settings.time(
-        "torchebm",
-        {
-            "ours": training_step(ours, ebf.objectives.SSM(ours), x),
-            "torchebm SlicedScoreMatching": training_step(theirs, rival, x),
-        },
-        seconds=2.0,
-    )
+    model = ebf.wrap(build("fc", (DIM,)).to(x))
+    rival = losses.SlicedScoreMatching(model=Energy(model), n_projections=1, device=settings.device)
     note = "One Rademacher v for each sample. Ours takes ½‖∇E‖², which has less variance than the ½(vᵀ∇E)² of torchebm."
-    return Table("rivals", title, [compare("SSM", times["ours"], times["torchebm SlicedScoreMatching"])], note)
+    theirs = {"torchebm SlicedScoreMatching": training_step(model, rival, x)}
+    return timed(settings, title, theirs, ours(x, lambda: build("fc", (DIM,)), ["SSM"]), note, 2.0)
 
 
 def against_torch_ema(settings: Settings) -> Table:
@@ -186,8 +169,8 @@ def against_torch_ema(settings: Settings) -> Table:
     rows = []
     for label, flow in (("fc, D = 784", build("fc", (DIM,))), ("40 steps, D = 64", alternating(20))):
         model = ebf.wrap(flow.to(settings.device))
-        ours, theirs = ebf.EMA(model), rival_class(list(model.parameters()), decay=0.999)
-        times = settings.time(f"torch-ema, {label}", {"EMA": ours.update, "torch-ema": theirs.update}, seconds=0.5)
+        average, theirs = ebf.EMA(model), rival_class(list(model.parameters()), decay=0.999)
+        times = settings.time(f"torch-ema, {label}", {"EMA": average.update, "torch-ema": theirs.update}, seconds=0.5)
         rows.append(compare(f"EMA.update, {label}", times["EMA"], times["torch-ema"]))
     return Table("rivals", title, rows)
 

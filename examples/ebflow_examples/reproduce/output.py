@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ebflow_examples.bench.report import machine
-from ebflow_examples.console import note, say, table
+from ebflow_examples.console import Grid, note, say
 from ebflow_examples.reproduce.common import CellResult, Experiment, Options, commits
 from ebflow_examples.reproduce.contents import EXPERIMENTS
 from ebflow_examples.reproduce.provenance import recipe
@@ -84,25 +84,6 @@ def grouped(found: Iterable[CellResult], *keys: str) -> dict[tuple[Any, ...], li
         if not each.failed:
             groups.setdefault(tuple(each.cell.settings.get(key) for key in keys), []).append(each)
     return groups
-
-
-@dataclass(frozen=True)
-class Grid:
-    """A table of text. The first ``left`` columns are names."""
-
-    title: str
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    left: int = 1
-
-    def markdown(self) -> str:
-        """For a Markdown file."""
-        lines = [f"| {' | '.join(line)} |" for line in (self.head, ["---"] * len(self.head), *self.rows)]
-        return "\n".join([f"**{self.title}**", "", *lines])
-
-    def screen(self) -> str:
-        """For a terminal."""
-        return f"{self.title}\n{table(self.head, self.rows, left=self.left)}"
 
 
 @dataclass(frozen=True)
