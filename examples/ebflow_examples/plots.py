@@ -5,19 +5,31 @@ Functions of this module draw into an axes, or save one figure; none shows a win
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 import torch
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 from torch import Tensor
 
-__all__ = ["COLOURS", "Panel", "density", "figure", "images", "plain_log", "save_images", "scatter", "strips"]
+__all__ = [
+    "COLOURS",
+    "Panel",
+    "density",
+    "figure",
+    "images",
+    "plain_log",
+    "save_images",
+    "save_panels",
+    "scatter",
+    "strips",
+]
 
 COLOURS = {"score": "#0072B2", "ml": "#D55E00", "ink": "#333333", "grid": "#DDDDDD"}  # told apart by all eyes
 DENSITY_MAP = "magma"
@@ -163,6 +175,13 @@ def save_images(path: Path, pictures: Tensor, columns: int, title: str) -> None:
     rows = -(-len(pictures) // columns)
     with figure(path, 0.6 * columns + 0.4, 0.6 * rows + 0.6) as drawn:
         images(drawn.subplots(), pictures, columns, title)
+
+
+def save_panels(path: Path, files: Mapping[str, Path], columns: int, size: float) -> None:
+    """Saves grids of images beside one another, each from its .npy file, by title."""
+    with figure(path, size * max(1, len(files)), size + 0.3) as drawn:
+        for place, (title, file) in enumerate(files.items(), start=1):
+            images(drawn.add_subplot(1, len(files), place), torch.from_numpy(np.load(file)), columns, title)
 
 
 def plain_log(axis: Any) -> None:

@@ -99,7 +99,7 @@ def test_the_data_set(textures16):
     again, other = load("textures16"), load("textures16", seed=1)
     assert torch.equal(again.test, textures16.test)
     assert not torch.equal(other.test, textures16.test)
-    shown = textures16.with_progress(textures16.test)
+    shown = textures16.pixels(textures16.test)
     assert shown.min() == 0
     assert shown.max() == 1
     assert 0.4 < shown.mean() < 0.6

@@ -17,6 +17,7 @@ from ebflow_examples.reproduce.output import Grid, Mean, Report, column, grouped
 from ebflow_examples.reproduce.table2_report import STOCHASTIC
 
 MINUTES = 40.0
+compute = table2.compute  # as in Table 2
 NOISES = CHOICES["dequantize"]
 LOSSES = {"fc": ("ml", "ssm", "dsm"), "cnn": (STOCHASTIC, "ssm", "dsm")}
 
@@ -41,11 +42,6 @@ def _with_noise(cell: Cell, noise: str) -> Cell:
     )
 
 
-def compute(cell: Cell, folder: Path, data_root: str | None) -> dict[str, Any]:
-    """As in Table 2."""
-    return table2.compute(cell, folder, data_root)
-
-
 def report(options: Options, found: Sequence[CellResult], path: Path) -> Report:
     """The bounds of both noises at the start and at the end, and their difference, paired by seed; curves."""
     runs = [each for each in found if not each.cell.settings["search"]]
@@ -63,10 +59,8 @@ def report(options: Options, found: Sequence[CellResult], path: Path) -> Report:
         raw, nll, steps = (column(group, key) for key in ("raw_nll", "nll", "steps"))
         rate = group[0].result["recipe"]["lr"]
         apart = _paired(groups.get((model, loss, NOISES[0]), ()), group) if noise != NOISES[0] else None
-        rows.append(
-            {"model": model, "loss": loss, "noise": noise, "lr": rate, "start_nll": start, "raw_nll": raw, "nll": nll,
-             "steps": steps, "difference": apart}
-        )  # fmt: skip
+        told = {"model": model, "loss": loss, "noise": noise, "lr": rate}
+        rows.append({**told, "start_nll": start, "raw_nll": raw, "nll": nll, "steps": steps, "difference": apart})
         texts = [f"{steps.value:.0f}", f"{start.value:.1f}", raw.text(1), nll.text(1), apart.text(1) if apart else ""]
         lines.append([*line, f"{rate:g}", *texts])
     head = (

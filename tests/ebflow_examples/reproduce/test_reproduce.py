@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +13,13 @@ from typer.testing import CliRunner
 
 import ebflow_examples.reproduce.common as common
 import ebflow_examples.reproduce.output as output
-from ebflow_examples import reproduce
+from ebflow_examples import plots, reproduce
 from ebflow_examples.bench import growth, results
 from ebflow_examples.cli import app
 from ebflow_examples.data import load
 from ebflow_examples.reproduce import EXPERIMENTS, OWN_DATA, paper, table2
 from ebflow_examples.reproduce.common import Cell, CellResult, Options
-from ebflow_examples.reproduce.curves import joined, race
+from ebflow_examples.reproduce.curves import NEAREST, apart, joined, labelled
 from ebflow_examples.reproduce.output import Mean, beside, mean
 from ebflow_examples.reproduce.provenance import commit
 from ebflow_plugin.errors import InputError, UnknownNameError
@@ -283,9 +284,24 @@ def test_the_margin_and_large_images(tmp_path):
 
 
 def test_labels_of_a_race_do_not_lie_on_one_another(tmp_path):
-    curve = [(1.0, 5.0), (9.0, 3.0)]
-    race(tmp_path / "race.png", {"ml": [curve], "dsm": [curve, [(1.0, 5.0), (8.0, 2.9)]]}, "a title")
-    assert (tmp_path / "race.png").read_bytes().startswith(b"\x89PNG")
+    curve, lower = [(1.0, 5.0), (9.0, 3.0)], [(1.0, 5.0), (8.0, 2.9)]
+    with plots.figure(tmp_path / "race.png", 9.0, 5.0) as figure:
+        axes = figure.subplots()
+        labelled(axes, {"ml": [curve], "dsm": [curve, lower]}, lambda loss, end: f"{loss}\n{end:.2f}", 14)
+        figure.draw_without_rendering()
+        first, second = sorted(text.get_window_extent().extents.tolist()[1::2] for text in axes.texts)
+    assert [text.get_text() for text in axes.texts] == ["dsm\n2.95", "ml\n3.00"]
+    assert first[1] < second[0]
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_labels_are_apart_on_the_scale_of_the_axis(log):
+    places = apart({"a": 10.0, "b": 10.0, "c": 10.0, "d": 900.0}, 10.0, 1000.0, log)
+    ups = [math.log(value) if log else value for value in places.values()]
+    least = NEAREST * (math.log(100.0) if log else 990.0)
+    assert [high - low for low, high in pairwise(ups)][:2] == pytest.approx([least, least])
+    assert places["a"] == pytest.approx(10.0)
+    assert places["d"] == pytest.approx(900.0)
 
 
 def test_ours_starts_calibrated_and_the_papers_way_does_not(out):
