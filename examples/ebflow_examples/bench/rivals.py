@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -72,12 +73,12 @@ def against_nflows(settings: Settings) -> Table:
 def after_unconstrain(settings: Settings) -> Table:
     """A usual LU flow: nflows' maximum likelihood, our objectives on the same flow, and after unconstrain()."""
     x = settings.data(BATCH, DIM)
-    plain = build("fc", (DIM,), linear="lu").to(x)
+    lu = partial(build, "fc", (DIM,), linear="lu")
+    plain = lu().to(x)
     steps: Steps = {}
     for name in ALL:
-        flow = build("fc", (DIM,), linear="lu")
-        steps |= ours(x, lambda flow=flow: flow, [name], ", LULinear")
-        steps |= ours(x, lambda flow=flow: ebf.unconstrain(flow), [name], ", after unconstrain")
+        steps |= ours(x, lu, [name], ", LULinear")
+        steps |= ours(x, lambda: ebf.unconstrain(lu()), [name], ", after unconstrain")
     return timed(
         settings,
         f"of an LU flow, before and after unconstrain, D = {DIM}",

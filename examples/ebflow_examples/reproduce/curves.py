@@ -116,7 +116,8 @@ def labelled(
     last = max(curve[-1][0] for seeds in curves.values() for curve in seeds)
     axes.set_xlim(0.0, last)
     axes.grid(axis="y", color=plots.COLOURS["grid"], linewidth=0.6)
-    for loss, place in apart(ends, *axes.get_ylim(), log=axes.get_yscale() == "log").items():
+    low, high = axes.get_ylim()
+    for loss, place in apart(ends, low, high, axes.get_yscale() == "log").items():
         axes.annotate(
             words(loss, ends[loss]), (last, ends[loss]), (last * 1.05, place), color=COLOURS[loss],
             fontsize=size, fontweight="bold", va="center", annotation_clip=False,
