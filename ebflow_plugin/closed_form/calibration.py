@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ebflow_plugin.closed_form.moments import Moments, Rows, held_out
+from ebflow_plugin.closed_form.moments import HeldOut, Moments, Rows
 from ebflow_plugin.errors import InputError, SingularError
 from ebflow_plugin.linalg.memo import own_tensors
 from ebflow_plugin.linalg.random import gaussian_like
@@ -251,27 +251,22 @@ def calibrate_plan(
     Returns:
         The tensors of a :class:`Calibration` (none if it would make held-out data less likely), and the report.
     """
-    diagonal = kind == "diagonal"
+    diagonal, held_out = kind == "diagonal", HeldOut(HELD_OUT)
     moments, others, losses = Moments(diagonal), Moments(diagonal), Moments(diagonal=True)
-    index = 0
     event_shape: Shape = ()
     shapes: tuple[Shape, ...] = ()
     for x, context, weights, log_volume in stream:
         embedded = plan.embed(context)
         latents, log_det = plan.encode(x, embedded)
-        volumes = [volume for volume in (log_det, log_volume) if volume is not None]
         shapes, event_shape = tuple(tuple(part.shape[1:]) for part in latents), tuple(x.shape[1:])
-        rows = flatten(latents)
-        held = held_out(index, len(rows), HELD_OUT, rows.device)
-        index += len(rows)
+        rows, log_prob = flatten(latents), plan.base_log_prob(latents, embedded)
+        volume = sum((part for part in (log_det, log_volume) if part is not None), torch.zeros_like(log_prob))
+        held = held_out(x)
         fitted_to, judged_by = (None if weights is None else weights[chosen] for chosen in (~held, held))
-        if bool((~held).any()):
-            moments.add(rows[~held], fitted_to)
-        if bool(held.any()):
-            others.add(rows[held], judged_by)
-            log_prob = plan.base_log_prob(latents, embedded)
-            # Apart: latents far from the base have log-densities beside which a log-det would be lost to rounding.
-            losses.add(torch.stack([log_prob, sum(volumes, torch.zeros_like(log_prob))], 1)[held], judged_by)
+        moments.add(rows[~held], fitted_to)
+        others.add(rows[held], judged_by)
+        # Apart: latents far from the base have log-densities beside which a log-det would be lost to rounding.
+        losses.add(torch.stack([log_prob, volume], 1)[held], judged_by)
     for collected in (moments, others, losses):  # so that every process decides the same
         collected.reduce()
     if others.count < 2:

@@ -103,8 +103,8 @@ def test_a_script_runs(script, tmp_path, capsys):
 def test_the_same_script_runs_in_two_processes_and_goes_on():
     """Started twice in each process: importing torch and Lightning takes most of the time."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    twice = Path("twice.py")
-    twice.write_text(f"import runpy\nfor _ in range(2):\n    runpy.run_path({str(EXAMPLES / 'several_devices.py')!r})\n")
+    twice, script = Path("twice.py"), str(EXAMPLES / "several_devices.py")
+    twice.write_text(f"import runpy\nfor _ in range(2):\n    runpy.run_path({script!r})\n")
     done = subprocess.run([*launcher, twice], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("processes: 2, rows of a batch in each: 128") == 2
