@@ -22,13 +22,13 @@ from ebflow_plugin.linalg.memo import own_tensors
 from ebflow_plugin.linalg.random import gaussian_like
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.step import Base, LinearStep, Shape
+from ebflow_plugin.plan.values import flatten, unflatten
 
 __all__ = [
     "Calibration",
     "CalibrationReport",
     "CalibrationStep",
     "calibrate_plan",
-    "flatten",
     "gaussian_of",
     "share_memory",
 ]
@@ -87,32 +87,19 @@ class CalibrationStep(LinearStep):
 
     def apply(self, x: Any) -> Any:
         c = self.module
-        return self._parts(_times(c.to_base, flatten(x) - c.mean) + c.center)
+        return unflatten(_times(c.to_base, flatten(x) - c.mean) + c.center, self._shapes)
 
     def invert(self, y: Any) -> Any:
         c = self.module
-        return self._parts(_times(c.from_base, flatten(y) - c.center) + c.mean)
+        return unflatten(_times(c.from_base, flatten(y) - c.center) + c.mean, self._shapes)
 
     def log_abs_det(self, shape: Shape) -> Tensor:
         to_base: Tensor = self.module.to_base
         return (to_base if to_base.dim() == 1 else to_base.diagonal()).abs().log().sum()
 
-    def _parts(self, flat: Tensor) -> Any:
-        sizes = [torch.Size(shape).numel() for shape in self._shapes]
-        parts = tuple(
-            part.reshape(-1, *shape) for part, shape in zip(flat.split(sizes, dim=1), self._shapes, strict=True)
-        )
-        return parts[0] if len(parts) == 1 else parts
-
 
 def _times(matrix: Tensor, rows: Tensor) -> Tensor:
     return rows * matrix if matrix.dim() == 1 else rows @ matrix.T
-
-
-def flatten(latents: Any) -> Tensor:
-    """Concatenates latents of any shapes to flat rows, with shape ``(B, D)``."""
-    parts = (latents,) if isinstance(latents, Tensor) else latents
-    return torch.cat([part.flatten(1) for part in parts], dim=1)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, distributed, nn
 
-from ebflow_plugin.closed_form.calibration import flatten, gaussian_of
+from ebflow_plugin.closed_form.calibration import gaussian_of
 from ebflow_plugin.closed_form.kernels import fit_kernel
 from ebflow_plugin.closed_form.moments import Moments, Rows
 from ebflow_plugin.errors import InputError, SingularError
@@ -21,6 +21,7 @@ from ebflow_plugin.plan.linear import InitialisedAffineStep, IsometryStep
 from ebflow_plugin.plan.matrices import FullStep
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.step import LinearStep, Step
+from ebflow_plugin.plan.values import flatten
 from ebflow_plugin.plan.weights import resampled_rows
 
 __all__ = [
