@@ -264,10 +264,8 @@ def _log_det(step: Step, value: Value, context: Tensor | None, name: str) -> Ite
         single: Value = one[0] if len(one) == 1 else one
         condition = None if context is None else context[row : row + 1]
         theirs.append(torch.linalg.slogdet(_jacobian(step, single, condition))[1])
-        if isinstance(step, LinearStep):
-            log_det = step.log_det(tuple(tuple(part.shape[1:]) for part in one), one[0])
-        else:
-            log_det = step.encode(single, condition)[1]
+        shapes = tuple(tuple(part.shape[1:]) for part in one)
+        log_det = step.log_det(shapes, one[0]) if isinstance(step, LinearStep) else step.encode(single, condition)[1]
         ours.append(torch.as_tensor(log_det).to(theirs[-1]).reshape(()))
     yield compare(name, torch.stack(ours).detach(), torch.stack(theirs), 1e-5, step.path)
 

@@ -61,7 +61,7 @@ from ebflow_plugin.plan.elementwise import ElementwiseStep
 from ebflow_plugin.plan.linear import InitialisedAffineStep
 from ebflow_plugin.plan.matrices import FullStep
 from ebflow_plugin.plan.plan import Plan
-from ebflow_plugin.plan.step import LinearStep
+from ebflow_plugin.plan.step import LinearStep, Step
 
 __all__ = ["LayerStart", "StartReport", "gaussianize"]
 
@@ -211,7 +211,7 @@ class Saved:
     """The state of the steps that a start may write to, to put it back."""
 
     def __init__(self, plan: Plan, links: list[Link]) -> None:
-        steps = [step for link in links for step in (link.step, link.bend)]
+        steps: list[Step | None] = [step for link in links for step in (link.step, link.bend)]
         steps += [step for step in plan.steps if isinstance(step, InitialisedAffineStep)]
         modules = [step.module for step in steps if step is not None and hasattr(step.module, "state_dict")]
         self._states = [(module, copy.deepcopy(module.state_dict())) for module in modules]
