@@ -39,6 +39,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from ebflow_plugin.chunks import with_progress
 from ebflow_plugin.closed_form.arrived import Arrived
 from ebflow_plugin.closed_form.calibration import share_memory
 from ebflow_plugin.closed_form.initialization import (
@@ -56,7 +57,6 @@ from ebflow_plugin.closed_form.marginals import MarginalMap, fit_marginals
 from ebflow_plugin.closed_form.passes import Passes
 from ebflow_plugin.errors import InputError, SingularError
 from ebflow_plugin.layers import FullConv2d, FullLinear, SinhArcsinh
-from ebflow_plugin.linalg.random import with_progress
 from ebflow_plugin.plan.elementwise import ElementwiseStep
 from ebflow_plugin.plan.linear import InitialisedAffineStep, IsometryStep
 from ebflow_plugin.plan.matrices import FullStep

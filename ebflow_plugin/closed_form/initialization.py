@@ -17,11 +17,11 @@ from ebflow_plugin.errors import InputError, SingularError
 from ebflow_plugin.layers import FullLinear
 from ebflow_plugin.linalg.geometry import patches
 from ebflow_plugin.linalg.memo import own_tensors
+from ebflow_plugin.plan.inputs import resampled_rows
 from ebflow_plugin.plan.linear import InitialisedAffineStep, IsometryStep
 from ebflow_plugin.plan.matrices import FullStep
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.step import LinearStep
-from ebflow_plugin.plan.weights import resampled_rows
 
 __all__ = [
     "IMAGES",

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, distributed
 
 from ebflow_plugin.errors import EBFlowError, InputError
-from ebflow_plugin.plan.inputs import Batch, batch_of, to_device
-from ebflow_plugin.plan.weights import refuse_weights
+from ebflow_plugin.plan.inputs import Batch, batch_of, refuse_weights, to_device
 
 __all__ = [
     "Moments",

@@ -10,8 +10,8 @@ from torch import Tensor
 from ebflow_plugin.closed_form.calibration import gaussian_of
 from ebflow_plugin.closed_form.initialization import fit_to_base, resampled, start_together
 from ebflow_plugin.closed_form.moments import Moments, Rows, held_out
+from ebflow_plugin.plan.inputs import resampled_rows
 from ebflow_plugin.plan.plan import Plan
-from ebflow_plugin.plan.weights import resampled_rows
 
 __all__ = ["HELD_OUT", "Passes", "Thinned"]
 

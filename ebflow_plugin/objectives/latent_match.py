@@ -9,8 +9,7 @@ from torch import Generator, Tensor
 
 from ebflow_plugin.closed_form.calibration import flatten
 from ebflow_plugin.errors import InputError
-from ebflow_plugin.linalg.random import gaussian_like
-from ebflow_plugin.linalg.streams import seeded_by
+from ebflow_plugin.linalg.random import gaussian_like, seeded_by
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives.base import Common, DrawnObjective
 from ebflow_plugin.objectives.schedule import AddedNoise, NoiseSchedule
