@@ -9,12 +9,12 @@ import torch
 from torch import Generator, Tensor
 
 from ebflow_plugin.errors import InputError, UnsupportedStepError
-from ebflow_plugin.linalg.reading import is_tracing, without_reading
+from ebflow_plugin.linalg.memo import is_tracing, without_reading
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives.base import Common, DrawnObjective, Objective
 from ebflow_plugin.objectives.relative import relative_plan
 from ebflow_plugin.objectives.stochastic import LogDetEstimator
-from ebflow_plugin.plan.inputs import integer, one_of, positive
+from ebflow_plugin.options import integer, one_of, positive
 from ebflow_plugin.plan.inverse import draw
 from ebflow_plugin.plan.log_dets import LOG_DETS, log_det_methods
 from ebflow_plugin.plan.plan import Plan

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import math
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors import safe_open
 
+import ebflow_plugin as ebf
 from ebflow_examples.config import TrainConfig
-from ebflow_examples.defaults import settle
-from ebflow_examples.reproduce.timed import Judge, step_seconds, train_for
+from ebflow_examples.reproduce.timed import train_for
 from ebflow_examples.runs import build, likelihood
-from ebflow_plugin.errors import TrainingError
 
 
 def test_a_start_is_computed_once_for_all_objectives(tmp_path: Path) -> None:
@@ -34,23 +33,6 @@ def test_a_start_is_computed_once_for_all_objectives(tmp_path: Path) -> None:
     assert second.start >= facts["seconds"] > 0
 
 
-def test_the_judge_keeps_the_best_weights(monkeypatch):
-    run = build(TrainConfig(data="digits", loss="ml", device="cpu", calibrate="none", whiten=False, lr=0.1))
-    judge, nlls = Judge(run, None, 50, None), iter([5.0, 3.0, 4.0])
-    monkeypatch.setattr("ebflow_examples.reproduce.timed.evaluate", lambda *given: (next(nlls), 0.0, 9.0))
-    for step in range(3):
-        with torch.no_grad():
-            next(run.model.parameters()).fill_(step)
-        judge(step)
-    nll, step, state = judge.best
-    assert (nll, step) == (3.0, 1)
-    assert judge.raw == [9.0] * 3
-    assert all((state[name] == 1).all() for name, _ in list(run.model.named_parameters())[:1])  # a copy of then
-    monkeypatch.setattr("ebflow_examples.reproduce.timed.evaluate", lambda *given: (math.nan, 0.0, 0.0))
-    with pytest.raises(TrainingError, match="step 3: the NLL of the validation data is not a number"):
-        judge(3)
-
-
 def test_training_for_a_while_learns_and_tells_what_it_did():
     run = build(TrainConfig(data="digits", loss="ml", device="cpu", lr=3e-3, whiten=False, calibrate="none"))
     trained = train_for(run, 1.0, evaluations=4, validation=100)
@@ -65,8 +47,23 @@ def test_training_for_a_while_learns_and_tells_what_it_did():
     assert trained.facts()["recipe"]["loss"] == "ml"
 
 
-def test_a_copy_tells_how_long_a_step_takes():
-    run = settle(build(TrainConfig(data="digits", model="fc", loss="ml", device="cpu", limit=300)))
-    before = [parameter.clone() for parameter in run.model.parameters()]
-    assert 0 < step_seconds(run) < 1
-    assert all(map(torch.equal, before, run.model.parameters()))
+def test_the_compiler_takes_no_time_of_a_run(monkeypatch):
+    made, seen = ebf.objectives.Objective.compile, []
+
+    def compile_slowly(objective):
+        def backend(graph, inputs):
+            began = time.process_time()
+            while time.process_time() < began + 0.5:
+                pass
+            seen.append(objective)
+            return graph
+
+        made(objective, backend=backend)
+
+    monkeypatch.setattr(ebf.objectives.Objective, "compile", compile_slowly)
+    config = TrainConfig(data="digits", model="fc", loss="ml", device="cpu", limit=300, calibrate="none", compile=True)
+    run = build(replace(config, lr=1e-3, whiten=False, gaussianize=False))
+    trained = train_for(run, 0.2, evaluations=1, validation=None)
+    assert [objective.model for objective in seen] == [run.model]
+    assert trained.seconds < 0.5
+    assert trained.result.steps > 1
