@@ -35,16 +35,8 @@ __all__ = [
 ]
 
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
-EXTRA = (
-    "lightning",
-    "matplotlib",
-    "nflows",
-    "normflows",
-    "rich",
-    "safetensors",
-    "sklearn",
-    "torchvision",
-)  # of [examples]
+# Of [examples].
+EXTRA = ("lightning", "matplotlib", "nflows", "normflows", "rich", "safetensors", "sklearn", "torchvision")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 

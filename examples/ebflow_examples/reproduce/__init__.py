@@ -9,8 +9,8 @@ was stopped goes on; :mod:`~ebflow_examples.reproduce.timed` trains for so many 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from ebflow_examples.reproduce.contents import EXPERIMENTS, OWN_DATA, WHATS
@@ -23,38 +23,14 @@ def experiment(what: str) -> Any:
     return import_module(f"ebflow_examples.reproduce.{what.lower()}")
 
 
-def main(
-    what: str,
-    *,
-    budget: float | None = None,
-    seeds: int | None = None,
-    jobs: int = 1,
-    out: Path = Path("runs/reproduce"),
-    data: str = "mnist",
-    data_root: str | None = None,
-    only: tuple[str, ...] = (),
-    quick: bool = False,
-    fresh: bool = False,
-    seconds: float | None = None,
-    margin: float | None = None,
-    kept: bool = False,
-) -> None:
+def main(what: str, *, budget: float | None = None, seeds: int | None = None, **told: Any) -> None:
     """Reproduces a table or a figure, or all.
 
     Arguments:
         what: One of :data:`WHATS`.
         budget: Minutes for each experiment; by default what it needs for good numbers.
         seeds: Seeds 0, 1, …; three by default, one with ``quick``.
-        jobs: Processes that work side by side, each with one thread.
-        out: The folder for the results and the cells.
-        data: ``mnist``, or other images in its place.
-        data_root: Where the data are.
-        only: Words that a cell must have in its name, such as ``ours``, ``fc`` or ``dsm``.
-        quick: A moment for each cell: shows that all of it works, and nothing else.
-        fresh: Computes cells that are there already.
-        seconds: Seconds of training for each cell, in the place of a share of the budget.
-        kept: Shows the cells that are there, and computes none.
-        margin: How far images are kept from 0 and 1; 1e-6 by default, as in the authors' code.
+        **told: More of :class:`~ebflow_examples.reproduce.common.Options`; what is None has its default.
 
     Raises:
         UnknownNameError: There is no such table or figure.
@@ -68,38 +44,26 @@ def main(
 
     if what not in WHATS:
         raise UnknownNameError(f"unknown table or figure {what!r}. {suggest(what, WHATS)}")
-    integer("jobs", jobs)
+    told = {name: value for name, value in told.items() if value is not None}
+    asked = common.Options(what, budget or 1.0, seeds=seeds or (1 if told.get("quick") else 3), **told)
+    integer("jobs", asked.jobs)
     integer("seeds", 1 if seeds is None else seeds)
-    for name, value in (("budget", budget), ("seconds", seconds), ("margin", margin)):
+    for name, value in (("budget", budget), ("seconds", asked.seconds), ("margin", asked.margin)):
         if value is not None:
             positive(name, value)
-    if budget is not None and seconds is not None:
+    if budget is not None and asked.seconds is not None:
         raise InputError("budget and seconds are both given; choose one")
-    if margin is not None and margin >= 0.5:
-        raise InputError(f"margin must be below 0.5, got {margin:g}")
-    if what in OWN_DATA and data != common.Options.data:
+    if asked.margin >= 0.5:
+        raise InputError(f"margin must be below 0.5, got {asked.margin:g}")
+    if what in OWN_DATA and asked.data != common.Options.data:
         raise InputError(f"{what} has data of its own; leave out --data")
-    if what in OWN_DATA and margin is not None:
+    if what in OWN_DATA and "margin" in told:
         raise InputError(f"{what} has data of its own, which have no margin; leave out --margin")
-    if not kept and what not in OWN_DATA and what != "report":
-        common.check_images(data)
-    writable(out)
-    if what != "report":
-        for name in EXPERIMENTS if what == "all" else (what,):
-            options = common.Options(
-                what=name,
-                budget=budget or experiment(name).MINUTES,
-                seeds=seeds or (1 if quick else 3),
-                jobs=jobs,
-                out=out,
-                data=data,
-                data_root=data_root,
-                only=only,
-                quick=quick,
-                fresh=fresh,
-                seconds=seconds,
-                margin=margin or common.MARGIN,
-                kept=kept,
-            )
-            output.write(options, experiment(name), common.run(options, experiment(name)))
-    output.assemble(out)
+    if not asked.kept and what not in OWN_DATA and what != "report":
+        common.check_images(asked.data)
+    writable(asked.out)
+    for name in () if what == "report" else EXPERIMENTS if what == "all" else (what,):
+        made = experiment(name)
+        options = replace(asked, what=name, budget=budget or made.MINUTES)
+        output.write(options, made, common.run(options, made))
+    output.assemble(asked.out)

@@ -14,7 +14,7 @@ from ebflow_examples import plots
 from ebflow_examples.config import TrainConfig
 from ebflow_examples.reproduce import paper
 from ebflow_examples.reproduce.common import Cell, CellResult, Options
-from ebflow_examples.reproduce.output import Grid, Report, beside, column, grouped
+from ebflow_examples.reproduce.output import Grid, Report, beside, columns, grouped
 from ebflow_examples.reproduce.timed import train_for
 from ebflow_examples.runs import build, likelihood
 from ebflow_examples.streams import drawing_from
@@ -83,12 +83,11 @@ def report(options: Options, found: Sequence[CellResult], path: Path) -> Report:
     """NLL, and grids of images for each objective, beside the data."""
     lines, rows, panels = [], [], {}
     for (objective,), group in grouped(found, "objective").items():
-        nll, raw, steps, seconds = (column(group, key) for key in ("nll", "raw_nll", "steps", "seconds"))
+        means = columns(group, "raw_nll", "nll", "steps", "seconds")
         theirs = paper.GLOW if options.data == "mnist" and objective == "dsm" else None
-        length = [f"{steps.value:.0f}", f"{seconds.value:.0f} s"]
-        lines.append([WORDS[objective], raw.text(1), beside(nll.text(1), theirs, 0), *length])
-        told = {"raw_nll": raw, "nll": nll, "steps": steps, "seconds": seconds, "paper": theirs}
-        rows.append({"objective": objective, **told})
+        nlls = [means["raw_nll"].text(1), beside(means["nll"].text(1), theirs, 0)]
+        lines.append([WORDS[objective], *nlls, f"{means['steps'].value:.0f}", f"{means['seconds'].value:.0f} s"])
+        rows.append({"objective": objective, **means, "paper": theirs})
         name = group[0].cell.name
         panels["test data"] = f"{name}-data.npy"
         for kind, temperature in TEMPERATURES.items():

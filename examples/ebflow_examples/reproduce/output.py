@@ -17,7 +17,7 @@ from ebflow_examples.reproduce.common import CellResult, Experiment, Options, co
 from ebflow_examples.reproduce.contents import EXPERIMENTS
 from ebflow_examples.reproduce.provenance import recipe
 
-__all__ = ["Grid", "Mean", "Report", "assemble", "beside", "column", "grouped", "mean", "write"]
+__all__ = ["Grid", "Mean", "Report", "assemble", "beside", "column", "columns", "grouped", "mean", "write"]
 
 RESULTS = "RESULTS.md"
 FEW_STEPS = 30  # of a search: below, its rate may be chance
@@ -220,6 +220,11 @@ def _number(value: Any) -> Any:
             "values": list(value.values),
         }
     return value
+
+
+def columns(found: Sequence[CellResult], *keys: str) -> dict[str, Mean]:
+    """The means of several of the results over seeds, by name."""
+    return {key: column(found, key) for key in keys}
 
 
 def column(found: Sequence[CellResult], key: str) -> Mean:
