@@ -64,7 +64,7 @@ def mean(values: Iterable[float]) -> Mean:
     return Mean(float(kept.mean()), interval, tuple(kept.tolist()))
 
 
-def beside(ours: str, paper: tuple[float, float] | float | None, digits: int = 2) -> str:
+def beside(ours: str, paper: Sequence[float] | float | None, digits: int = 2) -> str:
     """A cell of a table: ours, and the paper's in brackets.
 
     Example:
@@ -73,7 +73,7 @@ def beside(ours: str, paper: tuple[float, float] | float | None, digits: int = 2
     """
     if paper is None:
         return ours
-    theirs = Mean(*paper).text(digits) if isinstance(paper, tuple) else f"{paper:.{digits}f}"
+    theirs = f"{paper:.{digits}f}" if isinstance(paper, float) else Mean(*paper).text(digits)
     return f"{ours} ({theirs})"
 
 

@@ -92,9 +92,10 @@ def table_of(options: Options, model: str, groups: Groups) -> tuple[Grid, list[d
     lines, rows = [], []
     for after, averaged in product((False, True), repeat=2):
         line = ["yes" if averaged else "no", "yes" if after else "no"]
+        way = "_".join(["ema"] * averaged + ["map"] * after) or "neither"
         for loss in LOSSES:
             group = groups.get((model, loss, after))
-            theirs = paper.ABLATION[model].get((averaged, after), {}).get(loss) if options.data == "mnist" else None
+            theirs = paper.ABLATION[model].get(way, {}).get(loss) if options.data == "mnist" else None
             ours = None if group is None else column(group, "nll" if averaged else "nll_last")
             line.append("" if ours is None else beside(ours.text(1), theirs, 1))
             rows.append({"model": model, "ema": averaged, "map": after, "loss": loss, "nll": ours, "paper": theirs})

@@ -333,6 +333,9 @@ def test_the_papers_numbers_are_complete():
     for numbers_of in (paper.IMAGES, paper.THROUGHPUT):
         assert set(numbers_of) == {"mnist", "cifar10"}
         assert all(set(by_loss) == FIVE for models in numbers_of.values() for by_loss in models.values())
+    assert set(paper.RELATED) == FIVE | {"ml_relative"}
+    assert all(set(rows) == {"neither", "ema", "ema_map"} for rows in paper.ABLATION.values())
+    assert paper.ABLATION["fc"]["ema_map"]["dsm"] == paper.IMAGES["mnist"]["fc"]["dsm"]
 
 
 # -- the command --
