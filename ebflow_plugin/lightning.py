@@ -3,7 +3,7 @@
 :func:`trainer` has all of it in one call, and each piece works in a Trainer of your own:
 
 - :class:`LitObjective`, an objective as a LightningModule; :class:`Loader`, batches that know their place
-- :class:`ExactNLL`, the exact NLL of validation data; :class:`Calibrate`, at the end
+- :class:`ExactNLL`, the exact NLL of validation data, calibrated on request
 - :class:`AveragedWeights`, a moving average that leaves buffers alone
 - :class:`Checkpoints` and :class:`AtomicCheckpointIO`: a run that is killed at any moment resumes to the same numbers
 - :class:`DataDependentStart`, :class:`FiniteGuard`, :class:`ConditionGuard`
@@ -13,7 +13,6 @@ Needs the extra: ``pip install ebflow-plugin[lightning]``. Importing it takes se
 
 from ebflow_plugin.training.batches import Loader
 from ebflow_plugin.training.lightning import (
-    Calibrate,
     ConditionGuard,
     DataDependentStart,
     ExactNLL,
@@ -25,7 +24,6 @@ from ebflow_plugin.training.resuming import AtomicCheckpointIO, AveragedWeights,
 __all__ = [
     "AtomicCheckpointIO",
     "AveragedWeights",
-    "Calibrate",
     "Checkpoints",
     "ConditionGuard",
     "DataDependentStart",

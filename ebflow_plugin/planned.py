@@ -13,7 +13,7 @@ from ebflow_plugin.adapting.adapter import Adapter
 from ebflow_plugin.adapting.discovery import FoundFlow, find_flow
 from ebflow_plugin.closed_form.calibration import Calibration, CalibrationStep
 from ebflow_plugin.closed_form.moments import Rows, batches
-from ebflow_plugin.linalg.reading import without_reading
+from ebflow_plugin.linalg.memo import without_reading
 from ebflow_plugin.log_z.exact import Normalizer
 from ebflow_plugin.plan.inputs import check_input, refuse_non_finite
 from ebflow_plugin.plan.plan import Plan, score_of
@@ -72,11 +72,12 @@ class PlannedFlow(nn.Module):
 
     def _build(self) -> None:
         """Builds the plans, with the adapter that there is."""
-        bare = self._adapter.plan(self.flow, self.overrides)
-        bare = replace(bare, steps=(*preprocessing_steps(list(self.preprocessing)), *bare.steps))
-        start = boundary(bare, self.match_after, self.dequantize is not None)
+        bare, dequantized = self._adapter.plan(self.flow, self.overrides), self.dequantize is not None
         self._calibrated = self._calibrating(bare)
+        bare = replace(bare, steps=(*preprocessing_steps(list(self.preprocessing)), *bare.steps))
+        start = boundary(bare, self.match_after, dequantized)
         self._plan = replace(bare, steps=(*bare.steps, *self._calibrated))
+        self._event_shape = self._plan.event_shape
         self._prefix, self._core, self._exact = bare[:start], self._plan[start:], Normalizer(bare[start:])
         sizes = {name: p.numel() for name, p in self.flow.named_parameters() if p.is_floating_point()}
         # The largest parameter has the device and dtype of the flow; others may have another dtype (the mixture of
@@ -266,7 +267,7 @@ class PlannedFlow(nn.Module):
         It checks dtypes, devices and shapes, and does not synchronise with the device.
         """
         self._follow()
-        x = check_input(x, context, self._plan.event_shape, self._parameter(), integers=self.dequantize is not None)
+        x = check_input(x, context, self._event_shape, self._parameter(), integers=self.dequantize is not None)
         if self.check_finite:
             refuse_non_finite("x", x)
             if context is not None:
@@ -351,7 +352,7 @@ def _decides(name: str, value: Any, traced: bool = False) -> bool:
 
 def _arrangement(plan: Plan, flow: nn.Module) -> list[Any]:
     """The flow, the containers of its steps and its base, these themselves, and the submodules of linear steps."""
-    owners, steps = {""}, plan.parts()
+    owners, steps = {""}, (*plan.steps, plan.base)
     for part in steps:
         names = part.path.split(".")
         owners.update(".".join(names[:depth]) for depth in range(1, len(names)))

@@ -25,8 +25,8 @@ from ebflow_plugin.adapting import (
     Rule,
     drop_caches,
     is_a,
+    known_class,
     register_networks,
-    resolve,
 )
 from ebflow_plugin.errors import UnsupportedStepError
 
@@ -39,16 +39,6 @@ register_networks(
     *("MixtureOfGaussiansMADE", "MADEMoG", "MaskedLinear", "MaskedFeedforwardBlock", "MaskedResidualBlock"),
     *("AffineCouplingTransform", "AdditiveCouplingTransform", "MaskedAffineAutoregressiveTransform"),
 )
-
-
-def composite(module: Any) -> Iterator[Child]:
-    """The members of a CompositeTransform."""
-    return (Child(f"_transforms.{index}", member) for index, member in enumerate(module._transforms))
-
-
-def inverse(module: Any) -> Iterator[Child]:
-    """The member of an InverseTransform."""
-    yield Child("_transform", module._transform, inverted=True)
 
 
 def multiscale(module: Any) -> Iterator[Child]:
@@ -68,11 +58,10 @@ class EstimatedStep(RefusedStep):
 
 
 RULES: dict[str, Rule] = {
-    "CompositeTransform": Container(composite),
-    "CompositeCDFTransform": Container(composite),
-    "InverseTransform": Container(inverse),
-    "Logit": Container(inverse),
-    "CauchyCDFInverse": Container(inverse),
+    **dict.fromkeys(("CompositeTransform", "CompositeCDFTransform"), Container.of_list("_transforms")),
+    **dict.fromkeys(
+        ("InverseTransform", "Logit", "CauchyCDFInverse", "Inverted"), Container.of_one("_transform", inverted=True)
+    ),
     "MultiscaleCompositeTransform": Container(multiscale),
     # linear
     "IdentityTransform": IdentityStep,
@@ -92,7 +81,6 @@ RULES: dict[str, Rule] = {
     "ActNorm": linear.ActNormStep,
     "FullLinear": FullLinearStep,
     "FullConv2d": FullConvStep,
-    "Inverted": Container(inverse),
     # nonlinear
     "SinhArcsinh": ActivationStep,
     "SmoothLeakyReLU": ActivationStep,
@@ -137,6 +125,7 @@ class NflowsAdapter(Adapter):
         "Flow objects of nflows, glasflow, enflows and flowcon; for a bare Transform, give it a base density first: "
         "Flow(transform, StandardNormal([features]))"
     )
+    models = ("Flow", "NFlow")
     packages = PACKAGES
     rules = MappingProxyType(RULES)
     opaque = steps.UnknownStep
@@ -151,9 +140,6 @@ class NflowsAdapter(Adapter):
             "OneByOneConvolution": lambda module: (module.features, True),
         }
     )
-
-    def is_flow(self, model: object) -> bool:
-        return is_a(model, ("Flow", "NFlow"), self.packages)
 
     def plan(self, flow: Any, overrides: Mapping[str, str] | None = None) -> Plan:
         self.refuse_own_density(flow)
@@ -173,9 +159,9 @@ class NflowsAdapter(Adapter):
 
     def _base(self, base: Any) -> NflowsBase:
         """The base density, by its class or by a parent whose density the class does not change."""
-        known, _ = resolve(base, lambda cls: BASES.get(cls.__name__) if self.ours(cls) else None)
+        known = known_class(base, self.packages, BASES)
         if known is not None:
-            return known(base, "_distribution")
+            return BASES[known](base, "_distribution")
         return (ChangedBase if is_a(base, BASES, self.packages) else ForeignBase)(base, "_distribution")
 
     def inverse_of(self, module: nn.Module) -> nn.Module:

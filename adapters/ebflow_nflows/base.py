@@ -22,8 +22,9 @@ class NflowsBase(Base):
     """A base distribution with its own ``log_prob`` and ``sample``."""
 
     def __init__(self, module: Any, path: str) -> None:
-        super().__init__(module, path, self.known_shapes(module))
+        shapes = self.known_shapes(module)
         self._density_takes_context = takes_context(module.log_prob)
+        super().__init__(module, path, shapes)
 
     def known_shapes(self, module: Any) -> Shapes | None:
         """The event shape, if the distribution defines it."""

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from ebflow_normflows import linear, steps
 from ebflow_normflows.base import LevelsBase, NormflowsBase
-from ebflow_normflows.steps import ours
 from ebflow_plugin.adapting import (
     ActivationStep,
     Adapter,
@@ -33,8 +32,8 @@ from ebflow_plugin.adapting import (
     Step,
     drop_caches,
     is_a,
+    known_class,
     register_networks,
-    resolve,
 )
 from ebflow_plugin.errors import InputError, NotAFlowError, UnsupportedStepError
 
@@ -53,35 +52,22 @@ def backwards(step: type[Step]) -> Container:
     return Container(lambda module: [Child("", module, inverted=True, step=step)])
 
 
-def composite(module: Any) -> Iterator[Child]:
-    """The members of a Composite."""
-    return (Child(f"_flows.{index}", member) for index, member in enumerate(module._flows))
-
-
-def block(module: Any) -> Iterator[Child]:
-    """The members of a GlowBlock."""
-    return (Child(f"flows.{index}", member) for index, member in enumerate(module.flows))
+BLOCK = Container.of_list("flows")
 
 
 def coupling_block(module: Any) -> Rule:
     """An AffineCouplingBlock: its coupling, as one step with the split and the merge around it."""
-    kinds = [known_class(member) for member in module.flows]
+    kinds = [known_class(member, steps.PACKAGES) for member in module.flows]
     if kinds == ["Split", "AffineCoupling", "Merge"] and module.flows[0].mode == module.flows[2].mode:
         step = steps.whole_coupling(module.flows[0].mode)
         return Container(lambda module: [Child("flows.1", module.flows[1], step=step)])
-    return Container(block)
+    return BLOCK
 
 
 def lu_permute(module: Any) -> Iterator[Child]:
     """The two parts of a LULinearPermute, whose forward is the inverse of both."""
     yield Child("linear", module.linear, inverted=True)
     yield Child("permutation", module.permutation, inverted=True)
-
-
-def wrapped_spline(module: Any) -> Iterator[Child]:
-    """The member of the public spline classes, which they invert."""
-    name = "prqct" if hasattr(module, "prqct") else "mprqat"
-    yield Child(name, getattr(module, name), inverted=True)
 
 
 def permute(module: Any) -> Rule:
@@ -107,15 +93,15 @@ def masked_affine(module: Any) -> Rule:
 
 
 RULES: dict[str, Rule] = {
-    "Reverse": Container(lambda module: [Child("flow", module.flow, inverted=True)]),
-    "Composite": Container(composite),
-    "GlowBlock": Container(block),
+    "Reverse": Container.of_one("flow", inverted=True),
+    "Composite": Container.of_list("_flows"),
+    "GlowBlock": BLOCK,
     "AffineCouplingBlock": coupling_block,
     "LULinearPermute": Container(lu_permute),
-    "CoupledRationalQuadraticSpline": Container(wrapped_spline),
-    "CircularCoupledRationalQuadraticSpline": Container(wrapped_spline),
-    "AutoregressiveRationalQuadraticSpline": Container(wrapped_spline),
-    "CircularAutoregressiveRationalQuadraticSpline": Container(wrapped_spline),
+    "CoupledRationalQuadraticSpline": Container.of_one("prqct", inverted=True),
+    "CircularCoupledRationalQuadraticSpline": Container.of_one("prqct", inverted=True),
+    "AutoregressiveRationalQuadraticSpline": Container.of_one("mprqat", inverted=True),
+    "CircularAutoregressiveRationalQuadraticSpline": Container.of_one("mprqat", inverted=True),
     # linear
     "Split": linear.SplitStep,
     "Merge": backwards(linear.SplitStep),
@@ -155,9 +141,6 @@ RULES: dict[str, Rule] = {
 
 BACKWARDS = ("Invertible1x1Conv", "InvertibleAffine", "FullConv2d")  # classes whose steps describe the inverse
 
-# The models, a subclass before its parent.
-MODELS = ("ConditionalNormalizingFlow", "NormalizingFlow", "ClassCondFlow", "MultiscaleFlow", "NormalizingFlowVAE")
-
 
 class NormflowsAdapter(Adapter):
     """Walks the models of normflows."""
@@ -167,6 +150,7 @@ class NormflowsAdapter(Adapter):
         "NormalizingFlow, ConditionalNormalizingFlow, ClassCondFlow and MultiscaleFlow; for a bare Flow, give it a "
         "base density first: NormalizingFlow(DiagGaussian(shape), [flow])"
     )
+    models = ("ConditionalNormalizingFlow", "NormalizingFlow", "ClassCondFlow", "MultiscaleFlow", "NormalizingFlowVAE")
     packages = steps.PACKAGES
     rules = MappingProxyType(RULES)
     opaque = steps.UnknownStep
@@ -180,11 +164,8 @@ class NormflowsAdapter(Adapter):
         }
     )
 
-    def is_flow(self, model: object) -> bool:
-        return kind_of(model) is not None
-
     def plan(self, flow: Any, overrides: Mapping[str, str] | None = None) -> Plan:
-        kind = kind_of(flow)
+        kind = self._kind(flow)
         if kind == "NormalizingFlowVAE":
             self._refuse_vae(flow)
         self.refuse_own_density(flow)
@@ -211,7 +192,7 @@ class NormflowsAdapter(Adapter):
     def own_log_prob(self, flow: Any, x: Tensor, context: Tensor | None) -> Tensor:
         """The library's own ``log_prob``, of a copy of x: ``Shift`` writes into its input."""
         self.release(flow)
-        x, kind = x.clone(), kind_of(flow)
+        x, kind = x.clone(), self._kind(flow)
         if kind == "ConditionalNormalizingFlow":
             result: Tensor = flow.log_prob(x, context=context)
         elif kind == "ClassCondFlow":
@@ -235,6 +216,10 @@ class NormflowsAdapter(Adapter):
     def release(self, flow: nn.Module) -> None:
         drop_caches(flow, self.packages)
 
+    def _kind(self, flow: object) -> str:
+        """The name of the class of normflows that a model is of."""
+        return next(name for name in self.models if is_a(flow, (name,), self.packages))
+
     def _walk_back(self, flows: Any, path: str, overrides: Mapping[str, str]) -> Iterator[Step]:
         for index in reversed(range(len(flows))):
             yield from self.walk(flows[index], f"{path}.{index}", self.inverted, overrides)
@@ -247,7 +232,7 @@ class NormflowsAdapter(Adapter):
             yield from self._walk_back(flow.flows[level], f"flows.{level}", overrides)
             if level > 0:
                 merge, path = flow.merges[level - 1], f"merges.{level - 1}"
-                if known_class(merge) == "Merge":
+                if known_class(merge, self.packages) == "Merge":
                     yield linear.LevelStep(merge, path)
                 else:
                     step = steps.UnknownLevelStep(merge, path, inverted=True)
@@ -275,16 +260,6 @@ class NormflowsAdapter(Adapter):
             "vae.flows), where net(x) returns mean and log-scale (NNDiagGaussian has the log-variance: halve it), and "
             "call energy(z, context=x). A flow prior is a NormalizingFlow of its own: wrap that."
         )
-
-
-def kind_of(model: object) -> str | None:
-    """The name of the normflows model class of an object, or None."""
-    return next((name for name in MODELS if is_a(model, (name,), steps.PACKAGES)), None)
-
-
-def known_class(module: object) -> str | None:
-    """The name of a module's normflows class, if it acts as that class does."""
-    return resolve(module, lambda cls: cls.__name__ if ours(cls) else None)[0]
 
 
 def no_context(context: Tensor | None) -> None:

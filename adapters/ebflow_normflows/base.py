@@ -15,25 +15,22 @@ from ebflow_plugin.adapting import (
     Gaussian,
     Shapes,
     Smoothness,
-    comes_from,
     density_smoothness,
     gaussian_mean,
+    is_a,
+    known_class,
     per_sample,
-    resolve,
     worst_of,
 )
 from ebflow_plugin.errors import InputError
 
+PACKAGES = ("normflows", "ebflow_normflows")
 # The networks of these are functions of the context, or of a constant, and not of x.
 BASES: dict[str, Smoothness] = {
     **dict.fromkeys(("DiagGaussian", "ConditionalDiagGaussian", "ClassCondDiagGaussian"), Smoothness.SMOOTH),
     **dict.fromkeys(("GlowBase", "AffineGaussian", "GaussianMixture", "GaussianPCA"), Smoothness.SMOOTH),
     **dict.fromkeys(("Uniform", "UniformGaussian"), Smoothness.JUMPS),
 }
-
-
-def _ours(cls: type) -> bool:
-    return comes_from(cls, ("normflows",))
 
 
 class NormflowsBase(Base):
@@ -46,8 +43,9 @@ class NormflowsBase(Base):
     """
 
     def __init__(self, module: Any, path: str, conditional: bool) -> None:
-        self._kind, why = resolve(module, lambda cls: cls.__name__ if _ours(cls) and cls.__name__ in BASES else None)
-        super().__init__(module, path, None if "overrides" in why else _shapes(module))
+        self._kind = known_class(module, PACKAGES, BASES)
+        changed = self._kind is None and is_a(module, BASES, PACKAGES)
+        super().__init__(module, path, None if changed else _shapes(module))
         self.classes: int | None = getattr(module, "num_classes", None)
         self.needs_context = self.classes is not None or hasattr(module, "context_encoder")
         self.takes_context = conditional or self.needs_context

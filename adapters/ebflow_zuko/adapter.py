@@ -38,18 +38,6 @@ from ebflow_zuko.transforms import PACKAGES, known_name
 register_networks(("zuko", "sbi"))  # all of their networks hold their activations as modules
 
 
-def members(name: str) -> Container:
-    """The rule of a class with a list of transforms."""
-    return Container(
-        lambda module: (Child(f"{name}.{index}", member) for index, member in enumerate(getattr(module, name)))
-    )
-
-
-def member(name: str, inverted: bool = False) -> Container:
-    """The rule of a class around one transform."""
-    return Container(lambda module: [Child(name.lstrip("_"), getattr(module, name), inverted)])
-
-
 def matrix(step: type[Step], dim: int = 2) -> Rule:
     """The rule of a transform with one matrix or permutation; zuko handles those with one per sample."""
 
@@ -61,12 +49,12 @@ def matrix(step: type[Step], dim: int = 2) -> Rule:
 
 # The rules of transforms whose parameters do not depend on a context.
 TRANSFORMS: dict[str, Rule] = {
-    "ComposedTransform": members("transforms"),
-    "ComposeTransform": members("parts"),
-    "DependentTransform": member("base"),
-    "IndependentTransform": member("base_transform"),
-    "Inverse": member("_inv", inverted=True),
-    "_InverseTransform": member("_inv", inverted=True),
+    "ComposedTransform": Container.of_list("transforms"),
+    "ComposeTransform": Container.of_list("parts"),
+    "DependentTransform": Container.of_one("base"),
+    "IndependentTransform": Container.of_one("base_transform"),
+    "Inverse": Container.of_one("_inv", inverted=True),
+    "_InverseTransform": Container.of_one("_inv", inverted=True),
     # linear
     "IdentityTransform": linear.SameStep,
     "AdditiveTransform": linear.AdditiveStep,
@@ -133,8 +121,8 @@ def _holds_a_transform(module: Any) -> bool:
 
 
 RULES: dict[str, Rule] = {
-    "LazyComposedTransform": members("transforms"),
-    "LazyInverse": member("transform", inverted=True),
+    "LazyComposedTransform": Container.of_list("transforms"),
+    "LazyInverse": Container.of_one("transform", inverted=True),
     "UnconditionalTransform": unconditional,
     "Unconditional": unconditional,
     "ElementWiseTransform": elementwise,
@@ -156,6 +144,7 @@ class ZukoAdapter(Adapter):
         "the flows of zuko.flows, zuko.lazy.Flow, zuko.mixtures.GMM, sbi's ZukoFlow; for a bare LazyTransform, give it "
         "a base density first: Flow(transform, UnconditionalDistribution(DiagNormal, mean, std, buffer=True))"
     )
+    models = ("Flow", "GMM")
     packages = PACKAGES
     rules = MappingProxyType(RULES)
     opaque = steps.UnknownStep
@@ -169,7 +158,7 @@ class ZukoAdapter(Adapter):
     )
 
     def is_flow(self, model: object) -> bool:
-        return is_a(model, ("Flow", "GMM"), PACKAGES) or is_estimator(model)
+        return super().is_flow(model) or is_estimator(model)
 
     def rule(self, cls: type) -> Rule | None:
         if issubclass(cls, torch.distributions.Transform) and comes_from(cls, (*PACKAGES, "torch")):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ebflow_plugin.adapting import comes_from, rational_quadratic, resolve, summed
+from ebflow_plugin.adapting import comes_from, known_class, rational_quadratic, summed
 
 __all__ = ["PACKAGES", "bare", "forward", "inverse", "known_name", "ours", "unwrapped"]
 
@@ -60,7 +60,7 @@ def known_name(factory: Any) -> str | None:
     """
     factory = unwrapped(factory)
     if isinstance(factory, nn.Module):
-        return resolve(factory, lambda cls: cls.__name__ if ours(cls) else None)[0]
+        return known_class(factory, PACKAGES)
     if getattr(factory, "__module__", "").partition(".")[0] not in ("torch", "zuko"):
         return None
     return getattr(factory, "__name__", None)

@@ -13,7 +13,7 @@ An adapter imports the core only from here, :mod:`ebflow_plugin.errors` and :mod
 Modules of the core, in this package too, import a name from where it is defined.
 """
 
-from ebflow_plugin.adapting.adapter import Adapter, comes_from, is_a, takes_context
+from ebflow_plugin.adapting.adapter import Adapter, comes_from, is_a, known_class
 from ebflow_plugin.adapting.densities import density_smoothness, gaussian_mean
 from ebflow_plugin.adapting.rules import (
     REGISTERED,
@@ -57,7 +57,6 @@ from ebflow_plugin.plan.linear import (
 )
 from ebflow_plugin.plan.matrices import FullConvStep, FullLinearStep, MatrixStep, MixingStep, Products, TriangularStep
 from ebflow_plugin.plan.plan import Plan
-from ebflow_plugin.plan.registry import resolve
 from ebflow_plugin.plan.smooth_modules import Smoothness, register_networks, worst_of
 from ebflow_plugin.plan.smoothness import smoothness_of
 from ebflow_plugin.plan.splines import rational_quadratic
@@ -70,6 +69,7 @@ from ebflow_plugin.plan.step import (
     Shape,
     Shapes,
     Step,
+    takes_context,
 )
 from ebflow_plugin.plan.values import per_sample, summed
 
@@ -124,13 +124,13 @@ __all__ = [
     "drop_caches",
     "gaussian_mean",
     "is_a",
+    "known_class",
     "lazy_layers",
     "logit_map",
     "per_sample",
     "rational_quadratic",
     "register_networks",
     "registered_smoothness",
-    "resolve",
     "smoothness_of",
     "summed",
     "takes_context",

@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib import import_module
 from importlib.util import find_spec
-from inspect import signature
 from types import MappingProxyType
 from typing import Any
 
@@ -25,7 +24,7 @@ from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.registry import altered_part, resolve
 from ebflow_plugin.plan.step import LinearStep, Step
 
-__all__ = ["Adapter", "comes_from", "is_a", "takes_context"]
+__all__ = ["Adapter", "comes_from", "is_a", "known_class"]
 
 
 class Adapter(ABC):
@@ -34,6 +33,7 @@ class Adapter(ABC):
     Attributes:
         name: The name of the library.
         flows: A description of the objects that can be wrapped, for error messages.
+        models: The names of their classes, a subclass before its parent.
         packages: The packages that the library's classes come from.
         rules: The rule of each class of the library, by class name.
         opaque: The step of a module of unknown class.
@@ -47,6 +47,7 @@ class Adapter(ABC):
 
     name: str
     flows: str
+    models: tuple[str, ...]
     packages: tuple[str, ...]
     rules: Mapping[str, Rule]
     opaque: type[OpaqueStep]
@@ -55,9 +56,9 @@ class Adapter(ABC):
     inverters: tuple[str, ...] = ()
     constrained: Mapping[str, Callable[[Any], tuple[int, bool] | None]] = MappingProxyType({})
 
-    @abstractmethod
     def is_flow(self, model: object) -> bool:
         """Whether the object is a flow of this library, with a density."""
+        return is_a(model, self.models, self.packages)
 
     @property
     def installed(self) -> bool:
@@ -67,11 +68,7 @@ class Adapter(ABC):
 
     def rule(self, cls: type) -> Rule | None:
         """The rule of exactly this class, if it belongs to the library."""
-        return self.rules.get(cls.__name__) if self.ours(cls) else None
-
-    def ours(self, cls: type) -> bool:
-        """Whether a class belongs to the library."""
-        return comes_from(cls, self.packages)
+        return self.rules.get(cls.__name__) if comes_from(cls, self.packages) else None
 
     @abstractmethod
     def plan(self, flow: Any, overrides: Mapping[str, str] | None = None) -> Plan:
@@ -138,7 +135,8 @@ class Adapter(ABC):
         else:
             rules = {cls: REGISTERED.get(cls) or self.rule(cls) for cls in type(module).__mro__}
             rule, why = resolve(module, rules.get)
-        rule = _decided(rule, module)
+        while rule is not None and not isinstance(rule, (type, Container, RegisteredRule)):
+            rule = rule(module)
         if isinstance(rule, type) and issubclass(rule, LinearStep) and (part := altered_part(module)) is not None:
             rule, why = None, f"unknown: {part} inside it is hooked or patched"  # linear steps would not call it
         if isinstance(rule, Container):
@@ -167,7 +165,9 @@ class Adapter(ABC):
         return step
 
     def _own_step(self, module: nn.Module, path: str) -> Iterator[Step]:
-        rule = _decided(self.rule(type(module)), module)
+        rule = self.rule(type(module))
+        while rule is not None and not isinstance(rule, (type, Container, RegisteredRule)):
+            rule = rule(module)
         if isinstance(rule, type):
             yield rule(module, path)
 
@@ -187,13 +187,6 @@ class Adapter(ABC):
         step.reason = why or "registered by the user"
         step.registered_smoothness = rule.smoothness
         return step
-
-
-def _decided(rule: Rule | None, module: Any) -> type[Step] | Container | RegisteredRule | None:
-    """The rule of a module, of which a function of the module decides."""
-    while rule is not None and not isinstance(rule, (type, Container, RegisteredRule)):
-        rule = rule(module)
-    return rule
 
 
 def comes_from(cls: type, packages: tuple[str, ...]) -> bool:
@@ -218,14 +211,18 @@ def is_a(thing: object, names: Collection[str], packages: tuple[str, ...]) -> bo
     return any(parent.__name__ in names and comes_from(parent, packages) for parent in type(thing).__mro__)
 
 
-def takes_context(function: Callable[..., Any] | None) -> bool:
-    """Whether a function can be called with ``context=``.
+def known_class(thing: object, packages: tuple[str, ...], names: Collection[str] | None = None) -> str | None:
+    """The name of the class of these packages that an object acts as: its own, or that of a parent it does not change.
+
+    Arguments:
+        thing: The object.
+        packages: The packages.
+        names: The names to look for; all by default.
 
     Example:
-        >>> takes_context(lambda x, context=None: x), takes_context(lambda x: x), takes_context(None)
-        (True, False, False)
+        >>> known_class(nn.Tanh(), ("torch",)), known_class(nn.Tanh(), ("torch",), ["ReLU"])
+        ('Tanh', None)
     """
-    if function is None:
-        return False
-    parameters = signature(function).parameters.values()
-    return any(parameter.name == "context" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    classes = [cls for cls in type(thing).__mro__ if comes_from(cls, packages)]
+    found = {cls: cls.__name__ for cls in classes if names is None or cls.__name__ in names}
+    return resolve(thing, found.get)[0]

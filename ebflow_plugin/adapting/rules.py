@@ -54,6 +54,16 @@ class Container:
 
     children: Callable[[Any], Iterable[Child]]
 
+    @classmethod
+    def of_list(cls, name: str) -> Container:
+        """The rule of a class with a list of members, in the order of its forward."""
+        return cls(lambda module: (Child(f"{name}.{place}", one) for place, one in enumerate(getattr(module, name))))
+
+    @classmethod
+    def of_one(cls, name: str, inverted: bool = False) -> Container:
+        """The rule of a class around one member."""
+        return cls(lambda module: [Child(name, getattr(module, name), inverted)])
+
 
 @dataclass(frozen=True)
 class RegisteredRule:

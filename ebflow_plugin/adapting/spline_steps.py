@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from ebflow_plugin.adapting.adapter import comes_from
 from ebflow_plugin.adapting.shared import SplineStep
-from ebflow_plugin.linalg.reading import free_to_read
+from ebflow_plugin.linalg.memo import free_to_read
 from ebflow_plugin.plan.registry import altered_part
 from ebflow_plugin.plan.splines import cubic, knots, linear, quadratic, rational_quadratic, shares, within
 from ebflow_plugin.plan.values import summed

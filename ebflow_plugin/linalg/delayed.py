@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from ebflow_plugin.linalg.reading import free_to_read
+from ebflow_plugin.linalg.memo import free_to_read
 
 __all__ = ["LAG", "Delayed"]
 

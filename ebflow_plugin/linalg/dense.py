@@ -22,9 +22,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from ebflow_plugin.errors import SingularError
-from ebflow_plugin.linalg.memo import Memo
+from ebflow_plugin.linalg.memo import Memo, free_to_read, is_traced, may_read
 from ebflow_plugin.linalg.precision import full_precision, full_precision_backward
-from ebflow_plugin.linalg.reading import free_to_read, is_traced, may_read
 
 __all__ = ["Band", "CachedLU", "Dense", "Matrix", "Solver"]
 

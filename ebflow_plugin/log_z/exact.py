@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from ebflow_plugin.adapting.rules import RegisteredLinearStep
-from ebflow_plugin.linalg.memo import Memo, own_numbers, own_tensors
-from ebflow_plugin.linalg.reading import is_traced
+from ebflow_plugin.linalg.memo import Memo, is_traced, own_numbers, own_tensors
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.step import LinearStep, Shape
 

@@ -12,8 +12,8 @@ import torch
 from torch import Generator, Tensor, nn
 
 from ebflow_plugin.errors import InputError, UnknownNameError, suggest
+from ebflow_plugin.linalg.memo import transformed
 from ebflow_plugin.linalg.random import check_generator
-from ebflow_plugin.linalg.reading import transformed
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives.compiling import CompiledLoss, Prepared
 from ebflow_plugin.objectives.schedule import AddedNoise

@@ -27,8 +27,8 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from ebflow_plugin.errors import EBFlowError, UnsupportedStepError
+from ebflow_plugin.linalg.memo import tracing
 from ebflow_plugin.linalg.precision import full_precision
-from ebflow_plugin.linalg.reading import tracing
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.planned import Watch
 

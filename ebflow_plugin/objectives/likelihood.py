@@ -9,7 +9,7 @@ import torch
 from torch import Generator, Tensor
 
 from ebflow_plugin.errors import InputError, UnsupportedStepError
-from ebflow_plugin.linalg.reading import is_tracing, without_reading
+from ebflow_plugin.linalg.memo import is_tracing, without_reading
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives.base import Common, DrawnObjective, Objective
 from ebflow_plugin.objectives.relative import relative_plan

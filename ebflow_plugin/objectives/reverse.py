@@ -9,7 +9,7 @@ import torch
 from torch import Generator, Tensor
 
 from ebflow_plugin.errors import InputError
-from ebflow_plugin.linalg.reading import without_reading
+from ebflow_plugin.linalg.memo import without_reading
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives import checks
 from ebflow_plugin.objectives.likelihood import LogDetObjective, LogDetOptions

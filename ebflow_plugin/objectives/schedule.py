@@ -20,8 +20,8 @@ from torch import Generator, Tensor
 
 from ebflow_plugin.closed_form.moments import Moments
 from ebflow_plugin.errors import InputError
+from ebflow_plugin.linalg.memo import transformed
 from ebflow_plugin.linalg.random import gaussian_like
-from ebflow_plugin.linalg.reading import transformed
 from ebflow_plugin.plan.inputs import integer, positive
 
 __all__ = ["AddedNoise", "NoiseSchedule"]

@@ -29,10 +29,10 @@ from ebflow_plugin.errors import ConditioningWarning, SingularError, warn
 from ebflow_plugin.linalg.circular import ConvOperator, side_by_side
 from ebflow_plugin.linalg.delayed import Delayed
 from ebflow_plugin.linalg.krylov import gmres
+from ebflow_plugin.linalg.memo import free_to_read
 from ebflow_plugin.linalg.operators import Approximation, LinearOperator, dense_inverse
 from ebflow_plugin.linalg.precision import full_precision
 from ebflow_plugin.linalg.random import signs_like
-from ebflow_plugin.linalg.reading import free_to_read
 from ebflow_plugin.objectives.probes import Account
 from ebflow_plugin.plan.step import LinearStep, Shape, Shapes
 

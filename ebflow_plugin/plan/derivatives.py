@@ -27,11 +27,12 @@ import torch
 from torch import Tensor
 
 from ebflow_plugin.errors import raise_from_step
+from ebflow_plugin.linalg.memo import transformed
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.step import Gaussian, Linearization, Step
 from ebflow_plugin.plan.values import Value, dot, pop
 
-__all__ = ["Derivatives", "derivatives", "transformed"]
+__all__ = ["Derivatives", "derivatives"]
 
 
 class Derivatives(NamedTuple):
@@ -106,16 +107,6 @@ def derivatives(
     return Derivatives(adjoints[0], curvatures, total if energy else None, latents)
 
 
-def transformed() -> bool:
-    """Whether the caller runs in ``torch.compile`` or a transform of ``torch.func``, where values cannot be read.
-
-    Example:
-        >>> transformed(), torch.func.vmap(lambda x: x + transformed())(torch.zeros(2))
-        (False, tensor([1., 1.]))
-    """
-    return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
-
-
 def _end(
     plan: Plan,
     start: int,
@@ -131,7 +122,7 @@ def _end(
         except Exception as error:
             raise_from_step(error, plan.base, points, context)
         if gaussian is not None:
-            total = -plan.base_log_prob(points, context) if energy else points[0]
+            total = plan.energy_from(start, points, context)[0] if energy else points[0]
             return *_of_gaussian(gaussian, points, tangents), total, points
     if transformed():  # neither torch.compile nor transforms of torch.func take a double backward
         return _by_transforms(plan, start, points, context, tangents)

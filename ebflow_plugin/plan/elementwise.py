@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ebflow_plugin.plan.smoothness import Smoothness
-from ebflow_plugin.plan.step import Linearization, NonlinearStep
+from ebflow_plugin.plan.step import Linearity, Linearization, Step
 from ebflow_plugin.plan.values import dot, summed
 
 __all__ = ["ActivationStep", "ElementwiseMap", "ElementwiseStep", "clamped_logit_map", "logit_map", "sigmoid_map"]
@@ -30,13 +30,6 @@ class ElementwiseMap:
     value: Tensor
     log_slope: Callable[[], Tensor]
     slopes: Callable[[], tuple[Tensor, Tensor | float, Tensor | float]]
-
-    def value_log_det(self) -> tuple[Tensor, Tensor]:
-        """The map, and its log-det: l summed over all but the batch, with shape ``(B,)``."""
-        return self.value, self._log_det()
-
-    def _log_det(self) -> Tensor:
-        return summed(self.log_slope())
 
     def of_scaled(self, scale: Tensor | float, log_scale: Tensor | float) -> ElementwiseMap:
         """f(scale · x + shift) as a curve of x, if this is the curve of f at that point."""
@@ -69,16 +62,17 @@ class ElementwiseMap:
             push=lambda tangent: tangent * slope,
             pull=lambda adjoint: adjoint * slope - first,
             curvature=None if straight else curvature,
-            log_det=self._log_det,
+            log_det=lambda: summed(self.log_slope()),
         )
 
 
-class ElementwiseStep(NonlinearStep):
+class ElementwiseStep(Step):
     """A step that acts on each element separately: y = f(x), and log|f'(x)| summed.
 
     Subclasses implement f and its derivatives: :meth:`forward_map` and :meth:`inverse_map`.
     """
 
+    linearity = Linearity.NONLINEAR
     closed = True
     reason = "elementwise"
 
@@ -91,14 +85,11 @@ class ElementwiseStep(NonlinearStep):
         """Its inverse at y."""
 
     def encode(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
-        curve = (self.inverse_map if self.inverted else self.forward_map)(x, context)
-        return curve.value_log_det()
+        at = (self.inverse_map if self.inverted else self.forward_map)(x, context)
+        return at.value, at.log_slope().flatten(1).sum(1)
 
-    def call_forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
-        return self.forward_map(x, context).value_log_det()
-
-    def call_inverse(self, y: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
-        return self.inverse_map(y, context).value_log_det()
+    def decode(self, z: Tensor, context: Tensor | None) -> Tensor:
+        return (self.forward_map if self.inverted else self.inverse_map)(z, context).value
 
     def linearize(self, x: Tensor, context: Tensor | None) -> Linearization:
         return (self.inverse_map if self.inverted else self.forward_map)(x, context).linearization()

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.linalg.dense import CachedLU, Dense
+from ebflow_plugin.linalg.memo import is_traced
 from ebflow_plugin.linalg.operators import DenseOperator, LinearOperator, single_at_least
-from ebflow_plugin.linalg.reading import is_traced
 from ebflow_plugin.plan.step import Linearization, LinearStep, Shape, Shapes
 
 __all__ = ["FullConvStep", "FullLinearStep", "FullStep", "MatrixStep", "MixingStep", "Products", "TriangularStep"]

@@ -32,7 +32,7 @@ from ebflow_plugin.errors import (
     raise_from_step,
     refuse_inference_tensors,
 )
-from ebflow_plugin.linalg.reading import may_read
+from ebflow_plugin.linalg.memo import may_read
 from ebflow_plugin.plan.inputs import usable
 from ebflow_plugin.plan.smoothness import stochastic_parts
 from ebflow_plugin.plan.step import Base, LinearStep, Part, Shape, Shapes, Step
@@ -103,15 +103,15 @@ class Plan:
         The context is the embedded one.
         """
         latents, log_det = self.encode(stack, context, start=start)
-        log_prob = self.base_log_prob(latents, context)
+        try:
+            log_prob = per_sample(self.base.log_prob(latents, context), latents[0])
+        except Exception as error:
+            raise_from_step(error, self.base, latents, context)
         return -log_prob if log_det is None else -(log_prob + log_det), latents
 
     def base_log_prob(self, latents: tuple[Tensor, ...], context: Tensor | None) -> Tensor:
         """Log p_u of latents, with shape ``(B,)``. The context is the embedded one."""
-        try:
-            return per_sample(self.base.log_prob(latents, context), latents[0])
-        except Exception as error:
-            raise_from_step(error, self.base, latents, context)
+        return -self.energy_from(len(self.steps), latents, context)[0]
 
     def encode(
         self,
@@ -252,7 +252,7 @@ class Plan:
     @cached_property
     def _refusable(self) -> tuple[Part, ...]:
         """The parts that can be refused in some mode: the others are not asked on each call."""
-        return tuple(part for part in self.parts() if part.may_be_refused)
+        return tuple(part for part in self.parts() if part.stochastic or type(part).refusal is not Part.refusal)
 
     def refuse(self) -> None:
         """Raises :class:`UnsupportedStepError`, listing every step that cannot be part of an energy in its mode."""

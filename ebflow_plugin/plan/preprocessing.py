@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ebflow_plugin.errors import InputError, UnknownNameError, suggest
+from ebflow_plugin.linalg.memo import transformed
 from ebflow_plugin.linalg.random import at_least, gaussian_like, uniform_like
-from ebflow_plugin.linalg.reading import transformed
 from ebflow_plugin.plan.elementwise import ElementwiseMap, ElementwiseStep, logit_map, sigmoid_map
 from ebflow_plugin.plan.inputs import is_number, one_of
 from ebflow_plugin.plan.linear import ElementwiseAffineStep

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from inspect import signature
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ __all__ = [
     "Shape",
     "Shapes",
     "Step",
+    "takes_context",
 ]
 
 Shape = tuple[int, ...]
@@ -75,7 +77,7 @@ class Part:
     """
 
     reads: Sequence[nn.Module] = ()  # submodules whose parameters it reads, in place of calling them
-    _stochastic: Sequence[Callable[[], str | None]] = ()  # reasons why its networks are not deterministic in their mode
+    stochastic: Sequence[Callable[[], str | None]] = ()  # reasons why its networks are not deterministic in their mode
 
     def __init__(self, module: Any, path: str) -> None:
         self.module = module
@@ -104,17 +106,12 @@ class Part:
         members = (item for one in self.module.modules() for item in (*vars(one).items(), *one._modules.items()))
         return any("context" in name and value for name, value in members)
 
-    @property
-    def may_be_refused(self) -> bool:
-        """Whether :meth:`refusal` can ever return a reason; a plan does not call the others."""
-        return bool(self._stochastic) or type(self).refusal is not Part.refusal
-
     def refusal(self) -> str | None:
         """Returns why the part cannot be in an energy in its current mode, or None.
 
         Called on every evaluation, since ``train()`` and ``eval()`` decide for batch norm and dropout: read only flags.
         """
-        for refusal in self._stochastic:  # a plain loop: torch.compile traces it
+        for refusal in self.stochastic:  # a plain loop: torch.compile traces it
             why = refusal()
             if why is not None:
                 return why
@@ -264,7 +261,7 @@ class NonlinearStep(Step):
 
     def __init__(self, module: Any, path: str, inverted: bool = False) -> None:
         super().__init__(module, path, inverted)
-        self._stochastic = stochastic_parts(module)
+        self.stochastic = stochastic_parts(module)
 
     @abstractmethod
     def call_forward(self, x: Any, context: Tensor | None) -> tuple[Any, Any]:
@@ -292,7 +289,7 @@ class Base(Part, ABC):
     def __init__(self, module: Any, path: str, shapes: Shapes | None = None) -> None:
         super().__init__(module, path)
         self.shapes = shapes
-        self._stochastic = stochastic_parts(module)
+        self.stochastic = stochastic_parts(module)
 
     @property
     def smoothness(self) -> Smoothness:
@@ -329,3 +326,16 @@ class Base(Part, ABC):
                 f"temperature={temperature:g} needs a Gaussian base density, and this is none\n  {self.where}"
             )
         return tuple(mean + temperature * (z - mean) for z in self.sample(n, context, like))
+
+
+def takes_context(function: Callable[..., Any] | None) -> bool:
+    """Whether a function can be called with ``context=``.
+
+    Example:
+        >>> takes_context(lambda x, context=None: x), takes_context(lambda x: x), takes_context(None)
+        (True, False, False)
+    """
+    if function is None:
+        return False
+    parameters = signature(function).parameters.values()
+    return any(parameter.name == "context" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ebflow_plugin.errors import InputError
-from ebflow_plugin.linalg.reading import free_to_read, is_readable
+from ebflow_plugin.linalg.memo import free_to_read, is_readable
 
 __all__ = ["check_weights", "counted_rows", "refuse_weights", "resampled_rows", "weighted_mean"]
 

@@ -12,6 +12,7 @@ import torch
 from torch import Generator, Tensor
 
 from ebflow_plugin.errors import InputError
+from ebflow_plugin.linalg.memo import free_to_read
 from ebflow_plugin.linalg.random import (
     at_least,
     check_generator,
@@ -20,7 +21,6 @@ from ebflow_plugin.linalg.random import (
     uniform_like,
     with_progress,
 )
-from ebflow_plugin.linalg.reading import free_to_read
 from ebflow_plugin.log_z.estimate import Estimate, log_mean_exp, pareto_k, rounding_error
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.plan.inputs import refuse_other_models

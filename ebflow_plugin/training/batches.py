@@ -13,9 +13,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from ebflow_plugin.closed_form.moments import counted, refuse_unequal
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.linalg.random import at_least, derive_seed
-from ebflow_plugin.plan.inputs import Batch, batch_of, refuse_non_finite
+from ebflow_plugin.model import EBFlow
+from ebflow_plugin.plan.inputs import Batch, batch_of, refuse_non_finite, to_device
+from ebflow_plugin.plan.preprocessing import Dequantize
+from ebflow_plugin.plan.weights import check_weights, counted_rows
 
-__all__ = ["Loader", "batches_of", "gathered", "maximum_of", "once", "process", "total_of"]
+__all__ = ["Loader", "batches_of", "gathered", "loader_of", "maximum_of", "once", "process", "total_of"]
 
 T = TypeVar("T")
 
@@ -104,14 +107,14 @@ class Loader:
 
     def batches(self) -> Iterator[Batch]:
         """The same, each as x, its context and its weights."""
-        rank, world = process()
-        if self.place == len(self):  # who counts batches does not exhaust it
+        (rank, world), count = process(), len(self)
+        if self.place == count:  # who counts batches does not exhaust it
             self.set_epoch(self.epoch + 1)
         size, order = self._size(world), torch.arange(self.rows, device="cpu")
         if self.shuffle:
             generator = Generator("cpu").manual_seed(derive_seed(self.seed, "order", self.epoch))
             order = torch.randperm(self.rows, generator=generator, device="cpu")
-        while self.place < len(self):
+        while self.place < count:
             begin = (self.place * world + rank) * size
             self.place += 1
             yield self._fetch(order[begin : begin + size])
@@ -144,6 +147,41 @@ def once(loader: Any) -> Iterator[Batch]:
         loader = copy(loader)
         loader.epoch = loader.place = 0
     return batches_of(loader)
+
+
+def loader_of(name: str, data: Any, size: int, seed: int | None, model: EBFlow) -> tuple[Any, Batch]:
+    """The batches of some data, shuffled if there is a seed, and the first of them, which is checked.
+
+    Raises:
+        InputError: If there is none, or it is not what the model takes.
+    """
+    loader = data
+    if not isinstance(data, DataLoader):
+        loader = Loader(data, size, shuffle=seed is not None, seed=seed or 0, name=name)
+    try:
+        known = len(loader)
+    except TypeError:
+        raise InputError(
+            f"{name}: the DataLoader does not know its length (an IterableDataset without __len__); give the dataset "
+            "a __len__, or pass a map-style Dataset"
+        ) from None
+    with torch.random.fork_rng(devices=[]):
+        first = next(once(loader), None) if known else None
+    if first is None:
+        raise InputError(f"{name}: the DataLoader is empty: its dataset has no rows, or drop_last leaves none")
+    first = to_device(first, model.like().device)
+    x, context, weights = first
+    try:
+        model.check(x, context)
+        rows = x if weights is None else x[counted_rows(check_weights(weights, x))]
+        if rows.is_floating_point():
+            refuse_non_finite("its first batch", rows)
+        for step in model.preprocessing:
+            if isinstance(step, Dequantize):
+                step.refuse(rows)
+    except InputError as error:
+        raise InputError(f"{name}: {error}") from error
+    return loader, first
 
 
 def source_of(data: Any, name: str) -> tuple[Callable[[Tensor], Batch], int]:

@@ -2,7 +2,7 @@ r"""Exponential moving average of a model's parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Real
 from typing import Any
@@ -15,19 +15,7 @@ from ebflow_plugin.linalg.random import at_least
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.plan.inputs import flag
 
-__all__ = ["EMA", "averaging", "write_parameters"]
-
-
-def averaging(decay: float, warmup: bool = True) -> Callable[[list[Tensor], list[Tensor], int], None]:
-    """The update of averages by current values, given the number of updates so far (see :class:`EMA`)."""
-    if not isinstance(decay, Real) or isinstance(decay, bool) or not 0.0 <= float(decay) < 1.0:
-        raise InputError(f"decay must be a number, at least 0 and below 1, got {decay!r}")
-
-    @torch.no_grad()
-    def update(averages: list[Tensor], current: list[Tensor], n: int) -> None:
-        torch._foreach_lerp_(averages, current, 1.0 - (min(decay, (1 + n) / (10 + n)) if warmup else decay))
-
-    return update
+__all__ = ["EMA", "decay_of"]
 
 
 class EMA:
@@ -70,8 +58,7 @@ class EMA:
         if not isinstance(model, EBFlow):
             kind = f"{type(model).__module__}.{type(model).__qualname__}"
             raise InputError(f"EMA needs an EBFlow, got {kind}; wrap it first: EMA(ebflow_plugin.wrap(flow))")
-        self._update = averaging(decay, flag("warmup", warmup))
-        self.model, self.decay, self.warmup = model, float(decay), warmup
+        self.model, self.decay, self.warmup = model, decay_of(decay), flag("warmup", warmup)
         self._applied = False
         self.restart()
 
@@ -79,17 +66,20 @@ class EMA:
         """Restarts the average from the model's current values."""
         self._refuse_applied("restart() inside applied() would start from the average")
         with torch.inference_mode(False), torch.no_grad():
-            self._averages = [_wide(parameter).detach().clone() for parameter in _averaged(self.model).values()]
+            self._averages = [p.detach().to(_wide(p), copy=True) for p in _averaged(self.model).values()]
         self.updates = 0
 
     @torch.no_grad()
     def update(self) -> None:
         """Updates the average with the model's current parameters."""
         self._refuse_applied("update() inside applied() would average the average")
-        parameters = _averaged(self.model)
-        self._followed(parameters)
+        parameters, averages = self._followed()
         if parameters:
-            self._update(self._averages, list(map(_wide, parameters.values())), self.updates)
+            n = self.updates
+            current = [p.to(_wide(p)) for p in parameters.values()]
+            torch._foreach_lerp_(
+                averages, current, 1.0 - (min(self.decay, (1 + n) / (10 + n)) if self.warmup else self.decay)
+            )
             self.updates += 1
 
     @contextmanager
@@ -107,18 +97,17 @@ class EMA:
             ...     averaged.log_prob(torch.randn(5, 2)).shape
             torch.Size([5])
         """
-        if self._applied:
-            raise EBFlowError("the average is applied already")
-        named = _averaged(self.model)
-        averages, parameters = self._followed(named), list(named.values())
+        self._refuse_applied("the average is applied already")
+        named, averages = self._followed()
+        parameters = list(named.values())
         with torch.inference_mode(False), torch.no_grad():
             own = [parameter.clone() for parameter in parameters]
         self._applied = True
         try:
-            write_parameters(self.model, parameters, list(averages.values()))
+            _write(self.model, parameters, averages)
             yield self.model
         finally:
-            write_parameters(self.model, parameters, own)
+            _write(self.model, parameters, own)
             self._applied = False
 
     def copy_to(self, model: EBFlow | None = None) -> None:
@@ -127,17 +116,17 @@ class EMA:
         model = self.model if model is None else model
         if not isinstance(model, EBFlow):
             raise InputError(f"copy_to() needs an EBFlow, got {type(model).__name__}")
-        averages, targets = self._followed(), _averaged(model)
-        _compare("the model", targets, averages)
-        write_parameters(model, [targets[name] for name in averages], list(averages.values()))
+        (named, averages), targets = self._followed(), _averaged(model)
+        _compare("the model", targets, named)
+        _write(model, [targets[name] for name in named], averages)
 
     def state_dict(self) -> dict[str, Any]:
         """The state: plain tensors and numbers, which ``torch.load(weights_only=True)`` accepts.
 
         The tensors are the averages themselves, as in ``nn.Module.state_dict``: clone them to keep them.
         """
-        state = {"decay": self.decay, "warmup": self.warmup, "updates": self.updates}
-        return {**state, "averages": self._followed()}
+        averages = dict(zip(*self._followed(), strict=True))
+        return {"decay": self.decay, "warmup": self.warmup, "updates": self.updates, "averages": averages}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -150,46 +139,46 @@ class EMA:
         missing = [name for name in names if not isinstance(state, Mapping) or name not in state]
         if missing:
             raise InputError(f"this is no state of an EMA: it lacks {', '.join(missing)}")
-        averages, found = self._followed(), state["averages"]
+        (named, averages), found = self._followed(), state["averages"]
         if not isinstance(found, Mapping) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
             raise InputError(f"averages must be tensors by name, got {found!r:.60}")
-        _compare("the state", found, averages)
-        updates = at_least(0, "updates", state["updates"])
-        self._update = averaging(state["decay"], flag("warmup", state["warmup"]))
-        self.decay, self.warmup = state["decay"], state["warmup"]
-        for name, average in averages.items():
+        _compare("the state", found, named)
+        updates, decay = at_least(0, "updates", state["updates"]), decay_of(state["decay"])
+        self.warmup, self.decay, self.updates = flag("warmup", state["warmup"]), decay, updates
+        for name, average in zip(named, averages, strict=True):
             average.copy_(found[name])
-        self.updates = updates
 
     def _refuse_applied(self, why: str) -> None:
         if self._applied:
             raise EBFlowError(f"{why}; leave the block first")
 
-    def _followed(self, parameters: dict[str, nn.Parameter] | None = None) -> dict[str, Tensor]:
-        """The averages by name, on the device and in the dtype of the model, which may have been moved or cast."""
-        parameters = _averaged(self.model) if parameters is None else parameters
-        if [each.shape for each in self._averages] != [each.shape for each in parameters.values()]:
+    def _followed(self) -> tuple[dict[str, nn.Parameter], list[Tensor]]:
+        """The parameters by name, and their averages, moved and cast as the model may have been since."""
+        named = _averaged(self.model)
+        if [each.shape for each in self._averages] != [each.shape for each in named.values()]:
             raise EBFlowError("the model has other parameters than when its average began: call restart()")
-        pairs = zip(self._averages, parameters.values(), strict=True)
-        self._averages = [average.to(parameter.device, _wide_type(parameter)) for average, parameter in pairs]
-        return dict(zip(parameters, self._averages, strict=True))
+        pairs = zip(self._averages, named.values(), strict=True)
+        self._averages = [average.to(parameter.device, _wide(parameter)) for average, parameter in pairs]
+        return named, self._averages
+
+
+def decay_of(value: object) -> float:
+    """Returns a decay, or raises an error."""
+    if not isinstance(value, Real) or isinstance(value, bool) or not 0.0 <= float(value) < 1.0:
+        raise InputError(f"decay must be a number, at least 0 and below 1, got {value!r}")
+    return float(value)
 
 
 def _averaged(model: EBFlow) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.is_floating_point() or p.is_complex()}
 
 
-def _wide_type(parameter: Tensor) -> torch.dtype:
+def _wide(parameter: Tensor) -> torch.dtype:
     """At least single precision, so that an update by 0.001 of a difference is not rounded away."""
     return torch.promote_types(parameter.dtype, torch.float32)
 
 
-def _wide(parameter: nn.Parameter) -> Tensor:
-    wide = _wide_type(parameter)
-    return parameter if parameter.dtype == wide else parameter.detach().to(wide)
-
-
-def write_parameters(model: EBFlow, targets: list[Any], sources: list[Tensor]) -> None:
+def _write(model: EBFlow, targets: list[Any], sources: list[Tensor]) -> None:
     """Writes in place, which raises version counters, and empties the flow's caches of the old values."""
     with torch.inference_mode(False), torch.no_grad():
         if targets:
@@ -198,10 +187,8 @@ def write_parameters(model: EBFlow, targets: list[Any], sources: list[Tensor]) -
 
 
 def _compare(what: str, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
-    odd = [f"{name}: lacking" for name in wanted if name not in found]
-    odd += [f"{name}: not in the average" for name in found if name not in wanted]
-    for name, tensor in wanted.items():
-        if name in found and found[name].shape != tensor.shape:
-            odd.append(f"{name}: shape {tuple(found[name].shape)}, not {tuple(tensor.shape)}")
+    there, here = ({name: str(tuple(one.shape)) for name, one in each.items()} for each in (found, wanted))
+    names = (name for name in {**here, **there} if there.get(name) != here.get(name))
+    odd = [f"\n  {name}: shape {there.get(name, 'none')}, not {here.get(name, 'none')}" for name in names]
     if odd:
-        raise InputError(f"{what} does not have the parameters of this average\n  " + "\n  ".join(odd))
+        raise InputError(f"{what} does not have the parameters of this average{''.join(odd)}")

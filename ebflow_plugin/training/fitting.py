@@ -9,38 +9,33 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from itertools import repeat
-from numbers import Integral
+from itertools import count, repeat
 from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.utils.data import DataLoader
 
 from ebflow_plugin.errors import EBFlowError, InputError, TrainingError
-from ebflow_plugin.linalg.random import at_least, derive_seed, kept_random_state
+from ebflow_plugin.linalg.random import as_integer, at_least, derive_seed, kept_random_state
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives import Objective, ReverseKL
 from ebflow_plugin.objectives.evaluation import LikelihoodSum, calibrated
 from ebflow_plugin.objectives.noise import noise_of, terms_of, use_generators
-from ebflow_plugin.plan.inputs import Batch, flag, one_of, positive, to_device
-from ebflow_plugin.training.batches import Loader, batches_of, once, process
+from ebflow_plugin.plan.inputs import flag, one_of, positive, to_device
+from ebflow_plugin.training.batches import batches_of, loader_of, once, process
 from ebflow_plugin.training.ema import EMA
 from ebflow_plugin.training.events import Event, Record
 from ebflow_plugin.training.files import write_weights
-from ebflow_plugin.training.guards import FiniteWatch, diagnose, failure, gradient_norms
-from ebflow_plugin.training.optimizers import check_batch, optimizer_of, scalar_objective, scheduler_of
+from ebflow_plugin.training.guards import FiniteWatch, checks_every, failure, gradient_norms
+from ebflow_plugin.training.optimizers import optimizer_of, scalar_objective, scheduler_of
 
-__all__ = ["ADVICE", "KINDS", "FitResult", "evaluate_every_default", "fit"]
+__all__ = ["KINDS", "FitResult", "evaluate_every_default", "fit"]
 
 KINDS = ("full", "diagonal")  # of calibration
 EVALUATIONS, AT_LEAST_EVERY = 20, 1000  # by default 20 evaluations in a run, and one in 1000 steps
 VALIDATION_BATCH = 256
-CHECK_EVERY = {"cpu": 1}  # steps between two checks of losses and gradients, by device
-CHECK_EVERY_ELSEWHERE = 10  # whose flags are read at the next check, when they have arrived
-ADVICE = "Lower the learning rate, clip gradients, or mix in a little likelihood: 0.99 * SSM(model) + 0.01 * ML(model)."
 
 
 @dataclass(frozen=True)
@@ -174,9 +169,7 @@ def fit(
             at_least(1, name, value)
     if clip_norm is not None:
         positive("clip_norm", clip_norm)
-    if calibrate is not None and not isinstance(calibrate, bool):
-        one_of("calibrate", calibrate, KINDS)
-    kind = "full" if calibrate is True else str(calibrate) if calibrate else None
+    kind = one_of("calibrate", "full" if calibrate is True else calibrate, KINDS) if calibrate else None
     if validation is None and (patience is not None or kind is not None):
         raise InputError("patience and calibrate need validation data, whose NLL they use")
     scalar_objective("fit", objective)
@@ -184,7 +177,7 @@ def fit(
         raise InputError("fit needs data: only objectives without data, such as ReverseKL, train without them")
     if data is None and (steps is None or kind is not None):
         raise InputError("without data, fit needs steps in place of epochs, and cannot calibrate")
-    if not isinstance(seed, Integral) or isinstance(seed, bool):
+    if as_integer(seed) is None:
         raise InputError(f"seed must be an integer, got {seed!r}")
     if callback is not None and not callable(callback):
         raise InputError(f"callback must be a function of an event, got {callback!r}")
@@ -199,82 +192,53 @@ def fit(
         stack.enter_context(kept_random_state(device))
         torch.manual_seed(derive_seed(seed, "global", 0))
         stack.enter_context(use_generators(noise_of(objective, seed, 0, device)))
-        loader, first = None, None
+        loader: Any = None
+        first, held_out = None, None
         if data is not None:
-            loader, first = _loader("data", data, batch_size, seed, model, device)
-        held_out = None
+            loader, first = loader_of("data", data, batch_size, seed, model)
         if validation is not None:
-            size = max(batch_size, VALIDATION_BATCH)
-            held_out, _ = _loader("validation", validation, size, None, model, device)
-        total = int(steps or epochs * len(loader))
+            held_out, _ = loader_of("validation", validation, max(batch_size, VALIDATION_BATCH), None, model)
+        total = int(steps) if epochs is None else epochs * len(loader)  # type: ignore[arg-type]
         every = evaluate_every or evaluate_every_default(total)
-        made = optimizer_of(objective, optimizer)
-        schedule = scheduler_of(made, scheduler, validated=held_out is not None)
-        plan = model.core
-        if plan.uninitialised() and first is not None:
+        optimiser = optimizer_of(objective, optimizer)
+        schedule = scheduler_of(optimiser, scheduler, validated=held_out is not None)
+        if first is not None and model.core.uninitialised():
             model.initialize(*first, generator=Generator(device).manual_seed(derive_seed(seed, "start")))
         average = _average(model, ema)
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        parameters, watch, summed = list(trained.values()), FiniteWatch(list(trained)), _zero(device)
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        parameters, watch, look = list(trained.values()), FiniteWatch(list(trained)), checks_every(device)
+        summed = zero = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
         history: list[Record] = []
-        start_nll: float | None = None
-        best: tuple[float, int, dict[str, Tensor]] | None = None
-        stale, stopped, step, seconds = 0, "steps", 0, 0.0
-
-        def evaluate() -> Record:
-            """The NLL of the averaged weights, calibrated on request; keeps the best of them."""
-            nonlocal best, stale
-            with (
-                kept_random_state(device),  # calibrating draws noise
-                nullcontext() if average is None else average.applied(),
-                calibrated(model, None if loader is None else once(loader), kind),
-            ):
-                likelihood = LikelihoodSum(model, Generator(device).manual_seed(derive_seed(seed, "validation", 0)))
-                for batch in once(held_out):
-                    likelihood.add(*batch)
-                nll, bits, uncalibrated = likelihood.mean()
-                if math.isnan(nll):
-                    raise TrainingError(f"step {step}: the NLL on the validation data is not a number")
-                stale += 1
-                if best is None or nll < best[0]:
-                    state = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
-                    best, stale = (nll, step, state), 0
-            found: Record = {"nll": nll, "bits_per_dim": bits, "best_nll": best[0]}
-            return found if kind is None else {**found, "nll_uncalibrated": uncalibrated}
-
+        judge = _Judge(model, held_out, loader, kind, average, derive_seed(seed, "validation", 0))
+        start_nll, stopped, step, seconds = None, "steps", 0, 0.0
         try:
-            if held_out is not None and not plan.waits_for_data():
-                start = evaluate()  # the start may have the best weights of the run
-                start_nll = start["nll"]
+            if held_out is not None and not model.core.waits_for_data():
+                start_nll = judge(0)["nll"]  # the start may have the best weights of the run
                 if progress:
                     print(Event(0, {"nll": start_nll}, model, steps=total), file=sys.stderr, flush=True)
             began = time.monotonic()
             mark = began, 0
-            stream = repeat((None, None, None)) if loader is None else _endless(loader)
-            for step, batch in zip(range(1, total + 1), stream, strict=False):
+            for step, batch in zip(range(1, total + 1), _endless(loader), strict=False):
                 x, context, weights = to_device(batch, device)
                 for parameter in parameters:
                     parameter.grad = None
                 loss = objective(x, context) if weights is None else objective(x, context, weights)
                 if loss.requires_grad:
                     torch.autograd.backward(loss, inputs=parameters)
-                norms = gradient_norms(parameters, summed)
+                norms = gradient_norms(parameters, zero)
                 watch.record(step, loss, norms)
                 due = step % every == 0 or step == total
-                if due or step % CHECK_EVERY.get(device.type, CHECK_EVERY_ELSEWHERE) == 0:
-                    finding = watch.check(now=due)
-                    if finding is not None:
-                        lines = diagnose(model, x, context) if finding.step == step and x is not None else []
-                        raise failure(model, finding, lines, ADVICE)
+                if (due or step % look == 0) and (finding := watch.check(now=due)):
+                    raise failure(model, finding, step, x, context)
                 norm = torch.linalg.vector_norm(norms)
                 if clip_norm is not None:
                     nn.utils.clip_grads_with_norm_(parameters, clip_norm, norm)
-                made.step()
+                optimiser.step()
                 if schedule is not None and not isinstance(schedule, ReduceLROnPlateau):
                     schedule.step()
                 if average is not None:
                     average.update()
-                summed += loss.detach()
+                summed = summed + loss.detach()
                 if not due:
                     continue
                 passed, taken = time.monotonic() - mark[0], step - mark[1]
@@ -284,12 +248,12 @@ def fit(
                     "epoch": 0 if loader is None else (step - 1) // len(loader),
                     "loss": float(summed) / taken,
                     "grad_norm": float(norm),
-                    "lr": float(made.param_groups[0]["lr"]),
+                    "lr": float(optimiser.param_groups[0]["lr"]),
                     "seconds": seconds,
                     "steps_per_second": taken / max(passed, 1e-9),
                 }
                 if held_out is not None:
-                    record |= evaluate()
+                    record |= judge(step)
                     if isinstance(schedule, ReduceLROnPlateau):
                         schedule.step(record["nll"])
                 record |= objective.metrics()
@@ -300,11 +264,11 @@ def fit(
                     print(event, file=sys.stderr, flush=True)
                 if callback is not None and callback(event) is True:
                     stopped = "callback"
-                elif patience is not None and stale >= patience:
+                elif patience is not None and judge.stale >= patience:
                     stopped = "patience"
                 if stopped != "steps":
                     break
-                summed, mark = _zero(device), (time.monotonic(), step)
+                summed, mark = zero, (time.monotonic(), step)
         except (TrainingError, InputError):
             raise
         except EBFlowError as error:  # a singular layer
@@ -312,7 +276,42 @@ def fit(
         finally:
             for parameter in parameters:
                 parameter.grad = None
-        return FitResult(history, step, stopped, start_nll, *(best or (None, None, None)), average)
+        return FitResult(history, step, stopped, start_nll, judge.nll, judge.step, judge.state, average)
+
+
+class _Judge:
+    """The NLL of validation data: of the averaged weights, calibrated on request. Keeps the best of them."""
+
+    def __init__(
+        self, model: EBFlow, held_out: Any, training: Any, kind: str | None, average: EMA | None, seed: int
+    ) -> None:
+        self.model, self.held_out, self.training, self.kind = model, held_out, training, kind
+        self.average, self.seed = average, seed
+        self.nll: float | None = None  # the lowest so far, with its step and its weights
+        self.step: int | None = None
+        self.state: dict[str, Tensor] | None = None
+        self.stale = 0  # evaluations since then
+
+    def __call__(self, step: int) -> Record:
+        """What is recorded of the weights of a step."""
+        model, device = self.model, self.model.like().device
+        with (
+            kept_random_state(device),  # calibrating draws noise
+            nullcontext() if self.average is None else self.average.applied(),
+            calibrated(model, None if self.training is None else once(self.training), self.kind),
+        ):
+            likelihood = LikelihoodSum(model, Generator(device).manual_seed(self.seed))
+            for batch in once(self.held_out):
+                likelihood.add(*batch)
+            nll, bits, uncalibrated = likelihood.mean()
+            if math.isnan(nll):
+                raise TrainingError(f"step {step}: the NLL on the validation data is not a number")
+            self.stale += 1
+            if self.nll is None or nll < self.nll:
+                self.nll, self.step, self.stale = nll, step, 0
+                self.state = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
+        found: Record = {"nll": nll, "bits_per_dim": bits, "best_nll": self.nll}
+        return found if self.kind is None else {**found, "nll_uncalibrated": uncalibrated}
 
 
 def evaluate_every_default(steps: int) -> int:
@@ -325,44 +324,13 @@ def evaluate_every_default(steps: int) -> int:
     return min(AT_LEAST_EVERY, max(1, steps // EVALUATIONS))
 
 
-def _loader(
-    name: str, data: Any, size: int, seed: int | None, model: EBFlow, device: torch.device
-) -> tuple[Any, Batch]:
-    """The batches of some data, and the first of them, which is checked; shuffled if there is a seed."""
-    loader = (
-        data
-        if isinstance(data, DataLoader)
-        else Loader(data, size, shuffle=seed is not None, seed=seed or 0, name=name)
-    )
-    try:
-        known = len(loader)
-    except TypeError:
-        raise InputError(
-            f"{name}: the DataLoader does not know its length (an IterableDataset without __len__); give the dataset "
-            "a __len__, or pass a map-style Dataset"
-        ) from None
-    with torch.random.fork_rng(devices=[]):
-        first = next(once(loader), None) if known else None
-    if first is None:
-        raise InputError(f"{name}: the DataLoader is empty: its dataset has no rows, or drop_last leaves none")
-    first = to_device(first, device)
-    check_batch(model, name, *first)
-    return loader, first
-
-
-def _endless(loader: Any) -> Iterator[Batch]:
-    """The batches of one epoch after the other."""
-    epoch = 0
-    while True:
-        set_epoch = getattr(getattr(loader, "sampler", None), "set_epoch", None)
-        if set_epoch is not None:
-            set_epoch(epoch)
+def _endless(loader: Any) -> Iterator[Any]:
+    """The batches of one epoch after the other; empty ones without a loader."""
+    for epoch in count() if loader is not None else ():
+        if hasattr(getattr(loader, "sampler", None), "set_epoch"):
+            loader.sampler.set_epoch(epoch)
         yield from batches_of(loader)
-        epoch += 1
-
-
-def _zero(device: torch.device) -> Tensor:
-    return torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+    yield from repeat((None, None, None))
 
 
 def _average(model: EBFlow, ema: bool | EMA | None) -> EMA | None:

@@ -15,7 +15,21 @@ from ebflow_plugin.plan.preprocessing import Dequantize
 from ebflow_plugin.plan.step import Step
 from ebflow_plugin.plan.values import Value
 
-__all__ = ["Finding", "FiniteWatch", "diagnose", "failure", "gradient_norms"]
+__all__ = ["ADVICE", "Finding", "FiniteWatch", "checks_every", "diagnose", "failure", "gradient_norms"]
+
+ADVICE = "Lower the learning rate, clip gradients, or mix in a little likelihood: 0.99 * SSM(model) + 0.01 * ML(model)."
+CHECK_EVERY = {"cpu": 1}  # steps between two checks of losses and gradients, by device
+CHECK_EVERY_ELSEWHERE = 10  # whose flags are read at the next check, when they have arrived
+
+
+def checks_every(device: torch.device) -> int:
+    """The steps between two checks of losses and gradients on a device.
+
+    Example:
+        >>> checks_every(torch.device("cpu")), checks_every(torch.device("meta"))
+        (1, 10)
+    """
+    return CHECK_EVERY.get(device.type, CHECK_EVERY_ELSEWHERE)
 
 
 @dataclass(frozen=True)
@@ -138,8 +152,18 @@ def diagnose(model: EBFlow, x: Tensor, context: Tensor | None) -> list[str]:
     return ["all values on the way to noise are finite: a derivative is not, or the optimiser's step before"]
 
 
-def failure(model: EBFlow, finding: Finding, lines: Sequence[str], advice: str) -> TrainingError:
-    """The error, which names the step and the layer, and ends with the advice."""
+def failure(
+    model: EBFlow, finding: Finding, step: int | None, x: Tensor | None, context: Tensor | None
+) -> TrainingError:
+    """The error, which names the step and the layer, and ends with advice.
+
+    Arguments:
+        model: The model.
+        finding: What was found.
+        step: The step of the batch, which is diagnosed if it is the one that was found; None for a later one.
+        x: The batch, if there are data.
+        context: The context of the batch.
+    """
     message = [f"step {finding.step}: {'the loss' if finding.loss else 'a gradient'} is not finite"]
     if finding.parameters:
         name = finding.parameters[0]
@@ -147,8 +171,10 @@ def failure(model: EBFlow, finding: Finding, lines: Sequence[str], advice: str) 
         holders = (part for part in model.plan.parts() if isinstance(part.module, nn.Module))
         owner = next((part for part in holders if any(p is wanted for p in part.module.parameters())), None)
         where = name if owner is None else f"{name} of {owner.where}"
-        message.append(f"  {len(finding.parameters)} gradients are not finite, the first is that of {where}")
-    return TrainingError("\n".join([*message, *(f"  {line}" for line in lines), advice]))
+        message.append(f"{len(finding.parameters)} gradients are not finite, the first is that of {where}")
+    if finding.step == step and x is not None:
+        message += diagnose(model, x, context)
+    return TrainingError("\n  ".join(message) + f"\n{ADVICE}")
 
 
 def _finite(value: Value) -> bool:

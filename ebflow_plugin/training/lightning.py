@@ -28,8 +28,8 @@ from ebflow_plugin.plan.spectrum import (
 )
 from ebflow_plugin.training.batches import gathered, maximum_of, once, process, total_of
 from ebflow_plugin.training.files import write_weights
-from ebflow_plugin.training.fitting import ADVICE, KINDS
-from ebflow_plugin.training.guards import FiniteWatch, diagnose, failure, gradient_norms
+from ebflow_plugin.training.fitting import KINDS
+from ebflow_plugin.training.guards import ADVICE, FiniteWatch, checks_every, failure, gradient_norms
 from ebflow_plugin.training.optimizers import optimizer_of, scalar_objective, scheduler_of
 
 try:
@@ -38,7 +38,7 @@ try:
 except ImportError as error:
     raise ImportError("ebflow_plugin.lightning needs Lightning: pip install ebflow-plugin[lightning]") from error
 
-__all__ = ["Calibrate", "ConditionGuard", "DataDependentStart", "Evaluated", "ExactNLL", "FiniteGuard", "LitObjective"]
+__all__ = ["ConditionGuard", "DataDependentStart", "Evaluated", "ExactNLL", "FiniteGuard", "LitObjective"]
 
 
 class Evaluated(NamedTuple):
@@ -198,15 +198,13 @@ class LitObjective(LightningModule):
 
 
 class DataDependentStart(Callback):
-    """Runs the data-dependent start of a flow before the first step, once for all processes.
+    """Initialises ActNorms from the first batch of all processes, before the first step, once for all of them.
 
-    Every :class:`LitObjective` adds one, which initialises ActNorms from the first batch of all processes. Pass one
-    to the Trainer to start from all training data, as
-    :meth:`EBFlow.initialize <ebflow_plugin.EBFlow.initialize>` does.
+    Every :class:`LitObjective` adds one. Other starts are
+    :meth:`EBFlow.initialize <ebflow_plugin.EBFlow.initialize>`, called before training.
     """
 
-    def __init__(self, whiten: bool = False, gaussianize: bool = False) -> None:
-        self._options = {"whiten": whiten, "gaussianize": gaussianize}
+    def __init__(self) -> None:
         self._untouched: dict[str, Tensor] = {}
 
     def on_sanity_check_start(self, trainer: Trainer, module: Any) -> None:
@@ -217,10 +215,6 @@ class DataDependentStart(Callback):
         if self._untouched:
             write_weights(module.objective.model, self._untouched, "the weights before the sanity check")
             self._untouched = {}
-
-    def on_train_start(self, trainer: Trainer, module: Any) -> None:
-        if any(self._options.values()) and not trainer.global_step:  # a resumed run has started already
-            module.objective.model.initialize(TrainingData(trainer, module), **self._options)
 
     def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, index: int) -> None:
         model, rank = module.objective.model, process()[0]
@@ -313,18 +307,6 @@ class ExactNLL(Callback):
         return found
 
 
-class Calibrate(Callback):
-    """Calibrates the model at the end of training, after averaged weights are in place, and sets ``report``."""
-
-    def __init__(self, kind: str = "full") -> None:
-        self._kind = one_of("kind", kind, KINDS)
-        self.report: Any = None
-
-    def on_fit_end(self, trainer: Trainer, module: Any) -> None:
-        with unsharded(module):
-            self.report = module.objective.model.calibrate(TrainingData(trainer, module), self._kind)
-
-
 class ConditionGuard(Callback):
     """Logs the largest condition number of full layers, ``condition``, and warns once for each nearly singular one.
 
@@ -357,10 +339,13 @@ class FiniteGuard(Callback):
     Gradients are left to the GradScaler if there is one (``precision="16-mixed"``). Elsewhere than on the CPU a check
     reads what the one before has sent to the host, so that nothing synchronises with the device; the error still names
     the first bad step. Nothing is saved unchecked.
+
+    Arguments:
+        every: Steps between two checks; by default 1 on the CPU, and 10 elsewhere.
     """
 
-    def __init__(self, every: int = 1) -> None:
-        self._every, self._watch = integer("every", every), FiniteWatch([])
+    def __init__(self, every: int | None = None) -> None:
+        self._every = None if every is None else integer("every", every)
         self.norms: Tensor | None = None  # of the last gradients, before they were clipped
 
     def on_fit_start(self, trainer: Trainer, module: Any) -> None:
@@ -373,7 +358,7 @@ class FiniteGuard(Callback):
         step, (_, loss) = trainer.global_step + 1, module.last
         self.norms = gradient_norms(self._trained.values(), loss)
         self._watch.record(step, loss, self.norms)
-        if step % self._every == 0:
+        if step % (self._every or checks_every(loss.device)) == 0:
             self._look(module, step)
 
     def on_save_checkpoint(self, trainer: Trainer, module: Any, checkpoint: dict[str, Any]) -> None:
@@ -383,8 +368,7 @@ class FiniteGuard(Callback):
         finding = self._watch.check(now=step is None)
         if finding is not None:
             with unsharded(module):
-                lines = diagnose(module.objective.model, *batch_of(module.last[0])[:2]) if finding.step == step else []
-            raise failure(module.objective.model, finding, lines, ADVICE)
+                raise failure(module.objective.model, finding, step, *batch_of(module.last[0])[:2])
 
 
 @contextmanager

@@ -12,30 +12,12 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.layers import FullConv2d
-from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives import Objective
-from ebflow_plugin.plan.inputs import positive, refuse_non_finite
-from ebflow_plugin.plan.preprocessing import Dequantize
-from ebflow_plugin.plan.weights import check_weights, counted_rows
+from ebflow_plugin.plan.inputs import positive
 
-__all__ = ["check_batch", "fusible", "optimizer_of", "parameter_groups", "scalar_objective", "scheduler_of"]
+__all__ = ["fusible", "optimizer_of", "parameter_groups", "scalar_objective", "scheduler_of"]
 
 KERNEL_RATE = 0.1  # of the learning rate: that of kernels larger than 1 x 1
-
-
-def check_batch(model: EBFlow, name: str, x: Tensor, context: Tensor | None, weights: Tensor | None = None) -> None:
-    """Checks the first batch before training starts: shapes, types and NaN."""
-    try:
-        model.check(x, context)
-        if weights is not None:
-            x = x[counted_rows(check_weights(weights, x))]
-        if x.is_floating_point():
-            refuse_non_finite("its first batch", x)
-        for step in model.preprocessing:
-            if isinstance(step, Dequantize):
-                step.refuse(x)
-    except InputError as error:
-        raise InputError(f"{name}: {error}") from error
 
 
 def scalar_objective(caller: str, objective: object) -> Objective:

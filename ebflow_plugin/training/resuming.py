@@ -7,22 +7,21 @@ import signal
 import sys
 import threading
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import Checkpoint, WeightAveraging
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins import TorchCheckpointIO
-from torch import Tensor
 
 from ebflow_plugin.errors import EBFlowError, InputError, ResumeWarning, warn
 from ebflow_plugin.linalg.random import at_least
 from ebflow_plugin.plan.inputs import path_of
-from ebflow_plugin.training.ema import averaging, write_parameters
+from ebflow_plugin.training.ema import EMA, decay_of
 from ebflow_plugin.training.files import BEST, atomic_write, latest, read, read_first
-from ebflow_plugin.training.fitting import CHECK_EVERY, CHECK_EVERY_ELSEWHERE, evaluate_every_default
+from ebflow_plugin.training.fitting import evaluate_every_default
 from ebflow_plugin.training.lightning import ExactNLL, FiniteGuard
 
 __all__ = ["AtomicCheckpointIO", "AveragedWeights", "Checkpoints", "trainer"]
@@ -62,61 +61,71 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         return read_first([path, *older], "cpu" if map_location is None else map_location)
 
 
-class AveragedWeights(WeightAveraging):
-    """The exponential moving average of :class:`~ebflow_plugin.EMA` in Lightning: validated, and saved as the weights.
+class AveragedWeights(Callback):
+    """The moving average of :class:`~ebflow_plugin.EMA` in Lightning: validated, and saved as the weights.
 
     Lightning's ``EMAWeightAveraging`` averages buffers too, integers among them, has no warm-up, and synchronises with
-    the device in each step.
+    the device in each step. After training the model has the averaged weights. Averages of half-precision weights are
+    rounded to that precision in a checkpoint.
 
     Arguments:
         decay: The decay, at least 0 and below 1.
+
+    Attributes:
+        ema: The average, once a run has begun.
     """
 
+    ema: EMA
+
     def __init__(self, decay: float = 0.999) -> None:
-        super().__init__(use_buffers=False)
-        self._update = averaging(decay)
+        self._decay, self._step, self._swap = decay_of(decay), 0, ExitStack()
+
+    def setup(self, trainer: Trainer, module: Any, stage: str) -> None:
+        if stage == "fit":
+            self.ema = EMA(module.objective.model, self._decay)
 
     def on_train_start(self, trainer: Trainer, module: Any) -> None:
-        self._begin(trainer, module)
+        self._step = trainer.global_step
+        self._begin(trainer)
 
     def on_before_optimizer_step(self, trainer: Trainer, module: Any, optimizer: Any) -> None:
-        self._begin(trainer, module)  # again: the first batch may have initialised an ActNorm
+        self._begin(trainer)  # again: the first batch may have initialised an ActNorm
 
-    def _begin(self, trainer: Trainer, module: Any) -> None:
+    def _begin(self, trainer: Trainer) -> None:
         """The weights before the first step are the first ones of the average."""
         if trainer.global_step == 0:
-            own, averages = self._parameters(module)
-            with torch.no_grad():
-                torch._foreach_copy_(averages, own)
+            self.ema.restart()
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, index: int) -> None:
-        if trainer.global_step > self._latest_update_step:
-            own, averages = self._parameters(module)
-            self._update(averages, own, self._latest_update_step)
-            self._latest_update_step = trainer.global_step
+        if trainer.global_step > self._step:  # gradients may accumulate over batches
+            self.ema.update()
+            self._step = trainer.global_step
 
-    def _parameters(self, module: Any) -> tuple[list[Tensor], list[Tensor]]:
-        """The module's own parameters, and their averages."""
-        assert self._average_model is not None
-        return [*module.parameters()], [average.detach() for average in self._average_model.module.parameters()]
+    def on_validation_epoch_start(self, trainer: Trainer, module: Any) -> None:
+        if trainer.state.fn == "fit":
+            self._swap.enter_context(self.ema.applied())
+
+    def on_validation_epoch_end(self, trainer: Trainer, module: Any) -> None:
+        self._swap.close()
+
+    def on_train_end(self, trainer: Trainer, module: Any) -> None:
+        self.ema.copy_to()
+
+    def on_exception(self, trainer: Trainer, module: Any, exception: BaseException) -> None:
+        self._swap.close()
 
     def on_save_checkpoint(self, trainer: Trainer, module: Any, checkpoint: dict[str, Any]) -> None:
-        if self._average_model is not None:  # buffers, such as the flag of an ActNorm, are those of the model
-            with torch.no_grad():
-                for kept, own in zip(self._average_model.module.buffers(), module.buffers(), strict=True):
-                    kept.copy_(own)
-        super().on_save_checkpoint(trainer, module, checkpoint)
+        own = checkpoint["state_dict"]
+        with self.ema.applied():
+            averaged = trainer.strategy.lightning_module_state_dict()
+            averaged = {name: tensor.clone() for name, tensor in averaged.items()}
+        checkpoint.update(state_dict=averaged, current_model_state=own, averaged=self.ema.updates)
 
-    def _swap_models(self, pl_module: Any) -> None:
-        """Swaps the parameters alone: a calibration adds buffers. In place, so that caches notice it."""
-        own, averages = self._parameters(pl_module)
-        kept = [parameter.detach().clone() for parameter in own]
-        write_parameters(pl_module.objective.model, own, averages)
-        with torch.no_grad():
-            torch._foreach_copy_(averages, kept)
-
-    def _copy_average_to_current(self, pl_module: Any) -> None:
-        write_parameters(pl_module.objective.model, *self._parameters(pl_module))
+    def on_load_checkpoint(self, trainer: Trainer, module: Any, checkpoint: dict[str, Any]) -> None:
+        self.ema.restart()  # by now the module has the averages, if there were any
+        if "averaged" in checkpoint:
+            self.ema.updates = checkpoint["averaged"]
+            module.load_state_dict(checkpoint["current_model_state"])
 
 
 class Checkpoints(Checkpoint):
@@ -332,8 +341,7 @@ def trainer(
     pieces: list[Callback] = [ExactNLL(calibrate), *callbacks]
     if ema is not False:
         pieces.append(AveragedWeights(0.999 if ema is True else ema))
-    cpu = options.get("accelerator") == "cpu"
-    pieces.append(FiniteGuard(CHECK_EVERY["cpu"] if cpu else CHECK_EVERY_ELSEWHERE))
+    pieces.append(FiniteGuard())
     if folder is not None:
         pieces.append(Checkpoints(folder, patience, hint))
     elif patience is not None:

@@ -44,12 +44,10 @@ RULES = {"Mix": MixStep, "Sinh": SinhStep}  # by exact class; a class that only 
 class ToyAdapter(Adapter):
     name = "toy_library"
     flows = "Flow objects of toy_library"
+    models = ("Flow",)
     packages = ("toy_library",)
     rules = RULES
     opaque = UnknownStep
-
-    def is_flow(self, model):
-        return any(self.ours(parent) and parent.__name__ == "Flow" for parent in type(model).__mro__)
 
     def plan(self, flow, overrides=None):
         self.refuse_own_density(flow)

@@ -94,6 +94,7 @@ class Cell:
         best_of: The names of cells that tried learning rates: it takes the rate of the one with the lowest
             ``validation_nll``, or whatever result they name as their ``judge``, as its setting ``lr``. A rate that
             was tried with several seeds is judged by their mean.
+        judge: The result that its rate is chosen by; by default what those that tried rates name.
         recipe: A digest of the code and the constants that compute it: another recipe is another cell.
     """
 
@@ -105,6 +106,7 @@ class Cell:
     always: bool = False
     part: float = 1.0
     best_of: tuple[str, ...] = ()
+    judge: str | None = None
     recipe: str = ""
 
 
@@ -251,12 +253,17 @@ def try_names(name: str, quick: bool) -> tuple[str, ...]:
     return (name,) if quick else (name, f"{name}-again")
 
 
-def judged(tried: Iterable[CellResult]) -> float | None:
-    """What a learning rate led to on validation data, over its seeds: the lowest is the best. None if one failed."""
+def judged(tried: Iterable[CellResult], judge: str | None = None) -> float | None:
+    """What a learning rate led to on validation data, over its seeds: the lowest is the best. None if one failed.
+
+    Arguments:
+        tried: The runs with this rate.
+        judge: The result to look at; what the runs name by default, or else the NLL.
+    """
     found = list(tried)
     if not found or any(each.failed for each in found):
         return None
-    return sum(each.result[each.result.get("judge", "validation_nll")] for each in found) / len(found)
+    return sum(each.result[judge or each.result.get("judge", "validation_nll")] for each in found) / len(found)
 
 
 def _best_rate(cell: Cell, found: Mapping[str, CellResult]) -> float | None:
@@ -265,7 +272,7 @@ def _best_rate(cell: Cell, found: Mapping[str, CellResult]) -> float | None:
     for name in cell.best_of:
         if name in found:
             rates.setdefault(found[name]["lr"], []).append(found[name])
-    values = {rate: value for rate, tried in rates.items() if (value := judged(tried)) is not None}
+    values = {rate: value for rate, tried in rates.items() if (value := judged(tried, cell.judge)) is not None}
     return min(values, key=lambda rate: values[rate], default=None)
 
 

@@ -19,8 +19,7 @@ from torch import Tensor
 
 import ebflow_plugin as ebf
 from ebflow_examples import clock
-from ebflow_examples.bench.contenders import training_step
-from ebflow_examples.defaults import SHRINKING_SHARE, objective_of, settle
+from ebflow_examples.defaults import objective_of, settle
 from ebflow_examples.runs import Run
 from ebflow_examples.streams import drawing_from, stream
 from ebflow_examples.training import optimizer_for
@@ -29,9 +28,8 @@ from ebflow_plugin.objectives.evaluation import Likelihood, LikelihoodSum, calib
 from ebflow_plugin.training import FitResult
 from ebflow_plugin.training.files import write_weights
 
-__all__ = ["Judge", "Trained", "step_seconds", "train_for"]
+__all__ = ["Judge", "Trained", "train_for"]
 
-PROBE_SECONDS = 0.3  # to see how long a step takes, unless a single one takes longer
 LEAST_SHARE = 0.25  # of the time is left for training, whatever the start takes
 VALIDATION_BATCH = 250
 
@@ -126,8 +124,8 @@ def train_for(
 ) -> Trained:
     """Trains a model for so many seconds of CPU time, by the recipe of its configuration.
 
-    The learning rate follows the clock, and noise that shrinks the steps that are expected in it. The start in closed
-    form and one calibration are counted, evaluations are not.
+    The learning rate follows the clock. The start in closed form and one calibration are counted, evaluations and the
+    compiler are not.
     If the start takes longer than that, a quarter of the time is left for training.
 
     Arguments:
@@ -144,13 +142,15 @@ def train_for(
     if validation is not None:
         start += calibration_seconds(run, calibration)
     length = max(LEAST_SHARE * seconds, seconds - start)
-    if config.shrink:
-        config = replace(config, shrink=max(1, round(SHRINKING_SHARE * length / step_seconds(run))))
-        run = replace(run, config=config)
+    objective = objective_of(model, config)
+    if config.compile:
+        objective.compile()
+        with drawing_from(config.seed, "compile"):
+            objective(run.split("train")[: config.batch_size])  # compiles it
     ema = ebf.EMA(model, decay=config.ema_decay) if config.ema else None
     judge = Judge(run, ema, validation, calibration)
     trained = clock.train(
-        objective_of(model, config),
+        objective,
         run.data.train,
         length,
         judge,
@@ -197,18 +197,6 @@ def calibration_seconds(run: Run, rows: int | None = None) -> float:
     probe = copy.deepcopy(run.model)
     with drawing_from(run.config.seed, "probe"):
         return _seconds(lambda: probe.calibrate(run.split("train")[:rows], kind))
-
-
-def step_seconds(run: Run) -> float:
-    """About how long a step takes: the best of up to four of a copy of the model."""
-    probe = copy.deepcopy(run.model)
-    batch: Tensor = run.split("train")[: run.config.batch_size]
-    with drawing_from(run.config.seed, "probe"):
-        step = training_step(probe, objective_of(probe, run.config), batch)
-        taken = [_seconds(step)]
-        while len(taken) < 4 and sum(taken) < PROBE_SECONDS:
-            taken.append(_seconds(step))
-        return max(min(taken), 1e-6)
 
 
 def _seconds(call: Callable[[], object]) -> float:

@@ -116,6 +116,14 @@ def test_a_search_can_name_its_judge(tmp_path):
     assert common.run(Options("counted", budget=7 / 3, out=tmp_path), searching)[-1]["lr"] == 1e-2
 
 
+def test_a_cell_can_name_the_judge_of_its_rate(tmp_path, monkeypatch):
+    searching = Searching()
+    searching.more = {rate: {"fisher": 1 / rate} for rate in searching.nlls}
+    cells = searching.cells
+    monkeypatch.setattr(searching, "cells", lambda options: [replace(cell, judge="fisher") for cell in cells(options)])
+    assert common.run(Options("counted", budget=7 / 3, out=tmp_path), searching)[-1]["lr"] == 1e-2
+
+
 class Tossing(Searching):
     """Each rate is tried with two seeds, of which the first misleads."""
 
@@ -188,11 +196,8 @@ def test_a_cell_of_the_time_before_recipes_is_none_of_this_one(counted, tmp_path
     assert len(counted.computed) == 4
 
 
-def test_unfinished_work_and_starts_of_another_recipe_are_not_gone_on_with(tmp_path):
+def test_starts_of_another_recipe_are_not_gone_on_with(tmp_path):
     cell = Cell("table2", "fc", {"data": "digits", "model": "fc", "seed": 0}, recipe="a")
-    (common.workplace(cell, tmp_path) / "half").touch()
-    assert (common.workplace(cell, tmp_path) / "half").exists()
-    assert not (common.workplace(replace(cell, recipe="b"), tmp_path) / "half").exists()
     assert table2.start_file(cell, tmp_path) != table2.start_file(replace(cell, recipe="b"), tmp_path)
 
 

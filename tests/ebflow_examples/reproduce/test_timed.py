@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
 
+import ebflow_plugin as ebf
 from ebflow_examples.config import TrainConfig
-from ebflow_examples.defaults import settle
-from ebflow_examples.reproduce.timed import Judge, step_seconds, train_for
+from ebflow_examples.reproduce.timed import Judge, train_for
 from ebflow_examples.runs import build, likelihood
 from ebflow_plugin.errors import TrainingError
 
@@ -65,8 +67,23 @@ def test_training_for_a_while_learns_and_tells_what_it_did():
     assert trained.facts()["recipe"]["loss"] == "ml"
 
 
-def test_a_copy_tells_how_long_a_step_takes():
-    run = settle(build(TrainConfig(data="digits", model="fc", loss="ml", device="cpu", limit=300)))
-    before = [parameter.clone() for parameter in run.model.parameters()]
-    assert 0 < step_seconds(run) < 1
-    assert all(map(torch.equal, before, run.model.parameters()))
+def test_the_compiler_takes_no_time_of_a_run(monkeypatch):
+    made, seen = ebf.objectives.Objective.compile, []
+
+    def compile_slowly(objective):
+        def backend(graph, inputs):
+            began = time.process_time()
+            while time.process_time() < began + 0.5:
+                pass
+            seen.append(objective)
+            return graph
+
+        made(objective, backend=backend)
+
+    monkeypatch.setattr(ebf.objectives.Objective, "compile", compile_slowly)
+    config = TrainConfig(data="digits", model="fc", loss="ml", device="cpu", limit=300, calibrate="none", compile=True)
+    run = build(replace(config, lr=1e-3, whiten=False, gaussianize=False))
+    trained = train_for(run, 0.2, evaluations=1, validation=None)
+    assert [objective.model for objective in seen] == [run.model]
+    assert trained.seconds < 0.5
+    assert trained.result.steps > 1

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ebflow_plugin as ebf
 from ebflow_plugin.errors import EBFlowError, TrainingError
-from ebflow_plugin.training import fit, fitting
+from ebflow_plugin.training import fit, guards
 from ebflow_plugin.training.guards import FiniteWatch
 from randomness import rng
 from training_models import make_data, make_model, weights
@@ -94,7 +94,7 @@ def test_a_late_look_still_names_the_first_bad_step(bad, every, loss):
 
 def test_a_late_look_in_a_run_names_the_first_bad_step(monkeypatch):
     """As on CUDA, where a look waits for the device: the weights are spoilt when it comes."""
-    monkeypatch.setitem(fitting.CHECK_EVERY, "cpu", 10)
+    monkeypatch.setitem(guards.CHECK_EVERY, "cpu", 10)
     with pytest.raises(TrainingError) as caught:
         fit(trapped(2), make_data(), steps=50, evaluate_every=50, progress=False)
     assert "step 3: the loss is not finite" in str(caught.value)
@@ -113,7 +113,7 @@ class Waits(TorchDispatchMode):
 
 @pytest.mark.parametrize("kind", [ebf.objectives.SSM, ebf.objectives.DSM, ebf.objectives.FDSSM])
 def test_a_step_does_not_wait_for_the_device(monkeypatch, kind):
-    monkeypatch.setitem(fitting.CHECK_EVERY, "cpu", 10)
+    monkeypatch.setitem(guards.CHECK_EVERY, "cpu", 10)
     waits, seen = Waits(), []
     tolist = torch.Tensor.tolist
 

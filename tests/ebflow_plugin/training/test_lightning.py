@@ -19,7 +19,6 @@ from ebflow_nflows import FullLinear
 from ebflow_plugin.errors import InputError, TrainingError
 from ebflow_plugin.lightning import (
     AveragedWeights,
-    Calibrate,
     ConditionGuard,
     DataDependentStart,
     ExactNLL,
@@ -131,22 +130,6 @@ def test_validation_has_the_averaged_weights_calibrated_for_its_duration(order):
     assert found["val_nll"] < found["val_nll_uncalibrated"] - 0.1
 
 
-@pytest.mark.parametrize("order", [1, -1])
-def test_the_end_is_calibrated_whatever_the_order_of_the_callbacks(order):
-    model, x = make_model(), 3 * make_data(128)
-    callbacks = [Calibrate(), AveragedWeights(0.5)][::order]
-    trainer = train(LitObjective(DSM(model), adam(0.05)), x, callbacks=callbacks)
-    report = next(callback.report for callback in callbacks if isinstance(callback, Calibrate))
-    assert model.calibration.ready
-    after = nll(model, x)
-    model.calibration.set()
-    assert after < nll(model, x) - 0.1
-    assert report.after < report.before
-    fitted = model.calibrate(x)  # the same again: it was of these weights, and of all rows
-    assert fitted.after == pytest.approx(report.after, rel=1e-6)
-    assert trainer.global_step == 4
-
-
 def test_bfloat16():
     seed_everything(0, verbose=False)
     found = []
@@ -175,10 +158,7 @@ def test_a_model_with_a_context():
     model = coupling_model(context=2)
     x, context = make_data(100), torch.randn(100, 2, generator=rng(0))
     pairs = TensorDataset(x, context)
-    trainer = train(
-        LitObjective(SSM(model), adam(0.02)), pairs, pairs, 3, callbacks=[ExactNLL(), Calibrate("diagonal")]
-    )
-    model.calibration.set()
+    trainer = train(LitObjective(SSM(model), adam(0.02)), pairs, pairs, 3, callbacks=[ExactNLL()])
     with torch.no_grad():
         expected = -model.log_prob(x, context).mean().item()
     assert trainer.callback_metrics["val_nll"].item() == pytest.approx(expected, rel=1e-5)
@@ -201,17 +181,13 @@ def test_integers_and_several_validation_sets():
     assert [trainer.callback_metrics[name].item() for name in names] == [first, second]
 
 
-def test_actnorms_start_from_the_first_batch_and_layers_from_all_data():
+@pytest.mark.parametrize("callbacks", [[], [DataDependentStart()]])
+def test_actnorms_start_from_the_first_batch(callbacks):
     x = make_data(64)
-    frozen = {"optimizer": lambda p: torch.optim.SGD(p, lr=0.0)}
     model, twin = make_model(), make_model()
-    train(LitObjective(DSM(model), **frozen), x)
+    train(LitObjective(DSM(model), lambda p: torch.optim.SGD(p, lr=0.0)), x, callbacks=callbacks)
     twin.initialize(x[:32])
     assert same(weights(model), weights(twin))
-    model, twin = make_model(actnorm=False), make_model(actnorm=False)
-    train(LitObjective(DSM(model), **frozen), x, callbacks=[DataDependentStart(whiten=True)])
-    twin.initialize(x, whiten=True)
-    torch.testing.assert_close(weights(model), weights(twin), rtol=1e-5, atol=1e-6)
 
 
 def test_validation_data_start_nothing():
@@ -288,7 +264,6 @@ def test_the_users_own_generator_is_used_and_stays():
         (lambda: LitObjective(SSM(make_model()), conditioning=-1.0), "conditioning must be a number, at least 0"),
         (lambda: AveragedWeights(1.0), "decay must be a number, at least 0 and below 1"),
         (lambda: ExactNLL(calibrate="half"), "unknown calibrate 'half'. Valid names: diagonal, full."),
-        (lambda: Calibrate("half"), "unknown kind 'half'"),
         (lambda: ConditionGuard(every=0), "every must be an integer"),
         (lambda: FiniteGuard(every=0), "every must be an integer"),
     ],

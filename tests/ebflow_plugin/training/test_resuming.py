@@ -15,13 +15,13 @@ from ebflow_plugin.lightning import (
     AtomicCheckpointIO,
     Checkpoints,
     ExactNLL,
-    FiniteGuard,
     LitObjective,
     Loader,
     trainer,
 )
 from ebflow_plugin.objectives import DSM, FDSSM, ML, NoiseSchedule
 from ebflow_plugin.objectives.schedule import AddedNoise
+from ebflow_plugin.training import guards
 from lightning_models import Cut, run
 from training_models import CrashError, make_data, make_model, same, weights
 
@@ -234,14 +234,10 @@ def test_steps_that_nobody_looked_at_are_not_saved(tmp_path):
             super().on_train_batch_end(trainer, module, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FiniteGuard, "__init__", lambda self, every: _rarely(self))
+        patch.setattr(guards, "CHECK_EVERY", {"cpu": 1000})
         with pytest.raises(TrainingError, match="step 6: the loss is not finite"):
             run(tmp_path, Spoils(6, presses=1), ema=False)
     assert "step-00000006.ckpt" not in names(tmp_path)
-
-
-def _rarely(guard):
-    guard._every, guard.norms = 1000, None
 
 
 # --- damage
