@@ -140,10 +140,19 @@ class Objective(nn.Module, ABC):
 
     def values(self, given: Prepared) -> Tensor:
         """The losses of a prepared batch, ``(B,)``; of drawn numbers, a pure function of its tensors."""
-        if given.drawn is None:
-            values = self.per_sample(given.plan, given.u, given.context, given.generator)
-        else:
-            values = self.value(given.plan, given.u, given.context, given.drawn)
+        try:
+            if given.drawn is None:
+                values = self.per_sample(given.plan, given.u, given.context, given.generator)
+            else:
+                values = self.value(given.plan, given.u, given.context, given.drawn)
+        except Exception as error:
+            if self.added_noise and not isinstance(error, InputError):  # which explains itself
+                error.add_note(
+                    f"{type(self).__name__} adds noise to the data ({self.added_noise}). If that left the domain of "
+                    "the flow, map the domain to all of R^D first (wrap(flow, preprocess=[Logit()])), use less noise, "
+                    "or use SSM or ML."
+                )
+            raise
         return values if given.log_det is None else values - given.log_det
 
     def mean(self, given: Prepared) -> Tensor:
@@ -159,6 +168,11 @@ class Objective(nn.Module, ABC):
     def value(self, plan: Plan, u: Tensor, context: Tensor | None, drawn: tuple[Tensor, ...]) -> Tensor:
         """Computes the loss of each sample, as :meth:`per_sample` does, from drawn numbers."""
         raise NotImplementedError
+
+    @property
+    def added_noise(self) -> str:
+        """The noise that it adds to the matched variable, in words; empty without any."""
+        return "" if self.noise is None else str(self.noise)
 
     def compile(self, **options: Any) -> Self:  # type: ignore[override]
         """Compiles the loss: a call computes it and all gradients in one graph of :func:`torch.compile`.
