@@ -13,9 +13,9 @@ import torch
 from torch import Generator, Tensor
 
 from ebflow_plugin.errors import CoverageWarning, InputError, warn
-from ebflow_plugin.linalg.random import at_least, check_generator
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives.latent_match import base_distance, base_noise
+from ebflow_plugin.options import at_least, check_generator
 from ebflow_plugin.plan.inputs import batch_of, refuse_non_finite, to_device
 from ebflow_plugin.plan.inverse import draw
 

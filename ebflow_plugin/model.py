@@ -19,10 +19,10 @@ from ebflow_plugin.errors import InputError
 from ebflow_plugin.log_z.estimate import Estimate
 from ebflow_plugin.log_z.importance import importance
 from ebflow_plugin.log_z.lanczos import lanczos
-from ebflow_plugin.plan.inputs import check_shape, one_of, to_device
+from ebflow_plugin.options import check_shape, one_of
+from ebflow_plugin.plan.inputs import check_weights, to_device
 from ebflow_plugin.plan.inverse import draw
 from ebflow_plugin.plan.step import Shape
-from ebflow_plugin.plan.weights import check_weights
 from ebflow_plugin.planned import PlannedFlow
 
 __all__ = ["EBFlow"]

@@ -13,7 +13,7 @@ from ebflow_plugin.adapting import (
     Shapes,
     Smoothness,
     density_smoothness,
-    gaussian_mean,
+    gaussian_of,
     takes_context,
 )
 
@@ -55,8 +55,8 @@ class ForeignBase(NflowsBase):
     def smoothness(self) -> Smoothness:
         return density_smoothness(self.module)
 
-    def mean(self, context: Tensor | None) -> Tensor | None:
-        return gaussian_mean(self.module)
+    def gaussian(self, context: Tensor | None) -> Gaussian | None:
+        return gaussian_of(self.module)
 
 
 class ChangedBase(ForeignBase):
@@ -72,26 +72,19 @@ class NormalBase(NflowsBase):
     smoothness = Smoothness.SMOOTH  # the network of the context is no function of x
 
     def gaussian(self, context: Tensor | None) -> Gaussian:
-        return (self.mean_std(context),)
-
-    def sample(self, n: int, context: Tensor | None, like: Tensor) -> tuple[Tensor, ...]:
-        mean, std = self.mean_std(context)
-        noise = torch.randn(n, *self.module._shape, device=like.device, dtype=like.dtype)
-        return (mean + std * noise,)
-
-    def mean(self, context: Tensor | None) -> Tensor | float:
-        return self.mean_std(context)[0]
-
-    def mean_std(self, context: Tensor | None) -> tuple[Tensor | float, Tensor | float]:
-        """Mean and standard deviation, to be broadcast against a batch of latents."""
         kinds = {parent.__name__ for parent in type(self.module).__mro__}
         if "DiagonalNormal" in kinds:
             shape = self.module._shape
-            return self.module.mean_.reshape(1, *shape), self.module.log_std_.exp().reshape(1, *shape)
+            return ((self.module.mean_.reshape(1, *shape), self.module.log_std_.exp().reshape(1, *shape)),)
         if "ConditionalDiagonalNormal" in kinds:
             mean, log_std = self.module._compute_params(context)
-            return mean, log_std.exp()
-        return 0.0, 1.0
+            return ((mean, log_std.exp()),)
+        return ((0.0, 1.0),)
+
+    def sample(self, n: int, context: Tensor | None, like: Tensor) -> tuple[Tensor, ...]:
+        ((mean, std),) = self.gaussian(context)
+        noise = torch.randn(n, *self.module._shape, device=like.device, dtype=like.dtype)
+        return (mean + std * noise,)
 
 
 class MixtureBase(NflowsBase):

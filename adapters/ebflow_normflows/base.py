@@ -16,7 +16,7 @@ from ebflow_plugin.adapting import (
     Shapes,
     Smoothness,
     density_smoothness,
-    gaussian_mean,
+    gaussian_of,
     is_a,
     known_class,
     per_sample,
@@ -68,7 +68,7 @@ class NormflowsBase(Base):
 
     def gaussian(self, context: Tensor | None) -> Gaussian | None:
         if self._kind != "DiagGaussian":
-            return None
+            return gaussian_of(self.module)
         temperature = 1.0 if self.module.temperature is None else self.module.temperature
         return ((self.module.loc, torch.exp(self.module.log_scale) * temperature),)
 
@@ -80,9 +80,6 @@ class NormflowsBase(Base):
         else:
             drawn = self.module.sample((n,))
         return (drawn.to(like),)
-
-    def mean(self, context: Tensor | None) -> Tensor | None:
-        return gaussian_mean(self.module)
 
     def sample_at(self, temperature: float, n: int, context: Tensor | None, like: Tensor) -> tuple[Tensor, ...]:
         """Uses the temperature of normflows' own distributions, in a copy, since other threads may use the original."""

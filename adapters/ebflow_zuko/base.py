@@ -74,9 +74,6 @@ class NormalBase(ZukoBase):
         distribution = self.build(context)
         return ((distribution.mean, distribution.stddev),)
 
-    def mean(self, context: Tensor | None) -> Tensor:
-        return self.build(context).mean
-
 
 def base_of(module: Any, path: str) -> ZukoBase:
     """The base density of a lazy distribution."""

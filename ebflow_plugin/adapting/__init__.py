@@ -14,7 +14,7 @@ Modules of the core, in this package too, import a name from where it is defined
 """
 
 from ebflow_plugin.adapting.adapter import Adapter, comes_from, is_a, known_class
-from ebflow_plugin.adapting.densities import density_smoothness, gaussian_mean
+from ebflow_plugin.adapting.densities import density_smoothness, gaussian_of
 from ebflow_plugin.adapting.rules import (
     REGISTERED,
     Child,
@@ -122,7 +122,7 @@ __all__ = [
     "comes_from",
     "density_smoothness",
     "drop_caches",
-    "gaussian_mean",
+    "gaussian_of",
     "is_a",
     "known_class",
     "lazy_layers",

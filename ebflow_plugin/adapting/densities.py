@@ -1,20 +1,20 @@
-"""The smoothness of base densities outside the adapters' tables: torch's, and those that users registered."""
+"""Base densities outside the adapters' tables: torch's, and those that users registered."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, distributions, nn
+from torch import distributions, nn
 
 from ebflow_plugin.adapting.rules import registered_smoothness
 from ebflow_plugin.plan.smooth_modules import Smoothness
 from ebflow_plugin.plan.smoothness import kinked_parts
+from ebflow_plugin.plan.step import Gaussian
 
-__all__ = ["density_smoothness", "gaussian_mean"]
+__all__ = ["density_smoothness", "gaussian_of"]
 
-_GAUSSIANS = (distributions.Normal, distributions.MultivariateNormal, distributions.LowRankMultivariateNormal)
 _SMOOTH = (
-    *_GAUSSIANS,
+    *(distributions.Normal, distributions.MultivariateNormal, distributions.LowRankMultivariateNormal),
     *(distributions.StudentT, distributions.Cauchy, distributions.Gumbel),
 )
 _JUMPS = (distributions.Uniform, distributions.Exponential, distributions.HalfNormal, distributions.HalfCauchy)
@@ -47,18 +47,17 @@ def density_smoothness(density: Any) -> Smoothness:
     return _KNOWN.get(parent, Smoothness.UNKNOWN)
 
 
-def gaussian_mean(density: Any) -> Tensor | None:
-    """The mean of a Gaussian of ``torch.distributions``; None for anything else.
+def gaussian_of(density: Any) -> Gaussian | None:
+    """Mean and standard deviation of a Normal of ``torch.distributions``; None for anything else.
 
     Example:
-        >>> gaussian_mean(distributions.Normal(2.0, 1.0)), gaussian_mean(distributions.Uniform(0.0, 1.0))
-        (tensor(2.), None)
+        >>> gaussian_of(distributions.Normal(2.0, 1.0)), gaussian_of(distributions.Uniform(0.0, 1.0))
+        (((tensor(2.), tensor(1.)),), None)
     """
-    if isinstance(density, distributions.Independent):
-        return gaussian_mean(density.base_dist)
-    if isinstance(density, _GAUSSIANS):
-        return density.mean
-    return None
+    parent = _density_of(density)
+    if parent is distributions.Independent:
+        return gaussian_of(density.base_dist)
+    return ((density.mean, density.stddev),) if parent is distributions.Normal else None
 
 
 def _density_of(density: Any) -> type:

@@ -20,7 +20,7 @@ from ebflow_plugin.adapting.discovery import FoundFlow, find_flow
 from ebflow_plugin.errors import EBFlowWarning, InputError, UnknownNameError, suggest, warn
 from ebflow_plugin.layers import FullConv2d
 from ebflow_plugin.linalg.geometry import Setting
-from ebflow_plugin.plan.inputs import integer, one_of
+from ebflow_plugin.options import integer, one_of
 from ebflow_plugin.plan.linear import PermutationStep
 from ebflow_plugin.plan.matrices import FullConvStep, MixingStep
 from ebflow_plugin.plan.plan import Plan

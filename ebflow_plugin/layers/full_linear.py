@@ -12,7 +12,7 @@ from ebflow_plugin.errors import InputError
 from ebflow_plugin.layers.initial_values import empty_parameters, fill_orthogonal, known_init
 from ebflow_plugin.linalg.dense import CachedLU
 from ebflow_plugin.linalg.operators import DenseOperator, LinearOperator, single_at_least
-from ebflow_plugin.linalg.random import at_least
+from ebflow_plugin.options import at_least
 
 __all__ = ["FullLinear"]
 

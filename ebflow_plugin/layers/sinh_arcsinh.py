@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ebflow_plugin.errors import InputError
-from ebflow_plugin.linalg.random import as_integer, at_least
+from ebflow_plugin.options import as_integer, at_least
 
 __all__ = ["SinhArcsinh"]
 

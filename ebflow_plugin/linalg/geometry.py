@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ebflow_plugin.errors import InputError, suggest
-from ebflow_plugin.linalg.random import as_integer, at_least
+from ebflow_plugin.options import as_integer, at_least
 
 __all__ = ["Axis", "Geometry", "Setting", "convolve", "convolve_transposed", "patches"]
 

@@ -1,78 +1,32 @@
-"""Helpers of everything random: seeds and states, draws, chunks of rows, checked options, progress bars."""
+"""Random numbers: derived seeds, states of generators, and draws on the device of a tensor."""
 
 from __future__ import annotations
 
 import hashlib
-import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Generator, Tensor
 
-from ebflow_plugin.errors import InputError
+from ebflow_plugin.options import check_generator
 
 __all__ = [
     "RandomState",
-    "as_integer",
-    "at_least",
-    "check_generator",
     "derive_seed",
     "gaussian_like",
     "kept_random_state",
-    "over_rows",
     "random_state",
-    "rows_in_chunks",
+    "seeded_by",
     "set_random_state",
     "signs_like",
     "uniform_like",
-    "with_progress",
 ]
 
-T = TypeVar("T")
 RandomState = dict[str, Any]
-
-
-def at_least(low: int, name: str, value: object) -> int:
-    """Returns an integer of at least ``low``, or raises an error that names the option.
-
-    Example:
-        >>> at_least(2, "chains", 1)
-        Traceback (most recent call last):
-        ebflow_plugin.errors.InputError: chains must be an integer, at least 2, got 1
-    """
-    number = as_integer(value)
-    if number is None or number < low:
-        raise InputError(f"{name} must be an integer, at least {low}, got {value!r}")
-    return number
-
-
-def as_integer(value: object) -> int | None:
-    """Returns an integer of any type (numpy's, say) as an int; None for anything that cannot be an index.
-
-    Example:
-        >>> as_integer(3), as_integer(3.0), as_integer(True), as_integer(torch.tensor([3]))
-        (3, None, None, None)
-    """
-    if isinstance(value, (bool, Tensor)) or type(value).__name__ in ("bool_", "bool"):
-        return None
-    try:
-        return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        return None
-
-
-def check_generator(generator: object) -> None:
-    """Raises if a value is neither a generator nor None.
-
-    Example:
-        >>> check_generator(0)
-        Traceback (most recent call last):
-        ebflow_plugin.errors.InputError: generator must be a torch.Generator or None, got 0; seed one with .manual_seed
-    """
-    if generator is not None and not isinstance(generator, Generator):
-        raise InputError(f"generator must be a torch.Generator or None, got {generator!r}; seed one with .manual_seed")
+_one_at_a_time = threading.RLock()  # the blocks of seeded_by()
 
 
 def derive_seed(*parts: object) -> int:
@@ -135,6 +89,38 @@ def _named(device: torch.device) -> tuple[torch.device, ...]:
     return () if device.type == "mps" else (device,)  # of which there is one, without an argument
 
 
+@contextmanager
+def seeded_by(generator: Generator | None, device: torch.device) -> Iterator[None]:
+    """Seeds torch's global random numbers from a generator inside a ``with`` block, and restores their state after it.
+
+    One number is drawn from the generator. The global state is shared by all threads: those that enter such a block too
+    wait for each other, and what others draw meanwhile is seeded with it.
+
+    Arguments:
+        generator: The generator; None leaves the global numbers as they are.
+        device: The device on which numbers are drawn, beside the CPU.
+
+    Example:
+        >>> device = torch.device("cpu")
+        >>> with seeded_by(torch.Generator().manual_seed(0), device):
+        ...     first = torch.randn(2)
+        >>> with seeded_by(torch.Generator().manual_seed(0), device):
+        ...     second = torch.randn(2)
+        >>> torch.equal(first, second)
+        True
+    """
+    check_generator(generator)
+    if generator is None:
+        yield
+        return
+    drawn = torch.randint(2**62, (), generator=generator, device=generator.device)
+    # The number of another device would have to be waited for; the state of its generator is the host's.
+    seed = int(drawn) if drawn.device.type == "cpu" else derive_seed(bytes(generator.get_state().tolist()))
+    with _one_at_a_time, kept_random_state(device):
+        torch.manual_seed(seed)
+        yield
+
+
 def _draw_device(x: Tensor, generator: Generator | None) -> torch.device:
     """The device to draw on: that of the generator, which may differ from that of x."""
     check_generator(generator)
@@ -161,44 +147,3 @@ def signs_like(x: Tensor, generator: Generator | None) -> Tensor:
     empty = torch.empty(x.shape, device=_draw_device(x, generator), dtype=x.dtype)
     drawn = torch.bernoulli(empty, 0.5, generator=generator)
     return drawn.mul(2.0).sub(1.0).to(x.device, non_blocking=True)
-
-
-def with_progress(items: Iterable[T], progress: bool, title: str, total: int | None = None) -> Iterator[T]:
-    """Iterates over items, with a progress bar if ``progress``.
-
-    Raises:
-        InputError: If ``progress``, and ``rich`` is not installed.
-    """
-    if not progress:
-        return iter(items)
-    try:
-        from rich.progress import track
-    except ImportError:
-        raise InputError("progress=True needs the package rich: pip install rich") from None
-    return iter(track(items, description=title, total=total))
-
-
-def rows_in_chunks(count: int, size: int | None) -> Iterator[slice]:
-    """Splits ``count`` rows into slices of at most ``size`` rows; None for one slice.
-
-    Example:
-        >>> list(rows_in_chunks(5, 2))
-        [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
-    """
-    size = max(1, count) if size is None else at_least(1, "batch_size", size)
-    for start in range(0, count, size):
-        yield slice(start, min(start + size, count))
-
-
-def over_rows(
-    function: Callable[[Tensor, Tensor | None], Tensor], x: Tensor, context: Tensor | None, size: int | None
-) -> Tensor:
-    """Applies a function of rows, one chunk at a time, without a graph, so that memory stays bounded."""
-    if len(x) == 0:
-        with torch.no_grad():
-            return function(x, context)
-    with torch.no_grad():
-        pieces = [
-            function(x[part], context if context is None else context[part]) for part in rows_in_chunks(len(x), size)
-        ]
-    return torch.cat(pieces)

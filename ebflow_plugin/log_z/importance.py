@@ -8,10 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Generator, Tensor
 
+from ebflow_plugin.chunks import over_rows, rows_in_chunks, with_progress
 from ebflow_plugin.errors import InputError, NoInverseError
-from ebflow_plugin.linalg.random import at_least, check_generator, over_rows, rows_in_chunks, with_progress
 from ebflow_plugin.log_z.estimate import Estimate, log_mean_exp, rounding_error
 from ebflow_plugin.log_z.proposals import Gaussian, Proposal, draw_from, log_density
+from ebflow_plugin.options import at_least, check_generator
 from ebflow_plugin.plan.inverse import draw
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.step import Shape

@@ -23,11 +23,13 @@ from typing import NamedTuple
 import torch
 from torch import Generator, Tensor
 
+from ebflow_plugin.chunks import rows_in_chunks, with_progress
 from ebflow_plugin.errors import SingularError, raise_from_step
 from ebflow_plugin.linalg.bidiagonal import Bands, bidiagonalise
 from ebflow_plugin.linalg.operators import Cost, LinearOperator
-from ebflow_plugin.linalg.random import at_least, check_generator, rows_in_chunks, signs_like, with_progress
+from ebflow_plugin.linalg.random import signs_like
 from ebflow_plugin.log_z.estimate import Estimate
+from ebflow_plugin.options import at_least, check_generator
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.step import LinearStep, Shape
 

@@ -10,8 +10,7 @@ from torch import Generator, Tensor
 from torch.distributions import Distribution
 
 from ebflow_plugin.errors import InputError
-from ebflow_plugin.linalg.random import gaussian_like
-from ebflow_plugin.linalg.streams import seeded_by
+from ebflow_plugin.linalg.random import gaussian_like, seeded_by
 
 __all__ = ["Gaussian", "Proposal", "draw_from", "log_density"]
 

@@ -14,13 +14,13 @@ from torch import Generator, Tensor, nn
 
 from ebflow_plugin.errors import InputError, UnknownNameError, suggest
 from ebflow_plugin.linalg.memo import transformed
-from ebflow_plugin.linalg.random import check_generator, derive_seed
+from ebflow_plugin.linalg.random import derive_seed
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives.compiling import CompiledLoss, Prepared
 from ebflow_plugin.objectives.schedule import AddedNoise
-from ebflow_plugin.plan.inputs import is_number, usable
+from ebflow_plugin.options import check_generator, is_number
+from ebflow_plugin.plan.inputs import check_weights, counted_rows, resampled_rows, usable, weighted_mean
 from ebflow_plugin.plan.plan import Plan
-from ebflow_plugin.plan.weights import check_weights, counted_rows, resampled_rows, weighted_mean
 
 __all__ = ["Common", "DrawnObjective", "Objective", "WeightedSum", "noise_of", "terms_of", "use_generators"]
 

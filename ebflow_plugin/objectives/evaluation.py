@@ -13,8 +13,7 @@ from torch import Generator, Tensor
 
 from ebflow_plugin.closed_form.calibration import Calibration, CalibrationStep
 from ebflow_plugin.model import EBFlow
-from ebflow_plugin.plan.inputs import to_device
-from ebflow_plugin.plan.weights import counted_rows, refuse_weights
+from ebflow_plugin.plan.inputs import counted_rows, refuse_weights, to_device
 
 __all__ = ["Likelihood", "LikelihoodSum", "calibrated"]
 

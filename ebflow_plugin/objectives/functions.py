@@ -11,8 +11,8 @@ from torch import Generator, Tensor
 from ebflow_plugin.errors import InputError, UnknownNameError, suggest
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives.base import Objective
+from ebflow_plugin.plan.inputs import check_weights
 from ebflow_plugin.plan.plan import Plan
-from ebflow_plugin.plan.weights import check_weights
 
 __all__ = ["FunctionObjective"]
 

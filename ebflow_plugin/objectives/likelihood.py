@@ -14,7 +14,7 @@ from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives.base import Common, DrawnObjective, Objective
 from ebflow_plugin.objectives.relative import relative_plan
 from ebflow_plugin.objectives.stochastic import LogDetEstimator
-from ebflow_plugin.plan.inputs import integer, one_of, positive
+from ebflow_plugin.options import integer, one_of, positive
 from ebflow_plugin.plan.inverse import draw
 from ebflow_plugin.plan.log_dets import LOG_DETS, log_det_methods
 from ebflow_plugin.plan.plan import Plan

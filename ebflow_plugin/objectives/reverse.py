@@ -13,7 +13,7 @@ from ebflow_plugin.linalg.memo import without_reading
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives import checks
 from ebflow_plugin.objectives.likelihood import LogDetObjective, LogDetOptions
-from ebflow_plugin.plan.inputs import integer, one_of
+from ebflow_plugin.options import integer, one_of
 from ebflow_plugin.plan.inverse import reparametrised
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.values import dot

@@ -20,8 +20,8 @@ from ebflow_plugin.objectives import checks
 from ebflow_plugin.objectives.base import Common, DrawnObjective
 from ebflow_plugin.objectives.latent_match import base_distance, base_noise
 from ebflow_plugin.objectives.schedule import AddedNoise, NoiseSchedule
+from ebflow_plugin.options import integer, is_number, one_of, positive
 from ebflow_plugin.plan.derivatives import derivatives
-from ebflow_plugin.plan.inputs import integer, is_number, one_of, positive
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.smoothness import Smoothness
 from ebflow_plugin.plan.values import dot

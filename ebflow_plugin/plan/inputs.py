@@ -1,19 +1,15 @@
-"""Checks of inputs and options, which raise clear errors before torch sees them."""
+"""Batches: checks that raise clear errors before torch sees them, and the weights of rows (importance weights, say)."""
 
 from __future__ import annotations
 
-import math
-import os
-from collections.abc import Iterable
-from numbers import Real
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ebflow_plugin.errors import ContextError, InputError, suggest
-from ebflow_plugin.linalg.random import as_integer, at_least
+from ebflow_plugin.errors import ContextError, InputError
+from ebflow_plugin.linalg.memo import free_to_read, is_readable
+from ebflow_plugin.plan.inputs import check_tensor
 from ebflow_plugin.plan.step import Shape
 
 __all__ = [
@@ -21,20 +17,16 @@ __all__ = [
     "batch_of",
     "check_context",
     "check_input",
-    "check_shape",
-    "check_tensor",
-    "flag",
-    "integer",
-    "is_number",
-    "one_of",
-    "path_of",
-    "positive",
+    "check_weights",
+    "counted_rows",
     "refuse_non_finite",
     "refuse_other_models",
+    "refuse_weights",
+    "resampled_rows",
     "to_device",
     "usable",
+    "weighted_mean",
 ]
-
 
 Batch = tuple[Tensor, Tensor | None, Tensor | None]  # x, its context, and the weights of its rows
 
@@ -189,95 +181,83 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return moved(x), moved(context), moved(weights)
 
 
-def positive(name: str, value: object) -> float:
-    """Returns a positive number as a float, or raises an error that names the option.
+def check_weights(weights: Tensor, x: Tensor) -> Tensor:
+    """Returns the weights of the rows of x, over the largest of them, so that equal weights become exact ones.
+
+    Values are checked on the CPU alone: elsewhere, where a check would synchronise with the device, weights that are
+    negative, NaN, inf or all zero return NaN, and so does the loss.
 
     Example:
-        >>> positive("eps", -1)
+        >>> check_weights(torch.tensor([0.0, 0.3, 0.3]), torch.zeros(3, 2))
+        tensor([0., 1., 1.])
+        >>> check_weights(torch.tensor([0.5, -0.5]), torch.zeros(2, 2))
         Traceback (most recent call last):
-        ebflow_plugin.errors.InputError: eps must be a positive number, got -1
+        ebflow_plugin.errors.InputError: weights must be at least 0, finite, and not all 0, got 1 of 2 that are not
     """
-    if not is_number(value) or value <= 0:  # type: ignore[operator]
-        raise InputError(f"{name} must be a positive number, got {value!r}")
-    return float(value)  # type: ignore[arg-type]
+    refuse_weights(weights, x)
+    if weights.device != x.device:
+        raise InputError(f"weights are on {weights.device}, x is on {x.device}; move one with .to()")
+    if len(weights) == 0:
+        return weights.detach()
+    weights = weights.detach().to(x.dtype if x.is_floating_point() else torch.get_default_dtype())
+    if free_to_read(weights) and not bool(weights.any()):
+        raise InputError(f"weights must be at least 0, finite, and not all 0, got {len(weights)} zeros")
+    scaled = weights / weights.amax()
+    return torch.where((weights >= 0).all(), scaled, torch.full_like(scaled, torch.nan))
 
 
-def check_shape(name: str, value: object) -> Shape:
-    """Returns an event shape as a tuple of positive integers, or raises an error that names the option.
+def refuse_weights(weights: Tensor, x: Tensor, read: bool = False) -> None:
+    """Raises if weights have a wrong shape, or are negative, NaN or inf. They may all be zero.
+
+    Arguments:
+        weights: The weights.
+        x: The rows.
+        read: Reads the values on any device, not on the CPU alone.
 
     Example:
-        >>> check_shape("event_shape", 3)
+        >>> refuse_weights(torch.ones(2, 1), torch.zeros(2, 3))
         Traceback (most recent call last):
-        ebflow_plugin.errors.InputError: event_shape must be a tuple of integers, such as (3, 32, 32), got 3
+        ebflow_plugin.errors.InputError: weights must be a real tensor of shape (2,), one for each row of x, got (2, 1)
     """
-    sizes = [as_integer(size) for size in value] if isinstance(value, (tuple, list)) else [None]
-    if not all(size is not None and size > 0 for size in sizes):
-        raise InputError(f"{name} must be a tuple of integers, such as (3, 32, 32), got {value!r}")
-    return tuple(size for size in sizes if size is not None)
+    if not isinstance(weights, Tensor) or weights.shape != x.shape[:1] or weights.is_complex():
+        got = tuple(weights.shape) if isinstance(weights, Tensor) else type(weights).__name__
+        raise InputError(f"weights must be a real tensor of shape ({len(x)},), one for each row of x, got {got}")
+    if not (is_readable if read else free_to_read)(weights):
+        return
+    bad = int((~(torch.isfinite(weights) & (weights >= 0))).sum())
+    if bad:
+        raise InputError(f"weights must be at least 0, finite, and not all 0, got {bad} of {len(weights)} that are not")
 
 
-def check_tensor(name: str, value: object) -> None:
-    """Raises if a value is not a tensor (a numpy array, say).
+def counted_rows(weights: Tensor) -> Tensor:
+    """Indices that replace the rows of weight zero by the heaviest one, so that nothing of them enters a graph.
+
+    A zero times a gradient that is NaN would be NaN.
 
     Example:
-        >>> check_tensor("x", [1.0])
-        Traceback (most recent call last):
-        ebflow_plugin.errors.InputError: x must be a tensor, got list; torch.as_tensor makes one
+        >>> counted_rows(torch.tensor([0.5, 0.0, 1.0, 0.2]))
+        tensor([0, 2, 2, 3])
     """
-    if not isinstance(value, Tensor):
-        raise InputError(f"{name} must be a tensor, got {type(value).__name__}; torch.as_tensor makes one")
+    return torch.where(weights == 0, weights.argmax(), torch.arange(len(weights), device=weights.device))
 
 
-def integer(name: str, value: object) -> int:
-    """Returns an integer of at least 1, or raises an error that names the option.
+def resampled_rows(weights: Tensor) -> Tensor:
+    """Indices that repeat each row as often as its weight asks, for a start that cannot weight its rows.
 
     Example:
-        >>> integer("projections", 0)
-        Traceback (most recent call last):
-        ebflow_plugin.errors.InputError: projections must be an integer, at least 1, got 0
+        >>> resampled_rows(torch.tensor([0.0, 1.0, 1.0, 2.0]))
+        tensor([1, 2, 3, 3])
     """
-    return at_least(1, name, value)
+    edges = weights.double().cumsum(0)
+    places = (torch.arange(len(weights), device=weights.device, dtype=edges.dtype) + 0.5) * (edges[-1] / len(weights))
+    return torch.searchsorted(edges, places).clamp_max(len(weights) - 1)
 
 
-def flag(name: str, value: object) -> bool:
-    """Returns a bool, or raises an error that names the option: the string "no" is true to Python.
+def weighted_mean(values: Tensor, weights: Tensor | None) -> Tensor:
+    """The mean of one value per row, ``(B,)``, self-normalised; without weights, or with equal ones, the plain mean.
 
     Example:
-        >>> flag("resume", "no")
-        Traceback (most recent call last):
-        ebflow_plugin.errors.InputError: resume must be True or False, got 'no'
+        >>> weighted_mean(torch.tensor([1.0, 4.0]), torch.tensor([1.0, 0.5]))
+        tensor(2.)
     """
-    if isinstance(value, bool):
-        return value
-    raise InputError(f"{name} must be True or False, got {value!r}")
-
-
-def path_of(name: str, value: object) -> Path:
-    """Returns a path, or raises an error that names the option.
-
-    Example:
-        >>> path_of("checkpoint", 3)
-        Traceback (most recent call last):
-        ebflow_plugin.errors.InputError: checkpoint must be a path, got 3
-    """
-    if isinstance(value, (str, os.PathLike)) and str(value):
-        return Path(value)
-    raise InputError(f"{name} must be a path, got {value!r}")
-
-
-def one_of(name: str, value: object, allowed: Iterable[str]) -> str:
-    """Returns one of the allowed strings, or raises an error that lists them.
-
-    Example:
-        >>> one_of("reduction", "sum", ("mean", "none"))
-        Traceback (most recent call last):
-        ebflow_plugin.errors.InputError: unknown reduction 'sum'. Valid names: mean, none.
-    """
-    if not isinstance(value, str) or value not in tuple(allowed):
-        raise InputError(f"unknown {name} {value!r}. {suggest(str(value), allowed)}")
-    return value
-
-
-def is_number(value: object) -> bool:
-    """Whether a value is a finite real number (and not a bool)."""
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    return values.mean() if weights is None else (weights * values).sum() / weights.sum()

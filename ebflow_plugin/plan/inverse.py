@@ -7,10 +7,11 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
+from ebflow_plugin.chunks import rows_in_chunks
 from ebflow_plugin.errors import InputError, no_inverse, raise_from_step
-from ebflow_plugin.linalg.random import at_least, check_generator, rows_in_chunks
-from ebflow_plugin.linalg.streams import seeded_by
-from ebflow_plugin.plan.inputs import check_context, positive
+from ebflow_plugin.linalg.random import seeded_by
+from ebflow_plugin.options import at_least, check_generator, positive
+from ebflow_plugin.plan.inputs import check_context
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.step import Shape
 

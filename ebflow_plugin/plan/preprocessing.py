@@ -18,9 +18,9 @@ from torch.nn import functional as F
 
 from ebflow_plugin.errors import InputError, UnknownNameError, suggest
 from ebflow_plugin.linalg.memo import transformed
-from ebflow_plugin.linalg.random import at_least, gaussian_like, uniform_like
+from ebflow_plugin.linalg.random import gaussian_like, uniform_like
+from ebflow_plugin.options import at_least, is_number, one_of
 from ebflow_plugin.plan.elementwise import ElementwiseMap, ElementwiseStep, logit_map, sigmoid_map
-from ebflow_plugin.plan.inputs import is_number, one_of
 from ebflow_plugin.plan.linear import ElementwiseAffineStep
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.step import Linearization, Shape, Step

@@ -310,22 +310,19 @@ class Base(Part, ABC):
         """
         return None
 
-    def mean(self, context: Tensor | None) -> Tensor | float | None:
-        """The mean of a Gaussian, to be broadcast against a batch of latents; None for other densities."""
-        return None
-
     def sample_at(self, temperature: float, n: int, context: Tensor | None, like: Tensor) -> tuple[Tensor, ...]:
         """Draws as :meth:`sample` does, from a Gaussian whose standard deviation is ``temperature`` times its own.
 
         Raises:
-            InputError: If the density is no Gaussian.
+            InputError: If the density is no Gaussian of independent entries.
         """
-        mean = self.mean(context)
-        if mean is None:
+        gaussian = self.gaussian(context)
+        if gaussian is None:
             raise InputError(
                 f"temperature={temperature:g} needs a Gaussian base density, and this is none\n  {self.where}"
             )
-        return tuple(mean + temperature * (z - mean) for z in self.sample(n, context, like))
+        drawn = zip(self.sample(n, context, like), gaussian, strict=True)
+        return tuple(mean + temperature * (z - mean) for z, (mean, _) in drawn)
 
 
 def takes_context(function: Callable[..., Any] | None) -> bool:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
+from ebflow_plugin.chunks import with_progress
 from ebflow_plugin.errors import EBFlowError, InputError
-from ebflow_plugin.linalg.random import gaussian_like, uniform_like, with_progress
+from ebflow_plugin.linalg.random import gaussian_like, uniform_like
 from ebflow_plugin.sampling.preconditioning import Preconditioner, check_covariance
 
 __all__ = ["Chains", "run_chains"]

@@ -11,18 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Generator, Tensor
 
+from ebflow_plugin.chunks import over_rows, rows_in_chunks, with_progress
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.linalg.memo import free_to_read
-from ebflow_plugin.linalg.random import (
-    at_least,
-    check_generator,
-    over_rows,
-    rows_in_chunks,
-    uniform_like,
-    with_progress,
-)
+from ebflow_plugin.linalg.random import uniform_like
 from ebflow_plugin.log_z.estimate import Estimate, log_mean_exp, pareto_k, rounding_error
 from ebflow_plugin.model import EBFlow
+from ebflow_plugin.options import at_least, check_generator
 from ebflow_plugin.plan.inputs import refuse_other_models
 
 __all__ = ["LogDensity", "MetropolisChain", "WeightedSamples", "importance", "log_density_of", "refuse_integers"]

@@ -12,11 +12,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from ebflow_plugin.closed_form.moments import counted, refuse_unequal
 from ebflow_plugin.errors import InputError
-from ebflow_plugin.linalg.random import at_least, derive_seed
+from ebflow_plugin.linalg.random import derive_seed
 from ebflow_plugin.model import EBFlow
-from ebflow_plugin.plan.inputs import Batch, batch_of, refuse_non_finite, to_device
+from ebflow_plugin.options import at_least
+from ebflow_plugin.plan.inputs import Batch, batch_of, check_weights, counted_rows, refuse_non_finite, to_device
 from ebflow_plugin.plan.preprocessing import Dequantize
-from ebflow_plugin.plan.weights import check_weights, counted_rows
 
 __all__ = ["Loader", "batches_of", "gathered", "loader_of", "maximum_of", "once", "process", "total_of"]
 

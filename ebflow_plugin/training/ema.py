@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ebflow_plugin.errors import EBFlowError, InputError
-from ebflow_plugin.linalg.random import at_least
 from ebflow_plugin.model import EBFlow
-from ebflow_plugin.plan.inputs import flag
+from ebflow_plugin.options import at_least, flag
 
 __all__ = ["EMA", "decay_of"]
 

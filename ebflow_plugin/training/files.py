@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ebflow_plugin.errors import InputError, ResumeWarning, WriteError, warn
 from ebflow_plugin.model import EBFlow
-from ebflow_plugin.plan.inputs import path_of
+from ebflow_plugin.options import path_of
 
 __all__ = [
     "BEST",

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.layers import FullConv2d
 from ebflow_plugin.objectives import Objective
-from ebflow_plugin.plan.inputs import positive
+from ebflow_plugin.options import positive
 
 __all__ = ["fusible", "optimizer_of", "parameter_groups", "scalar_objective", "scheduler_of"]
 

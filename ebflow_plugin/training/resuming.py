@@ -17,8 +17,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins import TorchCheckpointIO
 
 from ebflow_plugin.errors import EBFlowError, InputError, ResumeWarning, warn
-from ebflow_plugin.linalg.random import at_least
-from ebflow_plugin.plan.inputs import path_of
+from ebflow_plugin.options import at_least, path_of
 from ebflow_plugin.training.ema import EMA, decay_of
 from ebflow_plugin.training.files import BEST, atomic_write, latest, read, read_first
 from ebflow_plugin.training.fitting import evaluate_every_default

@@ -20,7 +20,7 @@ from ebflow_examples.synthetic import PLANE, SMOOTHING
 from ebflow_plugin.errors import InputError, SingularError
 from ebflow_plugin.objectives.base import DrawnObjective
 from ebflow_plugin.objectives.schedule import AddedNoise
-from ebflow_plugin.plan.inputs import integer, positive
+from ebflow_plugin.options import integer, positive
 from ebflow_plugin.plan.plan import Plan
 
 __all__ = [

@@ -18,7 +18,7 @@ from ebflow_examples.architectures import MODELS, ModelInfo
 from ebflow_examples.data import DataSet
 from ebflow_examples.layers import LINEAR, Shape
 from ebflow_plugin.errors import InputError, UnknownNameError, suggest
-from ebflow_plugin.plan.inputs import positive
+from ebflow_plugin.options import positive
 
 __all__ = ["LINEAR", "MODELS", "ModelInfo", "build", "flow_for", "preprocessing"]
 

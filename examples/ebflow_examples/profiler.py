@@ -20,7 +20,7 @@ from ebflow_examples.runs import choose_device
 from ebflow_examples.streams import stream
 from ebflow_examples.targets import Target
 from ebflow_plugin.errors import InputError
-from ebflow_plugin.plan.inputs import positive
+from ebflow_plugin.options import positive
 from ebflow_plugin.training.optimizers import fusible
 
 __all__ = ["OBJECTIVES", "Cost", "Profile", "batch_for", "measure", "profile"]

@@ -64,7 +64,7 @@ def main(
     import ebflow_examples.reproduce.output as output
     from ebflow_examples.folders import writable
     from ebflow_plugin.errors import InputError, UnknownNameError, suggest
-    from ebflow_plugin.plan.inputs import integer, positive
+    from ebflow_plugin.options import integer, positive
 
     if what not in WHATS:
         raise UnknownNameError(f"unknown table or figure {what!r}. {suggest(what, WHATS)}")

@@ -1,0 +1,57 @@
+"""Work on many rows, a part of them at a time, and its progress."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from ebflow_plugin.errors import InputError
+from ebflow_plugin.options import at_least
+
+__all__ = ["over_rows", "rows_in_chunks", "with_progress"]
+
+T = TypeVar("T")
+
+
+def rows_in_chunks(count: int, size: int | None) -> Iterator[slice]:
+    """Splits ``count`` rows into slices of at most ``size`` rows; None for one slice.
+
+    Example:
+        >>> list(rows_in_chunks(5, 2))
+        [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
+    """
+    size = max(1, count) if size is None else at_least(1, "batch_size", size)
+    for start in range(0, count, size):
+        yield slice(start, min(start + size, count))
+
+
+def over_rows(
+    function: Callable[[Tensor, Tensor | None], Tensor], x: Tensor, context: Tensor | None, size: int | None
+) -> Tensor:
+    """Applies a function of rows, one chunk at a time, without a graph, so that memory stays bounded."""
+    if len(x) == 0:
+        with torch.no_grad():
+            return function(x, context)
+    with torch.no_grad():
+        pieces = [
+            function(x[part], context if context is None else context[part]) for part in rows_in_chunks(len(x), size)
+        ]
+    return torch.cat(pieces)
+
+
+def with_progress(items: Iterable[T], progress: bool, title: str, total: int | None = None) -> Iterator[T]:
+    """Iterates over items, with a progress bar if ``progress``.
+
+    Raises:
+        InputError: If ``progress``, and ``rich`` is not installed.
+    """
+    if not progress:
+        return iter(items)
+    try:
+        from rich.progress import track
+    except ImportError:
+        raise InputError("progress=True needs the package rich: pip install rich") from None
+    return iter(track(items, description=title, total=total))
