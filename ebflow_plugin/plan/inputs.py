@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ebflow_plugin.errors import ContextError, InputError
 from ebflow_plugin.linalg.memo import free_to_read, is_readable
-from ebflow_plugin.plan.inputs import check_tensor
+from ebflow_plugin.options import check_tensor
 from ebflow_plugin.plan.step import Shape
 
 __all__ = [
