@@ -1,7 +1,7 @@
 """A Glow of normflows, as in its own tutorial, with 3 x 3 convolutions in the place of its 1 x 1 ones.
 
 Likelihood without determinants makes them cheap. The new kernels are zero around the old ones, so the density is the
-same at first. Neighbouring pixels are alike, so kernels train at a tenth of the rate. The data are textures of known
+same at first. Neighbouring pixels are alike, so 3 x 3 kernels train at a third of the rate. The data are textures of known
 density, 3 x 16 x 16, made on the spot; in so short a run the two models end level.
 
     python examples/glow_3x3.py    # some two minutes on one core
