@@ -37,7 +37,9 @@ def test_kernels_of_k_pixels_have_1_over_k_of_the_rate():
     groups = ebf.parameter_groups(model, 0.5)
     assert [group["lr"] for group in groups] == pytest.approx([0.5 * rate for rate in RATES])
     assert names(model, groups) == [
-        ["0.weight", "0.bias", "1.bias", "2.bias", "3.bias"], ["1.weight", "2.weight"], ["3.weight"]
+        ["0.weight", "0.bias", "1.bias", "2.bias", "3.bias"],
+        ["1.weight", "2.weight"],
+        ["3.weight"],
     ]
     assert names(model, ebf.parameter_groups(model.flow, 0.5)) == names(model, groups)  # of any module
 
