@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from inspect import signature
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
@@ -48,8 +47,7 @@ class Linearity(str, Enum):
     __str__ = str.__str__
 
 
-@dataclass(frozen=True)
-class Linearization:
+class Linearization(NamedTuple):
     """The value and the derivatives of a step f at a point x.
 
     Attributes:
