@@ -24,10 +24,10 @@ from ebflow_plugin.objectives.unseen import perturbed, unseen_parameters
 from ebflow_plugin.plan.inputs import refuse_non_finite
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.step import LinearStep, Step
-from ebflow_plugin.plan.values import Value
+from ebflow_plugin.plan.values import Value, flatten, parts_of, unflatten
 from ebflow_plugin.wrapper import wrap
 
-__all__ = ["Check", "VerificationReport", "verify"]
+__all__ = ["Check", "VerificationReport", "compare", "invariants", "verify"]
 
 _JACOBIAN_LIMIT = 2048  # the largest event size for a full Jacobian: 32 MB, and seconds for each step
 _FEW = 128  # up to this size a Jacobian takes milliseconds, so it is computed at more points
@@ -141,9 +141,7 @@ def _checks(model: EBFlow, x: Tensor, context: Tensor | None) -> Iterator[Check]
         torch.manual_seed(0)
         copied = copy.deepcopy(model)
         copied.plan.initialize(x, context)
-        yield from _attempt("log_prob equals the flow's own", _own_log_prob, copied, x, context)
-        yield from _attempt("log_prob = -energy - log Z", _invariant, copied, x, context)
-        yield from _attempt("samples do not influence each other", _independence, copied, x, context)
+        yield from _attempt("log_prob", invariants, copied, x, context)
         try:
             double, x, context = _in_float64(copied, x, context)
         except Exception as error:  # a model with hard-coded float32: its derivatives are not measured
@@ -156,7 +154,7 @@ def _checks(model: EBFlow, x: Tensor, context: Tensor | None) -> Iterator[Check]
 
 
 def _attempt(name: str, measure: Callable[..., Iterator[Check]], *arguments: Any) -> Iterator[Check]:
-    """Runs one check; an error inside it is a failure."""
+    """Runs one measurement; an error inside it is a failure."""
     try:
         yield from measure(*arguments)
     except Exception as error:
@@ -164,48 +162,53 @@ def _attempt(name: str, measure: Callable[..., Iterator[Check]], *arguments: Any
         yield Check(name, False, f"{type(error).__name__}: {error} {notes}".strip())
 
 
-def _compare(name: str, ours: Tensor, theirs: Tensor, tolerance: float, path: str = "") -> Check:
+def compare(name: str, ours: Tensor, theirs: Tensor, tolerance: float, path: str = "") -> Check:
     """Compares two tensors by their largest relative difference."""
+    if ours.shape != theirs.shape:
+        return Check(name, False, f"shapes {tuple(ours.shape)} and {tuple(theirs.shape)}", path)
     difference = ((ours - theirs).abs() / (1.0 + theirs.abs())).max() if ours.numel() else ours.new_zeros(())
     return Check(name, bool(difference <= tolerance), f"largest relative difference {difference.item():.1e}", path)
 
 
-def _tolerance(x: Tensor) -> float:
-    return 1e-3 if x.dtype != torch.float64 else 1e-8
-
-
 @torch.no_grad()
-def _own_log_prob(model: EBFlow, x: Tensor, context: Tensor | None) -> Iterator[Check]:
-    name = "log_prob equals the flow's own"
-    ours = model.log_prob(x, context)
+def invariants(
+    model: EBFlow,
+    x: Tensor,
+    context: Tensor | None,
+    own: Callable[[], Tensor] | None = None,
+    tolerance: float | None = None,
+) -> Iterator[Check]:
+    """Contract 1: log_prob is the flow's own and -energy - log Z, and that of each sample alone.
+
+    Arguments:
+        model: A model whose ActNorms have started.
+        x: Data.
+        context: Its context.
+        own: Returns the flow's own log_prob; by default the adapter's ``own_log_prob``.
+        tolerance: The largest relative difference; by default one for the dtype of x.
+    """
+    usual = 1e-3 if x.dtype != torch.float64 else 1e-8
+    ours, name = model.log_prob(x, context), "log_prob equals the flow's own"
     try:
-        theirs = model.adapter.own_log_prob(model.flow, x, context)
+        theirs = model.adapter.own_log_prob(model.flow, x.clone(), context) if own is None else own()
     except Exception as error:  # for example, nflows cannot invert its NaiveLinear
         yield Check(name, None, f"the flow's own log_prob raises {type(error).__name__}: {error}")
-        return
-    # 1e-6 in float64: nflows computes the log-det of its LeakyReLU in float32, whatever the dtype of the model.
-    check = _compare(name, ours, theirs, max(_tolerance(x), 1e-6))
-    flaws = [] if check.passed else _library_flaws(model.plan, tuple(x.shape[1:]))
-    yield replace(check, passed=None, detail="; ".join((check.detail, *flaws))) if flaws else check
+    else:
+        # 1e-6 in float64: nflows computes the log-det of its LeakyReLU in float32, whatever the dtype of the model.
+        check = compare(name, ours, theirs, tolerance or max(usual, 1e-6))
+        flaws = [] if check.passed else _library_flaws(model.plan, tuple(x.shape[1:]))
+        yield replace(check, passed=None, detail="; ".join((check.detail, *flaws))) if flaws else check
+    total = -model.energy(x, context) - model.log_z(tuple(x.shape[1:]))
+    yield compare("log_prob = -energy - log Z", ours, total, tolerance or usual)
+    parts = [slice(1), slice(1, None)]
+    alone = [model.log_prob(x[part], None if context is None else context[part]) for part in parts]
+    yield compare("samples do not influence each other", torch.cat(alone), ours, tolerance or usual)
 
 
 def _library_flaws(plan: Plan, event_shape: tuple[int, ...]) -> list[str]:
     """Known errors of the library's own log-dets for this event shape; ours are checked against autograd."""
     flaws = [(step, step.library_flaw(shapes[0])) for step, shapes in plan.shapes(event_shape)]
     return [f"the library {flaw} ({step.where})" for step, flaw in flaws if flaw]
-
-
-@torch.no_grad()
-def _invariant(model: EBFlow, x: Tensor, context: Tensor | None) -> Iterator[Check]:
-    total = -model.energy(x, context) - model.log_z(tuple(x.shape[1:]))
-    yield _compare("log_prob = -energy - log Z", model.log_prob(x, context), total, _tolerance(x))
-
-
-@torch.no_grad()
-def _independence(model: EBFlow, x: Tensor, context: Tensor | None) -> Iterator[Check]:
-    halves = [slice(0, len(x) // 2), slice(len(x) // 2, len(x))]
-    parts = [model.energy(x[half], None if context is None else context[half]) for half in halves]
-    yield _compare("samples do not influence each other", torch.cat(parts), model.energy(x, context), _tolerance(x))
 
 
 def _in_float64(model: EBFlow, x: Tensor, context: Tensor | None) -> tuple[EBFlow, Tensor, Tensor | None]:
@@ -228,76 +231,50 @@ def _step_checks(plan: Plan, x: Tensor, context: Tensor | None, when: str) -> It
             raise
         yield Check(f"every step runs{when}", None, f"{type(error).__name__}: {error}")
     for step, value in reached:
-        if isinstance(step, LinearStep):
-            name = f"linear step is affine{when}"
-            yield from _attempt(name, _affinity, step, value, context, name)
-        name = f"log-det matches autograd{when}"
-        size = sum(part[0].numel() for part in _parts(value))
-        if size <= _JACOBIAN_LIMIT:
-            yield from _attempt(name, _log_det, step, value, context, name)
-        else:
-            yield Check(name, None, f"a Jacobian of {size} × {size} is too large", step.path)
-        name = f"inverse undoes the step{when}"
-        yield from _attempt(name, _inverse, step, value, context, name)
-
-
-def _parts(value: Value) -> tuple[Tensor, ...]:
-    return (value,) if isinstance(value, Tensor) else value
-
-
-def _flat(value: Value) -> Tensor:
-    return torch.cat([part.flatten(1) for part in _parts(value)], dim=1)
+        for claim, measure in _CLAIMS.items():
+            if measure is not _affinity or isinstance(step, LinearStep):
+                yield from _attempt(claim + when, measure, step, value, context, claim + when)
 
 
 def _on_flat(step: Step, value: Value, context: Tensor | None) -> Callable[[Tensor], Tensor]:
     """The step as a function from flat rows to flat rows."""
-    shapes = [part.shape[1:] for part in _parts(value)]
-
-    def function(rows: Tensor) -> Tensor:
-        pieces = rows.split([shape.numel() for shape in shapes], dim=1)
-        parts = tuple(piece.reshape(-1, *shape) for piece, shape in zip(pieces, shapes, strict=True))
-        return _flat(step.encode(parts[0] if len(parts) == 1 else parts, context)[0])
-
-    return function
+    shapes = tuple(tuple(part.shape[1:]) for part in parts_of(value))
+    return lambda rows: flatten(step.encode(unflatten(rows, shapes), context)[0])
 
 
 def _affinity(step: Step, value: Value, context: Tensor | None, name: str) -> Iterator[Check]:
     """f(b) - f(a) = J(a)(b - a) = J(b)(b - a) between each point and the next, with the context of the first."""
     function = _on_flat(step, value, context)
-    here = _flat(value).detach()
+    here = flatten(value).detach()
     there = here.roll(1, 0)
     moved = function(there) - function(here)
     tangents = [torch.autograd.functional.jvp(function, point, there - here)[1] for point in (here, there)]
-    yield _compare(name, torch.cat(tangents), torch.cat([moved, moved]), 1e-6, step.path)
+    yield compare(name, torch.cat(tangents), torch.cat([moved, moved]), 1e-6, step.path)
 
 
 def _log_det(step: Step, value: Value, context: Tensor | None, name: str) -> Iterator[Check]:
-    size = sum(part[0].numel() for part in _parts(value))
-    rows = range(min(2 if size <= _FEW else 1, len(_parts(value)[0])))
+    parts = parts_of(value)
+    size = sum(part[0].numel() for part in parts)
+    if size > _JACOBIAN_LIMIT:
+        yield Check(name, None, f"a Jacobian of {size} × {size} is too large", step.path)
+        return
     ours, theirs = [], []
-    for row in rows:
-        one = tuple(part[row : row + 1].detach() for part in _parts(value))
+    for row in range(min(2 if size <= _FEW else 1, len(parts[0]))):
+        one = tuple(part[row : row + 1].detach() for part in parts)
         single: Value = one[0] if len(one) == 1 else one
         condition = None if context is None else context[row : row + 1]
         theirs.append(torch.linalg.slogdet(_jacobian(step, single, condition))[1])
-        if isinstance(step, LinearStep):
-            ours.append(
-                torch.as_tensor(step.log_det(tuple(tuple(part.shape[1:]) for part in one), one[0])).to(theirs[-1])
-            )
-        else:
-            log_det = step.encode(single, condition)[1]
-            assert log_det is not None
-            ours.append(log_det[0])
-    yield _compare(name, torch.stack(ours).detach(), torch.stack(theirs), 1e-5, step.path)
+        shapes = tuple(tuple(part.shape[1:]) for part in one)
+        log_det = step.log_det(shapes, one[0]) if isinstance(step, LinearStep) else step.encode(single, condition)[1]
+        ours.append(torch.as_tensor(log_det).to(theirs[-1]).reshape(()))
+    yield compare(name, torch.stack(ours).detach(), torch.stack(theirs), 1e-5, step.path)
 
 
 def _jacobian(step: Step, value: Value, context: Tensor | None) -> Tensor:
     """The Jacobian of a step at one point, in chunks of rows: each row is the gradient at a copy of the point."""
-    point = _flat(value)
-    size = point.shape[1]
+    point = flatten(value)
     rows = []
-    for start in range(0, size, _CHUNK):
-        which = torch.arange(start, min(start + _CHUNK, size), device=point.device)
+    for which in torch.arange(point.shape[1], device=point.device).split(_CHUNK):
         copies = point.detach().repeat(len(which), 1).requires_grad_()
         condition = None if context is None else context.repeat(len(which), *[1] * (context.dim() - 1))
         with torch.enable_grad():
@@ -317,12 +294,19 @@ def _inverse(step: Step, value: Value, context: Tensor | None, name: str) -> Ite
         yield Check(name, None, "the step has no inverse", step.path)
         return
     again, _ = step.encode(back, context)
-    pairs = [(_flat(back), _flat(value)), (_flat(again), _flat(latents))]
+    pairs = [(flatten(back), flatten(value)), (flatten(again), flatten(latents))]
     if not all(bool(torch.isfinite(ours).all()) for ours, _ in pairs):
         yield Check(name, None, "the inverse is not finite at this data", step.path)
         return
-    checks = [_compare(name, ours, theirs, 1e-4, step.path) for ours, theirs in pairs]
+    checks = [compare(name, ours, theirs, 1e-4, step.path) for ours, theirs in pairs]
     yield next((check for check in checks if check.passed), checks[0])
+
+
+_CLAIMS = {
+    "linear step is affine": _affinity,
+    "log-det matches autograd": _log_det,
+    "inverse undoes the step": _inverse,
+}
 
 
 def _derivatives(model: EBFlow, x: Tensor, context: Tensor | None) -> Iterator[Check]:
@@ -336,12 +320,16 @@ def _derivatives(model: EBFlow, x: Tensor, context: Tensor | None) -> Iterator[C
         point = x.clone().requires_grad_()
         score = model.score(point, context)
         along = (score * direction).flatten(1).sum(1)
-        yield _with_suspects(model, _compare("score agrees with finite differences", along.detach(), slope, 1e-3))
         (product,) = torch.autograd.grad(along.sum(), point, allow_unused=True) if along.requires_grad else (None,)
         product = torch.zeros_like(x) if product is None else product
         difference = (model.score(ahead, context) - model.score(after, context)).detach() / (2 * step_size)
-        check = _compare("second backward agrees with finite differences", product, difference, 1e-3)
-        yield _with_suspects(model, check)
+    suspects = [f"{step.path} ({step.smoothness})" for step in model.plan.steps if step.smoothness != "smooth"]
+    for check in (
+        compare("score agrees with finite differences", along.detach(), slope, 1e-3),
+        compare("second backward agrees with finite differences", product, difference, 1e-3),
+    ):
+        why = f"; steps whose score is not known to be smooth: {', '.join(suspects) or 'none'}"
+        yield check if check.passed else replace(check, detail=check.detail + why)
 
 
 def _unseen(model: EBFlow, x: Tensor, context: Tensor | None) -> Check:
@@ -360,16 +348,6 @@ def _unseen(model: EBFlow, x: Tensor, context: Tensor | None) -> Check:
         UnseenParameterWarning,
     )
     return Check(name, None, f"score matching cannot see {', '.join(unseen)}")
-
-
-def _with_suspects(model: EBFlow, check: Check) -> Check:
-    return check if check.passed else replace(check, detail=f"{check.detail}; {_suspects(model)}")
-
-
-def _suspects(model: EBFlow) -> str:
-    """The steps that are not known to be smooth."""
-    paths = [f"{step.path} ({step.smoothness})" for step in model.plan.steps if step.smoothness != "smooth"]
-    return "steps whose score is not known to be smooth: " + (", ".join(paths) or "none")
 
 
 @contextmanager

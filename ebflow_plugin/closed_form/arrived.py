@@ -19,7 +19,7 @@ from ebflow_plugin.closed_form.initialization import (
     weighted_rows,
     whiten_layer,
 )
-from ebflow_plugin.closed_form.moments import Moments, held_out
+from ebflow_plugin.closed_form.moments import HeldOut, Moments
 from ebflow_plugin.closed_form.passes import HELD_OUT, Thinned
 from ebflow_plugin.errors import InputError, SingularError
 from ebflow_plugin.plan.matrices import FullStep
@@ -36,11 +36,10 @@ class Arrived:
         self.step = step
         self.fit, self.held, self.log_dets = Moments(), Moments(), Moments(diagonal=True)
         sample, others = Thinned(ROWS), Thinned(ROWS // 2)
-        self.times, index = 1, 0
+        self.times, held_out = 1, HeldOut(HELD_OUT)
         self.matrix: Tensor | None = None  # of a convolution, fitted to the rows to fit to
         for value, log_det, weights in stream:
-            held = held_out(index, len(value), HELD_OUT, value.device)
-            index += len(value)
+            held = held_out(value)
             self.shape: tuple[int, ...] = tuple(value.shape[1:])
             self.times = len(rows_of(step, value[:1]))
             for chosen, moments, thinned in ((~held, self.fit, sample), (held, self.held, others)):
@@ -53,7 +52,7 @@ class Arrived:
             if bool(held.any()):
                 self.log_dets.add(log_det[held, None], None if weights is None else weights[held])
         if self.held.count < 2 * self.times:
-            raise InputError(f"gaussianize=True needs at least {2 * HELD_OUT} data points, got {index}")
+            raise InputError(f"gaussianize=True needs at least {2 * HELD_OUT} data points, got {held_out.rows}")
         for moments in (self.fit, self.held, self.log_dets):  # so that every process decides the same
             moments.reduce()
         self.sample, self.others = sample.rows(), others.rows()

@@ -16,19 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ebflow_plugin.closed_form.moments import Moments, Rows, held_out
+from ebflow_plugin.closed_form.moments import HeldOut, Moments, Rows
 from ebflow_plugin.errors import InputError, SingularError
 from ebflow_plugin.linalg.memo import own_tensors
 from ebflow_plugin.linalg.random import gaussian_like
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.step import Base, LinearStep, Shape
+from ebflow_plugin.plan.values import flatten, unflatten
 
 __all__ = [
     "Calibration",
     "CalibrationReport",
     "CalibrationStep",
     "calibrate_plan",
-    "flatten",
     "gaussian_of",
     "share_memory",
 ]
@@ -87,32 +87,19 @@ class CalibrationStep(LinearStep):
 
     def apply(self, x: Any) -> Any:
         c = self.module
-        return self._parts(_times(c.to_base, flatten(x) - c.mean) + c.center)
+        return unflatten(_times(c.to_base, flatten(x) - c.mean) + c.center, self._shapes)
 
     def invert(self, y: Any) -> Any:
         c = self.module
-        return self._parts(_times(c.from_base, flatten(y) - c.center) + c.mean)
+        return unflatten(_times(c.from_base, flatten(y) - c.center) + c.mean, self._shapes)
 
     def log_abs_det(self, shape: Shape) -> Tensor:
         to_base: Tensor = self.module.to_base
         return (to_base if to_base.dim() == 1 else to_base.diagonal()).abs().log().sum()
 
-    def _parts(self, flat: Tensor) -> Any:
-        sizes = [torch.Size(shape).numel() for shape in self._shapes]
-        parts = tuple(
-            part.reshape(-1, *shape) for part, shape in zip(flat.split(sizes, dim=1), self._shapes, strict=True)
-        )
-        return parts[0] if len(parts) == 1 else parts
-
 
 def _times(matrix: Tensor, rows: Tensor) -> Tensor:
     return rows * matrix if matrix.dim() == 1 else rows @ matrix.T
-
-
-def flatten(latents: Any) -> Tensor:
-    """Concatenates latents of any shapes to flat rows, with shape ``(B, D)``."""
-    parts = (latents,) if isinstance(latents, Tensor) else latents
-    return torch.cat([part.flatten(1) for part in parts], dim=1)
 
 
 @dataclass(frozen=True)
@@ -251,27 +238,22 @@ def calibrate_plan(
     Returns:
         The tensors of a :class:`Calibration` (none if it would make held-out data less likely), and the report.
     """
-    diagonal = kind == "diagonal"
+    diagonal, held_out = kind == "diagonal", HeldOut(HELD_OUT)
     moments, others, losses = Moments(diagonal), Moments(diagonal), Moments(diagonal=True)
-    index = 0
     event_shape: Shape = ()
     shapes: tuple[Shape, ...] = ()
     for x, context, weights, log_volume in stream:
         embedded = plan.embed(context)
         latents, log_det = plan.encode(x, embedded)
-        volumes = [volume for volume in (log_det, log_volume) if volume is not None]
         shapes, event_shape = tuple(tuple(part.shape[1:]) for part in latents), tuple(x.shape[1:])
-        rows = flatten(latents)
-        held = held_out(index, len(rows), HELD_OUT, rows.device)
-        index += len(rows)
+        rows, log_prob = flatten(latents), plan.base_log_prob(latents, embedded)
+        volume = sum((part for part in (log_det, log_volume) if part is not None), torch.zeros_like(log_prob))
+        held = held_out(x)
         fitted_to, judged_by = (None if weights is None else weights[chosen] for chosen in (~held, held))
-        if bool((~held).any()):
-            moments.add(rows[~held], fitted_to)
-        if bool(held.any()):
-            others.add(rows[held], judged_by)
-            log_prob = plan.base_log_prob(latents, embedded)
-            # Apart: latents far from the base have log-densities beside which a log-det would be lost to rounding.
-            losses.add(torch.stack([log_prob, sum(volumes, torch.zeros_like(log_prob))], 1)[held], judged_by)
+        moments.add(rows[~held], fitted_to)
+        others.add(rows[held], judged_by)
+        # Apart: latents far from the base have log-densities beside which a log-det would be lost to rounding.
+        losses.add(torch.stack([log_prob, volume], 1)[held], judged_by)
     for collected in (moments, others, losses):  # so that every process decides the same
         collected.reduce()
     if others.count < 2:

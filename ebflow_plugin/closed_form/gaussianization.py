@@ -36,7 +36,6 @@ from itertools import pairwise
 from math import inf, isfinite
 
 import torch
-from torch import nn
 from torch.nn import functional
 
 from ebflow_plugin.chunks import with_progress
@@ -44,12 +43,13 @@ from ebflow_plugin.closed_form.arrived import Arrived
 from ebflow_plugin.closed_form.calibration import share_memory
 from ebflow_plugin.closed_form.initialization import (
     broadcast,
-    cell_of,
     cells_of,
     first_cell,
     first_full_layer,
     is_linear,
     matrix_of,
+    may_precede,
+    refuse_unfit,
     set_matrix,
     start_together,
 )
@@ -58,10 +58,10 @@ from ebflow_plugin.closed_form.passes import Passes
 from ebflow_plugin.errors import InputError, SingularError
 from ebflow_plugin.layers import FullConv2d, FullLinear, SinhArcsinh
 from ebflow_plugin.plan.elementwise import ElementwiseStep
-from ebflow_plugin.plan.linear import InitialisedAffineStep, IsometryStep
+from ebflow_plugin.plan.linear import InitialisedAffineStep
 from ebflow_plugin.plan.matrices import FullStep
 from ebflow_plugin.plan.plan import Plan
-from ebflow_plugin.plan.step import LinearStep
+from ebflow_plugin.plan.step import LinearStep, Step
 
 __all__ = ["LayerStart", "StartReport", "gaussianize"]
 
@@ -135,82 +135,86 @@ class StartReport:
         return "\n".join(lines)
 
 
-def chain(plan: Plan) -> list[int]:
-    """The indices of the full layers that can start together: linear steps between them, and nonlinearities to fit.
+@dataclass(frozen=True)
+class Link:
+    """A full layer of a chain.
+
+    Attributes:
+        place: Its index in the plan.
+        step: The layer.
+        bend: The nonlinearity right after it, if it has the same parameters for each row of the layer's output.
+    """
+
+    place: int
+    step: FullStep
+    bend: ElementwiseStep | None
+
+    @classmethod
+    def at(cls, plan: Plan, place: int) -> Link:
+        """The link of the full layer with this index."""
+        step, after = plan.steps[place], plan.steps[place + 1] if place + 1 < len(plan.steps) else None
+        assert isinstance(step, FullStep)
+        features = -1 if isinstance(step.module, FullLinear) else -3
+        if not isinstance(after, ElementwiseStep):
+            return cls(place, step, None)
+        per_column = isinstance(after.module, SinhArcsinh) and after.module.dim != features
+        return cls(place, step, None if per_column else after)
+
+
+def chain(plan: Plan) -> list[Link]:
+    """The full layers that can start together: linear steps between them, and nonlinearities to fit.
 
     Raises:
         InputError: If there are fewer than two, or no nonlinearity.
     """
-    places = [first_full_layer(plan)]
-    first = plan.steps[places[0]]
-    assert isinstance(first, FullStep)
-    cell_of(first)
-    while (following := _next_layer(plan, places)) is not None:
-        places.append(following)
+    links = [Link.at(plan, first_full_layer(plan))]
+    while (following := _next_link(plan, links)) is not None:
+        links.append(following)
+    first = links[0].step
     if first.module.bias is None:
         raise InputError(
             "gaussianize=True needs a full layer with a bias, so that its features have scales and shifts of their "
             f"own; {first.where} has none. Use whiten=True alone."
         )
-    if not any(nonlinearity(plan, place) for place in places[:-1]):
-        after = plan.steps[places[0] + 1] if places[0] + 1 < len(plan.steps) else None
-        found = "nothing" if after is None else after.where
+    if not any(link.bend for link in links[:-1]):
+        after = plan.steps[links[0].place + 1 :]
         raise InputError(
             "gaussianize=True needs an elementwise nonlinearity, such as SinhArcsinh, after the first full layer, and "
             "another full layer with a bias and parameters of its own after that; "
-            f"found {found}. Use whiten=True alone."
+            f"found {after[0].where if after else 'nothing'}. Use whiten=True alone."
         )
-    return places
+    return links
 
 
-def nonlinearity(plan: Plan, place: int) -> ElementwiseStep | None:
-    """The nonlinearity right after a full layer, if it has the same parameters for each row of the layer's output."""
-    step = plan.steps[place + 1] if place + 1 < len(plan.steps) else None
-    layer = plan.steps[place].module
-    if not isinstance(step, ElementwiseStep):
-        return None
-    features = -1 if isinstance(layer, FullLinear) else -3
-    return step if not isinstance(step.module, SinhArcsinh) or step.module.dim == features else None
-
-
-def _next_layer(plan: Plan, places: list[int]) -> int | None:
+def _next_link(plan: Plan, links: list[Link]) -> Link | None:
     """The next full layer of a chain: after ActNorms, permutations, squeezes and fixed linear steps."""
-    last = places[-1]
-    for place in range(last + 1 + (nonlinearity(plan, last) is not None), len(plan.steps)):
+    last = links[-1]
+    for place in range(last.place + 1 + (last.bend is not None), len(plan.steps)):
         step = plan.steps[place]
         if isinstance(step, FullStep):
-            return place if _is_free(plan, places, step) else None
-        trainable = isinstance(step.module, nn.Module) and any(p.requires_grad for p in step.module.parameters())
-        allowed = isinstance(step, (InitialisedAffineStep, IsometryStep))
-        if not isinstance(step, LinearStep) or step.n_in != 1 or step.n_out != 1 or (trainable and not allowed):
+            return Link.at(plan, place) if _is_free(step, links) else None
+        if not (isinstance(step, LinearStep) and step.n_in == step.n_out == 1 and may_precede(step)):
             return None
     return None
 
 
-def _is_free(plan: Plan, places: list[int], step: FullStep) -> bool:
+def _is_free(step: FullStep, links: list[Link]) -> bool:
     """Whether a later full layer can be set to a whitening map, with parameters of its own."""
-    layer = step.module
-    own = {"weight", "bias"} <= dict(layer.named_parameters(recurse=False)).keys()
-    tied = any(share_memory(layer, plan.steps[other].module) for other in places)
-    if step.inverted or not own or tied:
-        return False
     try:
-        cell_of(step)
+        refuse_unfit(step)
     except InputError:
         return False
-    return True
+    return step.module.bias is not None and not any(share_memory(step.module, link.step.module) for link in links)
 
 
 class Saved:
     """The state of the steps that a start may write to, to put it back."""
 
-    def __init__(self, plan: Plan, places: list[int]) -> None:
-        chosen = {place + offset for place in places for offset in (0, 1) if place + offset < len(plan.steps)}
-        chosen |= {place for place, step in enumerate(plan.steps) if isinstance(step, InitialisedAffineStep)}
-        modules = [plan.steps[place].module for place in sorted(chosen)]
-        self._states = [
-            (module, copy.deepcopy(module.state_dict())) for module in modules if hasattr(module, "state_dict")
-        ]
+    def __init__(self, plan: Plan, links: list[Link]) -> None:
+        steps: list[Step | None] = [step for link in links for step in (link.step, link.bend)]
+        steps += [step for step in plan.steps if isinstance(step, InitialisedAffineStep)]
+        modules = [step.module for step in steps if step is not None and hasattr(step.module, "state_dict")]
+        self._states = [(module, copy.deepcopy(module.state_dict())) for module in modules]
 
     def restore(self) -> None:
         """Puts it back."""
@@ -236,15 +240,15 @@ def gaussianize(passes: Passes, appended: tuple[LinearStep, ...] = (), progress:
         InputError: If there is no such chain, or the base is not a diagonal Gaussian.
         SingularError: If the data cannot be whitened.
     """
-    plan, places = passes.plan, chain(passes.plan)
-    whole, saved = replace(plan, steps=(*plan.steps, *appended)), Saved(plan, places)
+    plan, links = passes.plan, chain(passes.plan)
+    whole, saved = replace(plan, steps=(*plan.steps, *appended)), Saved(plan, links)
     try:
         try:
             before = passes.nll(whole)
         except SingularError:  # of the old weights: nothing is less likely
             before = inf
         saved.restore()  # ActNorms start again, from the output of the new layers
-        layers = _fit(passes, places, progress)
+        layers = _fit(passes, links, progress)
     except BaseException:
         saved.restore()
         raise
@@ -256,105 +260,99 @@ def gaussianize(passes: Passes, appended: tuple[LinearStep, ...] = (), progress:
     return report
 
 
-def _fit(passes: Passes, places: list[int], progress: bool) -> list[LayerStart]:
+def _fit(passes: Passes, links: list[Link], progress: bool) -> list[LayerStart]:
     """Fits the layers of a chain. The NLL of the last is that of the whole model."""
     plan, started = passes.plan, list[LayerStart]()
     linear, since = 0.0, 0  # the log-det of the linear steps so far; where the last pass ended
     shape: tuple[int, ...] | None = None
     judged: tuple[Arrived, float] | None = None  # the last layer, and the whitening of it that was judged
-    for number, place in enumerate(with_progress(places, progress, "Gaussianising start")):
-        step, last = plan.steps[place], place == places[-1]
-        assert isinstance(step, FullStep)
-        arrived = Arrived(step, passes.to(place))
-        between = _linear_log_det(plan, since, place, shape or passes.event_shape, arrived)
+    for number, link in enumerate(with_progress(links, progress, "Gaussianising start")):
+        step, last = link.step, link is links[-1]
+        arrived = Arrived(step, passes.to(link.place))
+        linear -= float(plan[since : link.place].log_z(shape or passes.event_shape, arrived.fit.mean))
         rho, nll = arrived.judge()
-        nll -= linear + between
+        nll -= linear
         if judged is not None and not nll <= started[-1].nll:
             before, shrinkage = judged
             before.whiten(before.fit, shrinkage)  # what follows will be affine, so that this is the last whitening
             kept = replace(started.pop(), shrinkage=shrinkage)
-            started += _straighten(plan, places[number - 1 :], passes, before.shape, kept)
+            started += _straighten(links[number - 1 :], passes, before.shape, kept)
             passes.restart()
-            nll, _ = _settle(passes, places[-1])
+            nll, _ = _settle(passes, links[-1])
             return [*started[:-1], replace(started[-1], nll=nll)]
         enough = arrived.fit.count >= ENOUGH * len(arrived.fit.mean)
         judged, moments = (arrived, rho), arrived.fit
         if enough and not last:  # few held-out rows must stay unseen, since they judge later layers too
             moments = arrived.everything()
             rho = 0.0  # shrinkage keeps the basis near that of the layer before, whose features are Gaussian already
-        linear += between + arrived.whiten(moments, rho)
+        linear += arrived.whiten(moments, rho)
         if last:
-            nll, aimed = _settle(passes, place)
+            nll, aimed = _settle(passes, link)
             arrived.whiten(arrived.everything(), rho)  # the model is judged: no row is left to hold out for
             if aimed:
-                passes.fit_to_base(place)
+                passes.fit_to_base(link.place)
             return [*started, LayerStart(step.where, nll, rho, None)]
-        bend, bent = nonlinearity(plan, place), None
-        if bend is not None:
+        fitted_features = None
+        if link.bend is not None:
             matrix, bias = matrix_of(step), step.module.bias
             sample, others = (functional.linear(rows, matrix, bias) for rows in (arrived.sample, arrived.others))
-            own = fit_marginals(bend, sample, others)
+            own = fit_marginals(link.bend, sample, others)
             fitted = MarginalMap(*broadcast(own.scale, own.shift, own.log_tail, own.skewness, own.helps))
-            linear += arrived.times * fitted.write(bend, step.module)
-            bent = int(fitted.helps.sum())
-        started.append(LayerStart(step.where, nll, rho, bent))
-        since, shape = place + 1, arrived.shape
+            linear += arrived.times * fitted.write(link.bend, step.module)
+            fitted_features = int(fitted.helps.sum())
+        started.append(LayerStart(step.where, nll, rho, fitted_features))
+        since, shape = link.place + 1, arrived.shape
     raise AssertionError("a chain has a last layer")
 
 
-def _settle(passes: Passes, place: int) -> tuple[float, bool]:
+def _settle(passes: Passes, link: Link) -> tuple[float, bool]:
     """Aims the last layer, whose output is white, at the base, and judges the whole model by held-out rows.
 
     Returns:
         The NLL, and whether the layer was aimed: before nonlinear steps it may be better left as it was.
     """
-    plan, layer = passes.plan, passes.plan.steps[place].module
+    plan, layer = passes.plan, link.step.module
     assert passes.first is not None
     start_together(plan, *passes.first)
-    linear = is_linear(plan, place + 1)
+    linear = is_linear(plan, link.place + 1)
     unaimed = inf if linear and passes.base is not None else passes.nll()
-    white = layer.weight.clone(), layer.bias.clone()
-    aimed = passes.fit_to_base(place)
+    white = copy.deepcopy(layer.state_dict())
+    aimed = passes.fit_to_base(link.place)
     nll = passes.nll() if aimed or linear else inf
     if linear or nll <= unaimed:
         return nll, aimed
-    layer.weight.copy_(white[0])
-    layer.bias.copy_(white[1])
+    layer.load_state_dict(white)
     return unaimed, False
 
 
-def _straighten(
-    plan: Plan, places: list[int], passes: Passes, shape: tuple[int, ...], last: LayerStart
-) -> list[LayerStart]:
+def _straighten(links: list[Link], passes: Passes, shape: tuple[int, ...], first: LayerStart) -> list[LayerStart]:
     """Makes the marginal maps after some layers nearly affine.
 
     The first layer whitens. Each later layer undoes the steps since the one before it, up to a rotation of what is
     white already: if these take y to A y + c, with A the same for each row, the layer is (A Aᵀ)^(-1/2) (· - c).
 
     Arguments:
-        plan: The plan.
-        places: The indices of the layers.
+        links: The layers.
         passes: The data.
         shape: The event shape of the input of the first.
-        last: The start of the first layer so far.
+        first: The start of the first so far.
 
     Returns:
         The starts of these layers.
     """
-    started = [replace(last, fitted_features=None if nonlinearity(plan, places[0]) is None else 0)]
+    started = [replace(first, fitted_features=None if links[0].bend is None else 0)]
     assert passes.first is not None
-    for before, place in pairwise(places):
-        bend, layer, step = nonlinearity(plan, before), plan.steps[before].module, plan.steps[place]
-        assert isinstance(step, FullStep)
+    for before, link in pairwise(links):
+        layer, step = before.step.module, link.step
         scale, shift = torch.ones_like(layer.bias), torch.zeros_like(layer.bias)
-        if bend is not None:
-            straight = MarginalMap.nearly_linear(bend, layer.bias)
-            straight.write(bend, layer)
+        if before.bend is not None:
+            straight = MarginalMap.nearly_linear(before.bend, layer.bias)
+            straight.write(before.bend, layer)
             scale, shift = straight.scale, straight.shift
         if isinstance(layer, FullConv2d):
             scale, shift = scale[:, None, None], shift[:, None, None]
-        start_together(plan[:place], *passes.first)
-        part, white = plan[before + 1 : place], scale.new_zeros(1, *layer.output_shape(shape))
+        start_together(passes.plan[: link.place], *passes.first)
+        part, white = passes.plan[before.place + 1 : link.place], scale.new_zeros(1, *layer.output_shape(shape))
         (ends,), _ = part.encode(torch.cat([white + shift, white + shift + scale]))
         size, cell = (ends[1] - ends[0]).abs().mean(), cells_of(step).to(white.device)
         unit = size * torch.eye(len(cell)).to(white)
@@ -367,12 +365,7 @@ def _straighten(
         matrix = values.new_zeros(matrix_of(step).shape)
         matrix[:, cell] = undoing
         set_matrix(step, matrix, -undoing @ first_cell(step, ends[:1]).flatten().double())
-        bends = 0 if place != places[-1] and nonlinearity(plan, place) is not None else None
-        started.append(LayerStart(step.where, last.nll, 0.0, bends))
+        straightened = link.bend is not None and link is not links[-1]
+        started.append(LayerStart(step.where, first.nll, 0.0, 0 if straightened else None))
         shape = tuple(ends.shape[1:])
     return started
-
-
-def _linear_log_det(plan: Plan, since: int, place: int, shape: tuple[int, ...], arrived: Arrived) -> float:
-    """The log-det of the linear steps between two places: ActNorms, permutations and fixed ones."""
-    return -float(plan[since:place].log_z(shape, arrived.fit.mean))

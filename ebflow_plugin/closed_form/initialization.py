@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor, distributed, nn
 
-from ebflow_plugin.closed_form.calibration import flatten, gaussian_of
+from ebflow_plugin.closed_form.calibration import gaussian_of
 from ebflow_plugin.closed_form.kernels import fit_kernel
 from ebflow_plugin.closed_form.moments import Moments, Rows
 from ebflow_plugin.errors import InputError, SingularError
@@ -21,7 +21,8 @@ from ebflow_plugin.plan.inputs import resampled_rows
 from ebflow_plugin.plan.linear import InitialisedAffineStep, IsometryStep
 from ebflow_plugin.plan.matrices import FullStep
 from ebflow_plugin.plan.plan import Plan
-from ebflow_plugin.plan.step import LinearStep
+from ebflow_plugin.plan.step import LinearStep, Step
+from ebflow_plugin.plan.values import flatten
 
 __all__ = [
     "IMAGES",
@@ -35,7 +36,9 @@ __all__ = [
     "groups_of",
     "is_linear",
     "matrix_of",
+    "may_precede",
     "refuse_dependent",
+    "refuse_unfit",
     "resampled",
     "rows_of",
     "set_matrix",
@@ -58,12 +61,11 @@ def first_full_layer(plan: Plan) -> int:
     """
     for index, step in enumerate(plan.steps):
         if isinstance(step, FullStep):
-            _refuse_unfit(step)
+            refuse_unfit(step)
             return index
         if step.n_in != 1 or step.n_out != 1:
             raise InputError(f"the whitening start needs a full layer that sees all data; {step.where} comes first")
-        trainable = isinstance(step.module, nn.Module) and any(p.requires_grad for p in step.module.parameters())
-        if trainable and not isinstance(step, (InitialisedAffineStep, IsometryStep)):
+        if not may_precede(step):
             full = any(isinstance(other, FullStep) for other in plan.steps)
             raise InputError(
                 "the whitening start needs a FullLinear or FullConv2d before any other trainable step; "
@@ -76,13 +78,20 @@ def first_full_layer(plan: Plan) -> int:
     )
 
 
-def _refuse_unfit(step: FullStep) -> None:
+def may_precede(step: Step) -> bool:
+    """Whether a step may come before a full layer that is fitted: a fixed one, an ActNorm, or a permutation."""
+    trainable = isinstance(step.module, nn.Module) and any(p.requires_grad for p in step.module.parameters())
+    return not trainable or isinstance(step, (InitialisedAffineStep, IsometryStep))
+
+
+def refuse_unfit(step: FullStep) -> None:
     """Refuses a full layer whose parameters cannot be set to a whitening map, before anything is edited."""
     if step.inverted:
         raise InputError(f"{step.where} cannot start as a whitening map: data pass through its inverse")
     names = {"weight"} if step.module.bias is None else {"weight", "bias"}
     if not names <= dict(step.module.named_parameters(recurse=False)).keys():
         raise InputError(f"{step.where} cannot start as a whitening map: it computes its weight (a parametrization)")
+    cell_of(step)
 
 
 def rows_of(step: FullStep, value: Tensor) -> Tensor:

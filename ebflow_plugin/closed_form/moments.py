@@ -15,12 +15,12 @@ from ebflow_plugin.errors import EBFlowError, InputError
 from ebflow_plugin.plan.inputs import Batch, batch_of, refuse_weights, to_device
 
 __all__ = [
+    "HeldOut",
     "Moments",
     "Rows",
     "barrier",
     "batches",
     "counted",
-    "held_out",
     "in_memory",
     "refuse_one_shot",
     "refuse_unequal",
@@ -63,7 +63,7 @@ class Moments:
     def count(self) -> float:
         r"""The effective number of rows, :math:`(\sum w)^2 / \sum w^2`; of equal weights, their number."""
         self._flush()
-        return self._weight if self._weight == self._squares else self._weight**2 / self._squares
+        return self._weight**2 / self._squares if self._weight else 0
 
     @property
     def mean(self) -> Tensor:
@@ -105,22 +105,21 @@ class Moments:
 
     def _flush(self) -> None:
         """Merges the buffered rows."""
-        if self._buffer:
-            rows, weighted = torch.cat([part for part, _ in self._buffer]), any(w is not None for _, w in self._buffer)
-            every = [rows.new_ones(len(part)) if w is None else w for part, w in self._buffer] if weighted else []
-            self._buffer, self._buffered = [], 0
-            if not weighted:
-                mean = rows.mean(0)
-                deviations = rows - mean
-                scatter = deviations.square().sum(0) if self.diagonal else deviations.T @ deviations
-                self._merge(len(rows), len(rows), mean, scatter)
-                return
-            weights = torch.cat(every)
+        if not self._buffered:
+            return
+        rows = torch.cat([part for part, _ in self._buffer])
+        weights: Tensor | None = None
+        if any(own is not None for _, own in self._buffer):
+            weights = torch.cat([rows.new_ones(len(part)) if own is None else own for part, own in self._buffer])
+        self._buffer, self._buffered = [], 0
+        total = squares = float(len(rows))
+        if weights is not None:
             total, squares = torch.stack([weights.sum(), weights.square().sum()]).tolist()
-            mean = (weights / total) @ rows
-            deviations = rows - mean
-            heavy = weights[:, None] * deviations
-            self._merge(total, squares, mean, (heavy * deviations).sum(0) if self.diagonal else heavy.T @ deviations)
+        mean = rows.mean(0) if weights is None else (weights / total) @ rows
+        deviations = rows - mean
+        heavy = deviations if weights is None else weights[:, None] * deviations
+        scatter = (heavy * deviations).sum(0) if self.diagonal else heavy.T @ deviations
+        self._merge(total, squares, mean, scatter)
 
     def part(self, chosen: Tensor) -> Moments:
         """The moments of some of the features, by their indices."""
@@ -149,9 +148,7 @@ class Moments:
         least = 2 if unbiased else 1
         if self.count < least:
             raise InputError(f"a covariance needs at least {least} data points, got {self.count:.0f}")
-        if self._weight == self._squares:
-            return self.scatter / (self.count - int(unbiased))
-        return self.scatter / self._weight * (self.count / (self.count - 1) if unbiased else 1.0)
+        return self.scatter * (self.count / self._weight) / (self.count - int(unbiased))
 
     def second_moments(self, around: Tensor) -> Tensor:
         """The mean outer product (or square) of deviations from a point, with the shape of the scatter."""
@@ -218,20 +215,25 @@ def writable(anchor: Tensor | None) -> Iterator[None]:
         yield
 
 
-def held_out(start: int, rows: int, every: int, device: torch.device) -> Tensor:
-    """Which rows of a batch are held out: the last of each ``every`` rows of this process's stream, ``(rows,)``.
+class HeldOut:
+    """Chooses rows of a stream of batches: the last of each ``every`` rows of this process is held out.
 
-    Arguments:
-        start: The number of rows before the batch.
-        rows: The number of rows of the batch.
-        every: One row of so many is held out.
-        device: The device of the mask.
+    Attributes:
+        rows: The number of rows so far.
 
     Example:
-        >>> held_out(3, 4, 5, torch.device("cpu"))
-        tensor([False,  True, False, False])
+        >>> held_out = HeldOut(5)
+        >>> held_out(torch.zeros(3, 2)), held_out(torch.zeros(4, 2))
+        (tensor([False, False, False]), tensor([False,  True, False, False]))
     """
-    return torch.arange(start, start + rows, device=device) % every == every - 1
+
+    def __init__(self, every: int) -> None:
+        self.every, self.rows = every, 0
+
+    def __call__(self, batch: Tensor) -> Tensor:
+        """Which rows of the next batch are held out, with shape ``(B,)``."""
+        first, self.rows = self.rows, self.rows + len(batch)
+        return torch.arange(first, self.rows, device=batch.device) % self.every == self.every - 1
 
 
 def batches(
@@ -246,14 +248,12 @@ def batches(
         prepare: Raises on an invalid batch, and returns x to use, and the log-volume of that, ``(B,)`` or None.
         device: The device of the model, to which each batch is moved.
     """
-    if isinstance(data, Tensor):
-        parts: Iterable[Any] = data.split(CHUNK)
-    elif in_memory(data):
+    parts: Iterable[Any]
+    if in_memory(data):
         whole = batch_of(data)
-        pieces = [None if part is None else part.split(CHUNK) for part in whole]
-        count = len(pieces[0] or ())
         refuse_unequal(whole)
-        parts = zip(*([None] * count if part is None else part for part in pieces), strict=True)
+        starts = range(0, len(whole[0]), CHUNK)
+        parts = ([None if part is None else part[first : first + CHUNK] for part in whole] for first in starts)
     elif isinstance(data, Iterable) and not hasattr(data, "__array__"):
         parts = data
     else:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ebflow_plugin.closed_form.calibration import gaussian_of
 from ebflow_plugin.closed_form.initialization import fit_to_base, resampled, start_together
-from ebflow_plugin.closed_form.moments import Moments, Rows, held_out
+from ebflow_plugin.closed_form.moments import HeldOut, Moments, Rows
 from ebflow_plugin.plan.inputs import resampled_rows
 from ebflow_plugin.plan.plan import Plan
 
@@ -77,13 +77,12 @@ class Passes:
         """
         plan = plan or self.plan
         part = plan[self._place :]
-        losses, index = Moments(diagonal=True), 0
+        losses, held_out = Moments(diagonal=True), HeldOut(HELD_OUT)
         for x, context, weights, log_det in self._batches():
-            if index == 0:
+            if not held_out.rows:
                 start_together(part, *resampled(x, context, weights))
             assert log_det is not None
-            held = held_out(index, len(x), HELD_OUT, x.device)
-            index += len(x)
+            held = held_out(x)
             if not bool(held.any()):
                 continue
             embedded = plan.embed(None if context is None else context[held])

@@ -7,13 +7,13 @@ from typing import Unpack
 import torch
 from torch import Generator, Tensor
 
-from ebflow_plugin.closed_form.calibration import flatten
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.linalg.random import gaussian_like, seeded_by
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives.base import Common, DrawnObjective
 from ebflow_plugin.objectives.schedule import AddedNoise, NoiseSchedule
 from ebflow_plugin.plan.plan import Plan
+from ebflow_plugin.plan.values import flatten
 
 __all__ = ["LatentMatch", "base_distance", "energy_distance"]
 

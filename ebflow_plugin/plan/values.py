@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ebflow_plugin.errors import UnsupportedStepError
 
-__all__ = ["Value", "dot", "per_sample", "pop", "summed"]
+__all__ = ["Value", "dot", "flatten", "parts_of", "per_sample", "pop", "summed", "unflatten"]
 
 Value = Tensor | tuple[Tensor, ...]
 
@@ -17,7 +19,6 @@ def per_sample(log_det: Any, x: Tensor) -> Tensor:
     """A log-det with the shape ``(B,)`` and the device and dtype of x, whatever form a library returns it in.
 
     Example:
-        >>> import torch
         >>> per_sample(0, torch.zeros(3, 2))
         tensor([0., 0., 0.])
     """
@@ -43,11 +44,32 @@ def pop(stack: list[Tensor], count: int) -> Value:
     return popped
 
 
+def parts_of(value: Value) -> tuple[Tensor, ...]:
+    """The tensors of a value."""
+    return (value,) if isinstance(value, Tensor) else value
+
+
+def flatten(value: Value) -> Tensor:
+    """Concatenates tensors of any shapes to flat rows, with shape ``(B, D)``."""
+    return torch.cat([part.flatten(1) for part in parts_of(value)], dim=1)
+
+
+def unflatten(rows: Tensor, shapes: tuple[tuple[int, ...], ...]) -> Value:
+    """The value of these event shapes that :func:`flatten` takes to these rows.
+
+    Example:
+        >>> [tuple(part.shape) for part in unflatten(torch.zeros(5, 7), ((3,), (2, 2)))]
+        [(5, 3), (5, 2, 2)]
+    """
+    pieces = rows.split([math.prod(shape) for shape in shapes], dim=1)
+    parts = tuple(piece.reshape(-1, *shape) for piece, shape in zip(pieces, shapes, strict=True))
+    return parts[0] if len(parts) == 1 else parts
+
+
 def dot(a: Tensor, b: Tensor) -> Tensor:
     """The inner product of each sample: ``(B, *)`` and ``(B, *)`` to ``(B,)``.
 
     Example:
-        >>> import torch
         >>> dot(torch.ones(2, 3, 4), torch.ones(2, 3, 4))
         tensor([12., 12.])
     """
@@ -58,7 +80,6 @@ def summed(values: Tensor) -> Tensor:
     """Sums over all but the batch dimension: ``(B, *)`` to ``(B,)``.
 
     Example:
-        >>> import torch
         >>> summed(torch.ones(2, 3, 4))
         tensor([12., 12.])
     """

@@ -32,7 +32,7 @@ from ebflow_plugin.training.files import write_weights
 from ebflow_plugin.training.guards import FiniteWatch, checks_every, failure, gradient_norms
 from ebflow_plugin.training.optimizers import optimizer_of, scalar_objective, scheduler_of
 
-__all__ = ["KINDS", "FitResult", "evaluate_every_default", "fit"]
+__all__ = ["KINDS", "FitResult", "Judge", "evaluate_every_default", "fit"]
 
 KINDS = ("full", "diagonal")  # of calibration
 EVALUATIONS, AT_LEAST_EVERY = 20, 1000  # by default 20 evaluations in a run, and one in 1000 steps
@@ -210,7 +210,7 @@ def fit(
         parameters, watch, look = list(trained.values()), FiniteWatch(list(trained)), checks_every(device)
         summed = zero = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
         history: list[Record] = []
-        judge = _Judge(model, held_out, loader, kind, average, derive_seed(seed, "validation", 0))
+        judge = Judge(model, held_out, lambda: once(loader), kind, average, derive_seed(seed, "validation", 0))
         start_nll, stopped, step, seconds = None, "steps", 0, 0.0
         try:
             if held_out is not None and not model.core.waits_for_data():
@@ -280,26 +280,44 @@ def fit(
         return FitResult(history, step, stopped, start_nll, judge.nll, judge.step, judge.state, average)
 
 
-class _Judge:
-    """The NLL of validation data: of the averaged weights, calibrated on request. Keeps the best of them."""
+class Judge:
+    """The exact NLL of validation data on the way, and the weights with the lowest of them.
+
+    Arguments:
+        model: The model.
+        held_out: The validation data, as batches.
+        training: Returns the training data, on which the model is calibrated.
+        kind: The kind of calibration, if any.
+        average: The averaged weights, which are judged in the place of the current ones, if there are any.
+        seed: Of the noise of a :class:`~ebflow_plugin.Dequantize`, the same each time.
+
+    Attributes:
+        nll: The lowest NLL so far, with its ``step`` and its ``state``, a state dict of the model on the CPU.
+        stale: The evaluations since then.
+    """
 
     def __init__(
-        self, model: EBFlow, held_out: Any, training: Any, kind: str | None, average: EMA | None, seed: int
+        self,
+        model: EBFlow,
+        held_out: Any,
+        training: Callable[[], Any],
+        kind: str | None,
+        average: EMA | None,
+        seed: int,
     ) -> None:
         self.model, self.held_out, self.training, self.kind = model, held_out, training, kind
-        self.average, self.seed = average, seed
-        self.nll: float | None = None  # the lowest so far, with its step and its weights
+        self.average, self.seed, self.stale = average, seed, 0
+        self.nll: float | None = None
         self.step: int | None = None
         self.state: dict[str, Tensor] | None = None
-        self.stale = 0  # evaluations since then
 
     def __call__(self, step: int) -> Record:
-        """What is recorded of the weights of a step."""
+        """Returns what is recorded of the weights of a step."""
         model, device = self.model, self.model.like().device
         with (
             kept_random_state(device),  # calibrating draws noise
             nullcontext() if self.average is None else self.average.applied(),
-            calibrated(model, None if self.training is None else once(self.training), self.kind),
+            calibrated(model, self.training() if self.kind else None, self.kind),
         ):
             likelihood = LikelihoodSum(model, Generator(device).manual_seed(self.seed))
             for batch in once(self.held_out):

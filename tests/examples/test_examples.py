@@ -21,13 +21,8 @@ EXPECTED = {
     "custom_transform": ["same log_prob: True", r"Filter +linear +256 × 256", rf"NLL after +{NUMBER}, .* {NUMBER}\n"],
     "double_well": [r"exact +log Z 1\.1748", rf"forward +log Z {NUMBER} ± \S+, right well {NUMBER}"],
     "evidence": [rf"4 +-12\.5523\d* +{NUMBER} ± \S+ +{NUMBER} +off by {NUMBER}"],
-    "glow_3x3": [
-        rf"1 x 1: {NUMBER} -> {NUMBER} nats above",
-        rf"3 x 3: {NUMBER} -> {NUMBER} nats above the best possible",
-    ],
     "lightning_flow": [rf"by likelihood +exact test NLL {NUMBER}\n", rf"by score matching +exact test NLL {NUMBER}\n"],
-    "log_z": [r"M = 200, importance \(paper\)", rf"M = 200, lanczos( +{NUMBER}){{3}}\n"],
-    "log_z_large": [r"importance .*\(warned\)", rf"lanczos +{NUMBER} ± {NUMBER}"],
+    "log_z": [r"importance .*\(warned\)", rf"products alone +{NUMBER} ± {NUMBER}", rf"lanczos +{NUMBER} ± {NUMBER}"],
     "own_objective": [r"paired_dsm loss", rf"KL to the density of the data {NUMBER} -> {NUMBER}"],
     "phi4": [rf"flow +accepted {NUMBER}, effective {NUMBER}, mean action", rf"HMC +mean action {NUMBER} ± {NUMBER}"],
     "sbi_posterior": [r"posterior mean.* known" if find_spec("sbi") else r"^skipped: .*pip install sbi\n$"],
@@ -62,8 +57,10 @@ def one_expectation(output):
 
 
 def lanczos_beats_importance(output):
-    rates = {name: float(rate) for name, rate in re.findall(rf"M = 200, (importance|lanczos) +({NUMBER})", output)}
-    assert rates["lanczos"] < rates["importance"]
+    found = re.findall(rf"(exact|importance|lanczos|alone) +({NUMBER}) ± (\d+\.\d+) ", output)[:4]
+    value, error = ({line[0]: float(line[place]) for line in found} for place in (1, 2))
+    assert error["lanczos"] < error["importance"] < error["alone"]
+    assert all(abs(value[name] - value["exact"]) <= 4 * error[name] for name in value)
 
 
 NOTEBOOKS = {
@@ -101,12 +98,14 @@ def test_a_script_runs(script, tmp_path, capsys):
 
 
 def test_the_same_script_runs_in_two_processes_and_goes_on():
+    """Started twice in each process: importing torch and Lightning takes most of the time."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    for _ in range(2):
-        done = subprocess.run([*launcher, EXAMPLES / "several_devices.py"], capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        assert "processes: 2, rows of a batch in each: 128" in done.stdout
-        assert "of 4\n" in done.stdout
+    twice, script = Path("twice.py"), str(EXAMPLES / "several_devices.py")
+    twice.write_text(f"import runpy\nfor _ in range(2):\n    runpy.run_path({script!r})\n")
+    done = subprocess.run([*launcher, twice], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("processes: 2, rows of a batch in each: 128") == 2
+    assert done.stdout.count("of 4\n") == 2
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import json
 import subprocess
-from dataclasses import asdict, is_dataclass
 from functools import cache
-from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 __all__ = ["commit", "recipe"]
@@ -27,9 +23,8 @@ SHOWING = {f"ebflow_examples.{name}" for name in ("cli", "console", "plots", "be
 def recipe(made: Any, data: str) -> str:
     """A digest of all that decides the numbers of an experiment, but for the settings of its cells.
 
-    That is the code of its module and of all modules of ours that this imports, without comments and docstrings; their
-    constants as they are now; and the user's own files, if the data are such. Libraries of others are not part of it:
-    a cell records their versions.
+    That is the code of its module and of all modules of ours that this imports, without comments and docstrings; and
+    the user's own files, if the data are such. Libraries of others are not part of it: a cell records their versions.
 
     Arguments:
         made: The module of the experiment.
@@ -40,39 +35,12 @@ def recipe(made: Any, data: str) -> str:
         >>> recipe(race, "mnist") == recipe(race, "mnist"), recipe(race, "mnist") == recipe(tablea3, "mnist")
         (True, False)
     """
-    found = hashlib.sha256(json.dumps(_constants(made)).encode())
+    found = hashlib.sha256()
     for name in sorted(_needed(getattr(made, "__name__", ""))):
         found.update(f"{name} {_code(name)} ".encode())
-        if name.startswith("ebflow_examples."):
-            found.update(json.dumps(_constants(_loaded(name))).encode())
     for file in _files(Path(data).expanduser()):
         found.update(f"{file} ".encode() + hashlib.sha256(file.read_bytes()).digest())
     return found.hexdigest()[:16]
-
-
-def _loaded(name: str) -> ModuleType | None:
-    """A module, also one that is imported when it is needed: the digest must not depend on what ran before."""
-    try:
-        return import_module(name)
-    except ModuleNotFoundError:  # of a flow library that is not here
-        return None
-
-
-def _constants(made: Any) -> dict[str, Any]:
-    """The constants of a module that are plain data."""
-    values = {name: _plain(getattr(made, name)) for name in dir(made) if name.isupper()}
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def _plain(value: Any) -> Any:
-    """A value as JSON has it; None for what is no data."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return _plain(asdict(value))
-    if isinstance(value, dict):
-        return [[_plain(key), _plain(part)] for key, part in value.items()]
-    if isinstance(value, (list, tuple)):
-        return [_plain(part) for part in value]
-    return value if isinstance(value, (bool, int, float, str)) else None
 
 
 @cache

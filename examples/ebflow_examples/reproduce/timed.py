@@ -7,28 +7,26 @@ import json
 import os
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from math import isnan, nan
+from math import nan
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 import ebflow_plugin as ebf
 from ebflow_examples import clock
 from ebflow_examples.defaults import objective_of, settle
 from ebflow_examples.runs import Run
-from ebflow_examples.streams import drawing_from, stream
+from ebflow_examples.streams import drawing_from, stream_seed
 from ebflow_examples.training import optimizer_for
-from ebflow_plugin.errors import TrainingError
-from ebflow_plugin.objectives.evaluation import Likelihood, LikelihoodSum, calibrated
 from ebflow_plugin.training import FitResult
+from ebflow_plugin.training.batches import Loader
 from ebflow_plugin.training.files import write_weights
+from ebflow_plugin.training.fitting import Judge
 
-__all__ = ["Judge", "Trained", "train_for"]
+__all__ = ["Trained", "train_for"]
 
 LEAST_SHARE = 0.25  # of the time is left for training, whatever the start takes
 VALIDATION_BATCH = 250
@@ -69,50 +67,6 @@ class Trained:
         }
 
 
-class Judge:
-    """The exact NLL of validation data, of averaged and calibrated weights if there are such; keeps the best weights.
-
-    Arguments:
-        run: The model and its data.
-        ema: The average of the weights, which is evaluated in their place.
-        validation: How many validation rows; None for no NLL.
-        calibration: How many training rows a calibration takes; None for all.
-    """
-
-    def __init__(self, run: Run, ema: ebf.EMA | None, validation: int | None, calibration: int | None) -> None:
-        self.run, self.ema = run, ema
-        self.rows = None if validation is None else run.split("validation")[:validation]
-        self.training = run.split("train")[:calibration]
-        self.raw: list[float] = []  # without the calibration
-        self.best: tuple[float, int, dict[str, Tensor]] | None = None
-
-    def __call__(self, step: int) -> float:
-        """The NLL of the weights of a step."""
-        if self.rows is None:
-            return nan
-        model, config = self.run.model, self.run.config
-        with (
-            self.ema.applied() if self.ema is not None else nullcontext(),
-            drawing_from(config.seed, "calibration"),
-            calibrated(model, self.training, config.calibration),
-        ):
-            nll, _, raw = evaluate(model, self.rows, config.seed)
-            if isnan(nll):
-                raise TrainingError(f"step {step}: the NLL of the validation data is not a number")
-            if self.best is None or nll < self.best[0]:
-                self.best = nll, step, {name: value.clone() for name, value in model.state_dict().items()}
-        self.raw.append(raw)
-        return nll
-
-
-def evaluate(model: ebf.EBFlow, rows: Tensor, seed: int) -> Likelihood:
-    """The exact NLL of validation data, with the same noise each time."""
-    total = LikelihoodSum(model, stream(seed, "validation", device=model.like().device))
-    for part in rows.split(VALIDATION_BATCH):
-        total.add(part, None)
-    return total.mean()
-
-
 def train_for(
     run: Run,
     seconds: float,
@@ -148,12 +102,24 @@ def train_for(
         with drawing_from(config.seed, "compile"):
             objective(run.split("train")[: config.batch_size])  # compiles it
     ema = ebf.EMA(model, decay=config.ema_decay) if config.ema else None
-    judge = Judge(run, ema, validation, calibration)
+    held_out = Loader(run.split("validation")[:validation], VALIDATION_BATCH, shuffle=False)
+    rows, noise = run.split("train")[:calibration], stream_seed(config.seed, "validation")
+    judge, raw = Judge(model, held_out, lambda: rows, config.calibration, ema, noise), list[float]()
+
+    def judged(step: int) -> float:
+        """The NLL of validation data, of averaged and calibrated weights if there are such."""
+        if validation is None:
+            return nan
+        with drawing_from(config.seed, "calibration"):
+            found = judge(step)
+        raw.append(found["nll_uncalibrated"] if config.calibration else found["nll"])
+        return float(found["nll"])
+
     trained = clock.train(
         objective,
         run.data.train,
         length,
-        judge,
+        judged,
         optimizer=optimizer_for(run, one_rate=True),
         moments=[(place / evaluations) ** 2 for place in range(1, evaluations + 1)],  # dense where a curve is steep
         schedule=clock.SCHEDULES[config.schedule],
@@ -162,13 +128,11 @@ def train_for(
         clip_norm=config.clip_norm,
         seed=config.seed,
     )
-    result, curve, raw = trained.result, [], []
-    if judge.best is not None:
-        nll, step, state = judge.best
-        result = replace(result, start_nll=trained.curve[0][1], best_nll=nll, best_step=step, best_state=state)
-        curve = [(start + used, nll) for used, nll in trained.curve]
-        raw = [(seconds, nll) for (seconds, _), nll in zip(curve, judge.raw, strict=True)]
-    return Trained(run, result, curve, raw, start, start + trained.seconds)
+    curve = [(start + used, nll) for used, nll in trained.curve if validation is not None]
+    without = [(seconds, nll) for (seconds, _), nll in zip(curve, raw, strict=True)]
+    first = curve[0][1] if curve else None
+    result = replace(trained.result, start_nll=first, best_nll=judge.nll, best_step=judge.step, best_state=judge.state)
+    return Trained(run, result, curve, without, start, start + trained.seconds)
 
 
 def _started(run: Run, file: Path | None) -> tuple[Run, float]:

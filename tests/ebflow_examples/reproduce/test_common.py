@@ -162,11 +162,11 @@ def test_a_search_of_few_steps_is_told():
 # --- the code that a cell is of
 
 
-def test_a_cell_of_another_recipe_is_computed_again_and_says_its_commit(counted, tmp_path, capsys):
+def test_a_cell_of_another_recipe_is_computed_again_and_says_its_commit(counted, tmp_path, capsys, monkeypatch):
     options = Options("counted", budget=2.0, out=tmp_path)
     first = common.run(options, counted)
     assert {each.facts["commit"] for each in first} == {commit()}
-    counted.RATES = (1e-3, 1e-2)  # a constant of the recipe
+    monkeypatch.setattr(common, "recipe", lambda made, data: "other")
     capsys.readouterr()
     shown = common.run(replace(options, kept=True), counted)
     assert shown == first  # of the code that they were computed by
@@ -178,7 +178,7 @@ def test_a_cell_of_another_recipe_is_computed_again_and_says_its_commit(counted,
     assert again[0].cell.recipe != first[0].cell.recipe
     assert "cells are of other code or data than this" in of_other_code(first, again[0].cell.recipe)[0]
     assert of_other_code(again, again[0].cell.recipe) == []
-    counted.RATES = (1e-3,)
+    monkeypatch.setattr(common, "recipe", lambda made, data: "third")
     common.run(options, counted)
     assert len(counted.computed) == 9
 
@@ -207,7 +207,7 @@ def test_cells_of_another_recipe_are_not_borrowed(tmp_path, monkeypatch):
     kept = CellResult(Cell("table2", "fc-ours-ml-seed0", {"seed": 0}, recipe=digest), {"nll": 1.0})
     (tmp_path / "table2.json").write_text(json.dumps({"cells": [asdict(kept)]}))
     assert [each.result for each in common.kept_cells(options, table2, {"seed": 0})] == [{"nll": 1.0}]
-    monkeypatch.setattr(table2, "SEARCH", 0.123)
+    monkeypatch.setattr(common, "recipe", lambda made, data: "other")
     assert common.kept_cells(options, table2, {"seed": 0}) == []
     assert len(common.kept_cells(replace(options, kept=True), table2, {"seed": 0})) == 1
 

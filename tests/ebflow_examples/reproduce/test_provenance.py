@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ebflow_examples import racing
-from ebflow_examples.reproduce import provenance, race, table2
+from ebflow_examples.reproduce import provenance, race, table2, tablea3
 from ebflow_examples.reproduce.provenance import commit, recipe
 
 
@@ -36,24 +35,16 @@ def test_code_that_computes_counts_and_words_about_it_do_not(edited, name):
     before = recipe(race, "mnist")
     edited(name, lambda text: "# a comment\n" + text.replace('"""', '"""Another word. ', 1))
     assert recipe(race, "mnist") == before
+    other = recipe(tablea3, "mnist")
     edited(name, lambda text: text + "\nanother = 1\n")
     assert recipe(race, "mnist") != before
+    assert (recipe(tablea3, "mnist") == other) == (name == "ebflow_examples.racing")  # which it has nothing to do with
 
 
 def test_code_that_shows_does_not_count(edited):
     before = recipe(race, "mnist")
     edited("ebflow_examples.plots", lambda text: text + "\nanother = 1\n")
     assert recipe(race, "mnist") == before
-
-
-@pytest.mark.parametrize(
-    ("module", "name", "value"), [(race, "ROWS", 7), (racing, "BATCH", 7), (race, "RATES", (1.0,))]
-)
-def test_constants_count_as_they_are_now(monkeypatch, module, name, value):
-    before, other = recipe(race, "mnist"), recipe(table2, "mnist")
-    monkeypatch.setattr(module, name, value)
-    assert recipe(race, "mnist") != before
-    assert recipe(table2, "mnist") == other  # which has nothing to do with it
 
 
 def test_the_digest_does_not_depend_on_what_ran_before():

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors import safe_open
 
 import ebflow_plugin as ebf
 from ebflow_examples.config import TrainConfig
-from ebflow_examples.reproduce.timed import Judge, train_for
+from ebflow_examples.reproduce.timed import train_for
 from ebflow_examples.runs import build, likelihood
-from ebflow_plugin.errors import TrainingError
 
 
 def test_a_start_is_computed_once_for_all_objectives(tmp_path: Path) -> None:
@@ -34,23 +31,6 @@ def test_a_start_is_computed_once_for_all_objectives(tmp_path: Path) -> None:
     facts = json.loads(safe_open(file, "pt").metadata()["start"])
     assert facts["gaussianize"] is True
     assert second.start >= facts["seconds"] > 0
-
-
-def test_the_judge_keeps_the_best_weights(monkeypatch):
-    run = build(TrainConfig(data="digits", loss="ml", device="cpu", calibrate="none", whiten=False, lr=0.1))
-    judge, nlls = Judge(run, None, 50, None), iter([5.0, 3.0, 4.0])
-    monkeypatch.setattr("ebflow_examples.reproduce.timed.evaluate", lambda *given: (next(nlls), 0.0, 9.0))
-    for step in range(3):
-        with torch.no_grad():
-            next(run.model.parameters()).fill_(step)
-        judge(step)
-    nll, step, state = judge.best
-    assert (nll, step) == (3.0, 1)
-    assert judge.raw == [9.0] * 3
-    assert all((state[name] == 1).all() for name, _ in list(run.model.named_parameters())[:1])  # a copy of then
-    monkeypatch.setattr("ebflow_examples.reproduce.timed.evaluate", lambda *given: (math.nan, 0.0, 0.0))
-    with pytest.raises(TrainingError, match="step 3: the NLL of the validation data is not a number"):
-        judge(3)
 
 
 def test_training_for_a_while_learns_and_tells_what_it_did():

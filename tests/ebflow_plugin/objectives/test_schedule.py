@@ -167,20 +167,18 @@ def test_fit_and_lightning_train_as_an_own_loop_does(start):
     assert same(weights(own.model), weights(lit.model))
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's own, at a graph break
-def test_a_compiled_loss_is_compiled_once():
-    """σ is a tensor of the compiled function, not a constant of it."""
-    eager, x = DSM(closed(), sigma=SCHEDULE), make_data(8, dtype=torch.float64)
-    expected = [eager(x, generator=rng(step)) for step in range(len(SIGMAS))]
-    objective, counter, counts = DSM(closed(), sigma=SCHEDULE), CompileCounter(), []
-    torch._dynamo.reset()
-    objective.per_sample = torch.compile(objective.per_sample, backend=counter)
-    for step, loss in enumerate(expected):
-        torch.testing.assert_close(objective(x, generator=rng(step)), loss)
-        counts.append(counter.frame_count)
-        assert isinstance(objective.noise.sigma, torch.Tensor)
-    assert counts == [counts[0]] * len(SIGMAS)
-    assert counts[0] > 0
+@objectives
+@pytest.mark.parametrize("start", [None, 2.0])
+def test_a_compiled_loss_is_compiled_once(kind, start):
+    """σ is an input of the compiled graph, not a constant of it."""
+    x, sigma = make_data(8, dtype=torch.float64), NoiseSchedule(start=start, end=0.25, steps=3)
+    counter = CompileCounter()
+    eager, compiled = kind(closed(), sigma=sigma), kind(closed(), sigma=sigma).compile(backend=counter)
+    for step in range(len(SIGMAS)):
+        values = [objective(x, generator=rng(step)) for objective in (eager, compiled)]
+        torch.testing.assert_close(*values, rtol=1e-12, atol=0)
+    assert compiled.state() == eager.state()
+    assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize(

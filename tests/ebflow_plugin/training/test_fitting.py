@@ -17,6 +17,7 @@ from ebflow_plugin.objectives.evaluation import LikelihoodSum
 from ebflow_plugin.objectives.noise import noise_of, use_generators
 from ebflow_plugin.training import fit
 from ebflow_plugin.training.batches import Loader, once
+from ebflow_plugin.training.fitting import Judge
 from nflows_small import coupling_model
 from randomness import rng
 from training_models import adam, make_data, make_model, same, weights, without_timing
@@ -230,6 +231,21 @@ def test_patience_stops_by_nll_and_the_best_is_kept():
     result.load_best(model)
     with torch.no_grad():
         assert -model.log_prob(5 * x).mean() == pytest.approx(min(nlls), rel=1e-5)
+
+
+def test_the_judge_keeps_the_best_weights_and_stops_at_nan(monkeypatch):
+    model, x = make_model(actnorm=False), make_data(8)
+    judge, nlls = Judge(model, Loader(x, 4, shuffle=False), lambda: x, None, None, seed=0), iter([5.0, 3.0, 4.0])
+    monkeypatch.setattr(LikelihoodSum, "mean", lambda self: (next(nlls), 0.0, 9.0))
+    for step in range(3):
+        with torch.no_grad():
+            model.flow._transform._transforms[0].bias.fill_(step + 1.0)
+        assert judge(step)["best_nll"] == (5.0, 3.0, 3.0)[step]
+    assert (judge.nll, judge.step, judge.stale) == (3.0, 1, 1)
+    assert (judge.state["flow._transform._transforms.0.bias"] == 2.0).all()  # a copy of then
+    monkeypatch.setattr(LikelihoodSum, "mean", lambda self: (math.nan, 0.0, 0.0))
+    with pytest.raises(ebf.TrainingError, match="step 3: the NLL on the validation data is not a number"):
+        judge(3)
 
 
 @pytest.mark.parametrize("data", ["tensor", "loader"])
