@@ -328,17 +328,30 @@ class Watch:
         """Watches the modules that a plan of the flow was built from."""
         return cls(_arrangement(plan, flow), buffers)
 
+    @classmethod
+    def of_parameters(cls, model: nn.Module) -> Watch:
+        """Watches which parameters the modules of a model hold, not their values."""
+        watch = cls([])
+        for part in model.modules():
+            watch._record(part._parameters, part._parameters)
+        return watch
+
     def _record(self, held: Any, members: Any) -> None:
         self._sizes.append((held, len(held)))
         self._members.extend((held, name, value) for name, value in members.items())
 
     def unchanged(self) -> bool:
         """Whether nothing has changed."""
-        if not all(type(part) is kind for part, kind in self._classes):
-            return False
-        if not all(len(held) == size for held, size in self._sizes):
-            return False
-        return all(held.get(name) is value for held, name, value in self._members)
+        for part, kind in self._classes:
+            if type(part) is not kind:
+                return False
+        for held, size in self._sizes:
+            if len(held) != size:
+                return False
+        for held, name, value in self._members:  # noqa: SIM110, since all() of a generator takes twice as long
+            if held.get(name) is not value:
+                return False
+        return True
 
 
 def _decides(name: str, value: Any, traced: bool = False) -> bool:

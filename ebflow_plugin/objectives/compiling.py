@@ -34,7 +34,6 @@ from ebflow_plugin.planned import Watch
 
 __all__ = ["CompiledLoss", "Prepared"]
 
-aten = torch.ops.aten
 Objective = Any  # that of base.py, which imports this module
 Terms = Sequence[tuple[float, Objective]]
 
@@ -97,17 +96,25 @@ class CompiledLoss:
         self.options = {"fullgraph": True, **options}
         self._graphs: dict[Key, Graph] = {}
         self._watch: Watch | None = None
+        self._owners: Watch | None = None  # of the parameters
+        self._named: dict[str, nn.Parameter] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out the graphs: a copy of an objective traces its own."""
-        return {"options": self.options, "_graphs": {}, "_watch": None}
+        return {"options": self.options, "_graphs": {}, "_watch": None, "_owners": None, "_named": {}}
 
     def __call__(self, objective: Objective, terms: Terms, prepared: Sequence[Prepared]) -> Tensor:
         """The loss, a scalar, whose backward pass hands out the gradients."""
         if self._watch is None or not self._watch.unchanged():
             self._graphs.clear()
+            self._owners = None
             self._watch = Watch(list(objective.model.modules()), traced=True)
-        named = dict(objective.model.named_parameters())
+        if self._owners is None or not self._owners.unchanged():
+            self._owners = Watch.of_parameters(objective.model)
+            if list(named := dict(objective.model.named_parameters())) != list(self._named):
+                self._graphs.clear()  # one was added, removed, or is held in another place too
+            self._named = named
+        named = self._named
         inputs, spec = pytree.tree_flatten([_tensors(one) for one in prepared])
         tensors = [*named.values(), *inputs]
         key = _key(prepared, list(named.values()), inputs)
@@ -196,7 +203,7 @@ class _Trace:
 
         inputs = [fake(place, tensor) for place, tensor in enumerate(self.tensors)]
         with tracing(), mode:
-            graph = _with_methods(make_fx(loss_and_gradients)(*inputs))
+            graph = make_fx(loss_and_gradients, {torch.ops.aten.addmm.default: _addmm})(*inputs)
         for tensor in (*graph.parameters(), *graph.buffers(), *vars(graph).values()):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 raise UnsupportedStepError(
@@ -226,14 +233,14 @@ class _Trace:
         return place >= len(self.names) and tensor.dim() > 0 and tensor.shape[0] == self.rows
 
 
-def _with_methods(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """Asks tensors for their sizes by methods: dynamo takes no operator that returns a number."""
-    methods = {aten.sym_numel.default: "numel", aten.sym_size.int: "size", aten.sym_stride.int: "stride"}
-    for node in graph.graph.nodes:
-        if node.op == "call_function" and node.target in methods:
-            node.op, node.target = "call_method", methods[node.target]
-    graph.recompile()
-    return graph
+def _addmm(bias: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """A product plus a bias, as two operations on the CPU: the sum is fused with what follows, addmm copies the bias.
+
+    There inductor makes one addmm of a product and a sum again, but not of a difference.
+    """
+    if left.device.type != "cpu" or beta != 1 or alpha != 1:
+        return NotImplemented
+    return left @ right - -bias
 
 
 class _Handed(Function):

@@ -153,6 +153,27 @@ def test_a_changed_flow_is_compiled_anew(graphs):
     assert model.flow._transform._transforms[0].bias.grad is None
 
 
+def test_parameters_can_be_replaced_and_shared(graphs):
+    model = make(transforms.LULinear(2).double())
+    first, second = model.flow._transform._transforms[:2]
+    objective = ML(model).compile(backend="eager")
+
+    def share():
+        second.bias = first.bias
+
+    for count, change in (
+        (1, lambda: None),
+        (1, lambda: setattr(first, "bias", nn.Parameter(torch.tensor([1.0, 2.0], dtype=torch.float64)))),
+        (2, share),
+    ):
+        change()
+        model.zero_grad()
+        objective(data()).backward()
+        (expected,) = torch.autograd.grad(ML(model)(data()), first.bias)
+        torch.testing.assert_close(first.bias.grad, expected)
+        assert len(graphs) == count
+
+
 def test_a_start_from_data_and_a_calibration_are_no_part_of_the_graph(graphs):
     model = make(transforms.ActNorm(2)).train()
     objective = ML(model).compile(backend="eager")
