@@ -1,4 +1,4 @@
-"""Pictures: densities, samples, imputations and curves, in one style.
+"""Pictures: densities, samples and imputations, in one style.
 
 Functions of this module draw into an axes, or save one figure; none shows a window, and none touches pyplot.
 """

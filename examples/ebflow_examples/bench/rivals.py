@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -26,10 +26,7 @@ from ebflow_normflows import SmoothLeakyReLU
 __all__ = ["rivals"]
 
 CHANNELS, SIZE = 48, 8  # what two squeezes make of a 3 x 32 x 32 image
-FULL = ("SSM", "DSM", "FDSSM", "ML relative")  # objectives with a FullLinear
-ALL = ("ML", "SSM", "DSM", "FDSSM")
-
-Steps = dict[str, Callable[[], None]]
+ALL, FULL = ("ML", "SSM", "DSM", "FDSSM"), ("SSM", "DSM", "FDSSM", "ML relative")
 
 
 def rivals(settings: Settings) -> Iterator[Table]:
@@ -42,51 +39,39 @@ def rivals(settings: Settings) -> Iterator[Table]:
     yield against_torch_ema(settings)
 
 
-def ours(x: Tensor, make: Callable[[], nn.Module], names: Sequence[str], label: str = "") -> Steps:
-    """A training step of each of our objectives, each with a model of its own."""
-    models = {name: ebf.wrap(make().to(x)) for name in names}
-    return {name + label: training_step(model, objective(name, model), x) for name, model in models.items()}
-
-
-def timed(settings: Settings, title: str, theirs: Steps, ours: Mapping[str, Any], note: str, seconds: float) -> Table:
-    """The table of all of ours against each of theirs."""
-    times = settings.time(title, {**theirs, **ours}, seconds=seconds)
-    rows = [compare(name, times[name], times[rival]) for rival in theirs for name in ours]
-    return Table("rivals", f"training step {title}, batch {BATCH}", rows, note)
+Steps = Mapping[str, Callable[[], object]]
 
 
 def against_nflows(settings: Settings) -> Table:
     """Maximum likelihood with the linear layers of nflows, against our objectives with FullLinear."""
     x = settings.data(BATCH, DIM)
-    flows = {"nflows ML, NaiveLinear": naive_fc(DIM), "nflows ML, LULinear": build("fc", (DIM,), linear="lu")}
-    return timed(
+    plain_flows = {"nflows ML, NaiveLinear": naive_fc(DIM), "nflows ML, LULinear": build("fc", (DIM,), linear="lu")}
+    theirs = {name: training_step(flow.to(x), nll(flow), x) for name, flow in plain_flows.items()}
+    return against(
         settings,
-        f"against nflows' maximum likelihood, D = {DIM}",
-        {name: training_step(flow.to(x), nll(flow), x) for name, flow in flows.items()},
-        ours(x, lambda: build("fc", (DIM,)), FULL, ", FullLinear"),
+        f"nflows' maximum likelihood, D = {DIM}",
+        theirs,
+        our_steps(FULL, lambda: build("fc", (DIM,)), x, "{}, FullLinear"),
         "Two linear layers with a smooth leaky ReLU between them. A step of one objective is not worth a step of "
         "another: this is what a step costs, not what it learns.",
-        4.0,
     )
 
 
 def after_unconstrain(settings: Settings) -> Table:
     """A usual LU flow: nflows' maximum likelihood, our objectives on the same flow, and after unconstrain()."""
-    x = settings.data(BATCH, DIM)
-    lu = partial(build, "fc", (DIM,), linear="lu")
+    x, lu = settings.data(BATCH, DIM), partial(build, "fc", (DIM,), linear="lu")
     plain = lu().to(x)
-    steps: Steps = {}
+    ours: dict[str, Callable[[], object]] = {}
     for name in ALL:
-        steps |= ours(x, lu, [name], ", LULinear")
-        steps |= ours(x, lambda: ebf.unconstrain(lu()), [name], ", after unconstrain")
-    return timed(
+        ours |= our_steps((name,), lu, x, "{}, LULinear")
+        ours |= our_steps((name,), lambda: ebf.unconstrain(lu()), x, "{}, after unconstrain")
+    return against(
         settings,
-        f"of an LU flow, before and after unconstrain, D = {DIM}",
+        f"nflows' maximum likelihood, an LU flow before and after unconstrain, D = {DIM}",
         {"nflows ML, LULinear": training_step(plain, nll(plain), x)},
-        steps,
+        ours,
         "Two LULinear layers of nflows with a smooth leaky ReLU between them. Their determinants are products of "
         "diagonals: score matching has none to skip there, and it gains only with the full layers of unconstrain().",
-        4.0,
     )
 
 
@@ -101,48 +86,50 @@ def against_normflows(settings: Settings) -> Table:
         return nf.NormalizingFlow(nf.distributions.DiagGaussian((CHANNELS, SIZE, SIZE)), steps).to(x)
 
     flow = convolutions()
-    return timed(
+    return against(
         settings,
-        f"against normflows' forward_kld, four Invertible1x1Conv, {CHANNELS} x {SIZE} x {SIZE}",
+        f"normflows' forward_kld, four Invertible1x1Conv, {CHANNELS} x {SIZE} x {SIZE}",
         {"normflows forward_kld": training_step(flow, flow.forward_kld, x)},
-        ours(x, convolutions, ALL),
+        our_steps(ALL, convolutions, x),
         f"Its determinants are {CHANNELS} x {CHANNELS}, nearly free: there is nothing for score matching to save here.",
-        2.5,
+        seconds=2.5,
     )
-
-
-def zuko_lu(features: int) -> nn.Module:
-    """The linear layer of zuko, which holds LU factors."""
-    return UnconditionalTransform(LULinearTransform, LU=torch.eye(features))
-
-
-def zuko_fc(linear: Callable[[int], nn.Module]) -> Any:
-    """The paper's FC-based model of zuko."""
-    base = UnconditionalDistribution(DiagNormal, torch.zeros(DIM), torch.ones(DIM), buffer=True)
-    return Flow([linear(DIM), ebflow_zuko.SmoothLeakyReLU(ALPHA), linear(DIM)], base)
 
 
 def against_zuko(settings: Settings) -> Table:
     """Maximum likelihood by zuko's own log_prob, against our objectives."""
-    x, full = settings.data(BATCH, DIM), ebflow_zuko.FullLinear
-    flows = {"zuko ML, LULinearTransform": zuko_fc(zuko_lu).to(x), "zuko ML, FullLinear": zuko_fc(full).to(x)}
-    return timed(
+
+    def fc(linear: Callable[[int], nn.Module]) -> nn.Module:
+        base = UnconditionalDistribution(DiagNormal, torch.zeros(DIM), torch.ones(DIM), buffer=True)
+        return Flow([linear(DIM), ebflow_zuko.SmoothLeakyReLU(ALPHA), linear(DIM)], base)
+
+    def lu(features: int) -> nn.Module:
+        return UnconditionalTransform(LULinearTransform, LU=torch.eye(features))
+
+    x = settings.data(BATCH, DIM)
+    plain_flows: dict[str, Any] = {
+        "zuko ML, LULinearTransform": fc(lu).to(x),
+        "zuko ML, FullLinear": fc(ebflow_zuko.FullLinear).to(x),
+    }
+    full = our_steps(FULL, lambda: fc(ebflow_zuko.FullLinear), x, "{}, FullLinear")
+    return against(
         settings,
-        f"against maximum likelihood by zuko's log_prob, D = {DIM}",
-        {name: training_step(flow, lambda x, flow=flow: -flow().log_prob(x).mean(), x) for name, flow in flows.items()},
-        ours(x, lambda: zuko_fc(full), FULL, ", FullLinear")
-        | ours(x, lambda: zuko_fc(zuko_lu), ("ML", "DSM"), ", the LULinearTransform flow"),
+        f"maximum likelihood by zuko's log_prob, D = {DIM}",
+        {
+            name: training_step(flow, lambda x, flow=flow: -flow().log_prob(x).mean(), x)
+            for name, flow in plain_flows.items()
+        },
+        full | our_steps(("ML", "DSM"), lambda: fc(lu), x, "{}, the LULinearTransform flow"),
         "Two linear layers with a smooth leaky ReLU between them. zuko multiplies L and U for each call, in O(D³); the "
         "wrapper applies one after the other, so that ML of the same flow is faster too.",
-        4.0,
     )
 
 
 def against_torchebm(settings: Settings) -> Table:
     """The sliced score matching of torchebm on the same energy, one projection."""
-    title = f"against torchebm's SlicedScoreMatching on the same energy, D = {DIM}"
+    title = f"torchebm's SlicedScoreMatching on the same energy, D = {DIM}"
     if find_spec("torchebm") is None:
-        return missing(f"training step {title}, batch {BATCH}", "torchebm")
+        return missing(title, "torchebm")
     losses, core = import_module("torchebm.losses"), import_module("torchebm.core")
 
     class Energy(core.BaseModel):  # type: ignore[name-defined,misc]
@@ -156,9 +143,32 @@ def against_torchebm(settings: Settings) -> Table:
     x = settings.data(BATCH, DIM)
     model = ebf.wrap(build("fc", (DIM,)).to(x))
     rival = losses.SlicedScoreMatching(model=Energy(model), n_projections=1, device=settings.device)
-    note = "One Rademacher v for each sample. Ours takes ½‖∇E‖², which has less variance than the ½(vᵀ∇E)² of torchebm."
-    theirs = {"torchebm SlicedScoreMatching": training_step(model, rival, x)}
-    return timed(settings, title, theirs, ours(x, lambda: build("fc", (DIM,)), ["SSM"]), note, 2.0)
+    return against(
+        settings,
+        title,
+        {"torchebm SlicedScoreMatching": training_step(model, rival, x)},
+        our_steps(("SSM",), lambda: build("fc", (DIM,)), x),
+        "One Rademacher v for each sample. Ours takes ½‖∇E‖², which has less variance than the ½(vᵀ∇E)² of torchebm.",
+        seconds=2.0,
+    )
+
+
+def our_steps(
+    names: Iterable[str], make: Callable[[], nn.Module], x: Tensor, label: str = "{}"
+) -> dict[str, Callable[[], object]]:
+    """A training step of each of our objectives, of a model of its own."""
+    steps: dict[str, Callable[[], object]] = {}
+    for name in names:
+        model = ebf.wrap(make().to(x))
+        steps[label.format(name)] = training_step(model, objective(name, model), x)
+    return steps
+
+
+def against(settings: Settings, title: str, theirs: Steps, ours: Steps, note: str, seconds: float = 4.0) -> Table:
+    """Each of our steps against each of theirs, interleaved."""
+    times = settings.time(title, {**theirs, **ours}, seconds=seconds)
+    rows = [compare(name, times[name], times[rival]) for rival in theirs for name in ours]
+    return Table("rivals", f"training step against {title}, batch {BATCH}", rows, note)
 
 
 def against_torch_ema(settings: Settings) -> Table:
@@ -170,8 +180,8 @@ def against_torch_ema(settings: Settings) -> Table:
     rows = []
     for label, flow in (("fc, D = 784", build("fc", (DIM,))), ("40 steps, D = 64", alternating(20))):
         model = ebf.wrap(flow.to(settings.device))
-        average, theirs = ebf.EMA(model), rival_class(list(model.parameters()), decay=0.999)
-        times = settings.time(f"torch-ema, {label}", {"EMA": average.update, "torch-ema": theirs.update}, seconds=0.5)
+        ours, theirs = ebf.EMA(model), rival_class(list(model.parameters()), decay=0.999)
+        times = settings.time(f"torch-ema, {label}", {"EMA": ours.update, "torch-ema": theirs.update}, seconds=0.5)
         rows.append(compare(f"EMA.update, {label}", times["EMA"], times["torch-ema"]))
     return Table("rivals", title, rows)
 

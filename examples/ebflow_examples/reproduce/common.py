@@ -49,8 +49,8 @@ class Options:
     """What ``ebflow reproduce`` was told.
 
     Attributes:
-        what: The experiment.
-        budget: Minutes for all of its cells.
+        what: The table or figure.
+        budget: Minutes.
         seeds: Seeds 0, 1, …
         jobs: Processes that work side by side, each with one thread.
         out: The folder for the results and the cells.
@@ -60,12 +60,12 @@ class Options:
         quick: A moment for each cell: shows that all of it works, and nothing else.
         fresh: Computes cells that are there already.
         seconds: Seconds of training for each cell, in the place of a share of the budget.
-        margin: How far images are kept from 0 and 1; by default as in the authors' code.
+        margin: How far images are kept from 0 and 1.
         kept: Shows the cells that are there, and computes none.
     """
 
     what: str
-    budget: float
+    budget: float = 0.0
     seeds: int = 3
     jobs: int = 1
     out: Path = Path("runs/reproduce")
