@@ -73,7 +73,7 @@ def beside(ours: str, paper: Sequence[float] | float | None, digits: int = 2) ->
     """
     if paper is None:
         return ours
-    theirs = f"{paper:.{digits}f}" if isinstance(paper, float) else Mean(*paper).text(digits)
+    theirs = f"{paper:.{digits}f}" if isinstance(paper, float) else Mean(paper[0], paper[1]).text(digits)
     return f"{ours} ({theirs})"
 
 

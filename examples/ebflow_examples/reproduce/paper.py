@@ -1,4 +1,4 @@
-"""The numbers of the paper, from paper.toml: pairs of a mean and the half-width of its 95 % interval, or a mean alone."""
+"""The numbers of the paper, from paper.toml: a mean and the half-width of its 95 % interval, or a mean alone."""
 
 from __future__ import annotations
 

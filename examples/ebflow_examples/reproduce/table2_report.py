@@ -69,7 +69,7 @@ def table_of(
         told = {"model": model, "way": way, "loss": loss, "lr": rate, "start_nll": start}
         rows.append({**told, **means, "paper_nll": theirs, "paper_steps_per_second": pace})
         nlls = [f"{start.value:.1f}", means["raw_nll"].text(1), means["nll"].text(1), means["bits_per_dim"].text(3)]
-        quoted = "" if theirs is None else Mean(*theirs).text(1)
+        quoted = "" if theirs is None else Mean(theirs[0], theirs[1]).text(1)
         speed = beside(f"{means['steps_per_second'].value:.2f}", pace, 2)
         steps = f"{means['steps'].value:.0f}"
         lines.append([WAYS[way], objective_name(loss), f"{rate:g}", *nlls, quoted, steps, speed])
