@@ -188,7 +188,7 @@ def maf(
     def step(flip: bool) -> nn.Module:
         width = max(net.hidden, features)
         made: nn.Module = transforms.MaskedAffineAutoregressiveTransform(
-            features, width, num_blocks=net.blocks, activation=net.function
+            features, width, num_blocks=net.blocks, activation=net.module()
         )
         return made
 

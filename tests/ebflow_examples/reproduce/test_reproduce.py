@@ -137,10 +137,14 @@ def test_experiments_with_data_of_their_own_take_no_others(what, tmp_path):
         reproduce.main(what, quick=True, data="digits", out=tmp_path)
 
 
+OF_IMAGES = [what for what in EXPERIMENTS if what not in OWN_DATA]
+NO_IMAGES = ["autoregressive10", "textures", "rows.npy", "rows.csv", "vectors.npy"]
+
+
 @pytest.mark.parametrize(
-    "what", ["table2", "table3", "table4", "fig2", "fig4", "fig5", "deep", "dequantization", "all"]
+    ("what", "data"),
+    [*((what, "swirl") for what in [*OF_IMAGES, "all"]), *(("table2", data) for data in NO_IMAGES)],
 )
-@pytest.mark.parametrize("data", ["swirl", "autoregressive10", "textures", "rows.npy", "rows.csv", "vectors.npy"])
 def test_data_that_are_no_images_are_refused_by_what_the_user_gave(what, data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     np.save("rows.npy", np.zeros((40, 3)))
