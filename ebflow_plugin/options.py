@@ -18,7 +18,6 @@ __all__ = [
     "at_least",
     "check_generator",
     "check_shape",
-    "check_tensor",
     "flag",
     "integer",
     "is_number",
@@ -137,18 +136,6 @@ def check_shape(name: str, value: object) -> tuple[int, ...]:
     if not all(size is not None and size > 0 for size in sizes):
         raise InputError(f"{name} must be a tuple of integers, such as (3, 32, 32), got {value!r}")
     return tuple(size for size in sizes if size is not None)
-
-
-def check_tensor(name: str, value: object) -> None:
-    """Raises if a value is not a tensor (a numpy array, say).
-
-    Example:
-        >>> check_tensor("x", [1.0])
-        Traceback (most recent call last):
-        ebflow_plugin.errors.InputError: x must be a tensor, got list; torch.as_tensor makes one
-    """
-    if not isinstance(value, Tensor):
-        raise InputError(f"{name} must be a tensor, got {type(value).__name__}; torch.as_tensor makes one")
 
 
 def check_generator(generator: object) -> None:

@@ -152,7 +152,7 @@ def _blocks(step: Step, shapes: Shapes | None) -> Blocks | None:
     """The blocks of the determinant that ``energy()`` skips; None if its log-det is cheap, or of unknown cost."""
     if not isinstance(step, LinearStep):
         return None
-    operator = step.encoding_operator(shapes)
+    operator = step.operator(shapes)
     if operator is None:
         return Blocks(None) if isinstance(step, FullConvStep) else None
     return operator.blocks

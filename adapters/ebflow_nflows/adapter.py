@@ -133,10 +133,9 @@ class NflowsAdapter(Adapter):
     inverters = ("InverseTransform", "Inverted")
     constrained = MappingProxyType(
         {
-            "LULinear": lambda module: (module.features, False),
-            "QRLinear": lambda module: (module.features, False),
-            "SVDLinear": lambda module: (module.features, False),
-            "HouseholderSequence": lambda module: (module.features, False),
+            **dict.fromkeys(
+                ("LULinear", "QRLinear", "SVDLinear", "HouseholderSequence"), lambda module: (module.features, False)
+            ),
             "OneByOneConvolution": lambda module: (module.features, True),
         }
     )

@@ -49,6 +49,7 @@ def matrix(step: type[Step], dim: int = 2) -> Rule:
 
 # The rules of transforms whose parameters do not depend on a context.
 TRANSFORMS: dict[str, Rule] = {
+    **dict.fromkeys(steps.SMOOTHNESS, steps.UnivariateStep),
     "ComposedTransform": Container.of_list("transforms"),
     "ComposeTransform": Container.of_list("parts"),
     "DependentTransform": Container.of_one("base"),
@@ -67,30 +68,6 @@ TRANSFORMS: dict[str, Rule] = {
     "ExpTransform": steps.ExpStep,
     "SigmoidTransform": steps.LogisticStep,
     "SoftclipTransform": steps.SoftclipStep,
-    **dict.fromkeys(
-        (
-            "BernsteinTransform",
-            "BoundedBernsteinTransform",
-            "CircularRQSTransform",
-            "CircularShiftTransform",
-            "CosTransform",
-            "CumulativeDistributionTransform",
-            "GaussianizationTransform",
-            "MonotonicRQSTransform",
-            "MonotonicTransform",
-            "PowerTransform",
-            "SOSPolynomialTransform",
-            "ShiftedSOSPTransform",
-            "SignedPowerTransform",
-            "SinTransform",
-            "SoftplusTransform",
-            "TanhTransform",
-            "UnconstrainedMonotonicTransform",
-            "MNN",
-            "UMNN",
-        ),
-        steps.UnivariateStep,
-    ),
     "FreeFormJacobianTransform": steps.IntegratedFlowStep,
 }
 COMPOSITIONS = ("ComposedTransform", "ComposeTransform", "DependentTransform", "IndependentTransform")
@@ -151,10 +128,7 @@ class ZukoAdapter(Adapter):
     density_methods = ("forward",)
     inverters = ("LazyInverse",)
     constrained = MappingProxyType(
-        {
-            "RotationTransform": lambda module: (held(module)[0].shape[-1], False),
-            "LULinearTransform": lambda module: (held(module)[0].shape[-1], False),
-        }
+        dict.fromkeys(("RotationTransform", "LULinearTransform"), lambda module: (held(module)[0].shape[-1], False))
     )
 
     def is_flow(self, model: object) -> bool:

@@ -18,27 +18,12 @@ from ebflow_plugin.adapting import (
 from ebflow_zuko.linear import LazyPart, accepted_context, built_name
 from ebflow_zuko.transforms import ours
 
-__all__ = ["NormalBase", "ZukoBase", "base_of"]
-
 SMOOTHNESS = {
-    **dict.fromkeys(
-        (
-            "Cauchy",
-            "DiagNormal",
-            "GMM",
-            "Gumbel",
-            "LowRankMultivariateNormal",
-            "MultivariateNormal",
-            "Normal",
-            "StudentT",
-        ),
-        Smoothness.SMOOTH,
-    ),
+    **dict.fromkeys(("Cauchy", "DiagNormal", "GMM", "Gumbel", "Normal", "StudentT"), Smoothness.SMOOTH),
+    **dict.fromkeys(("LowRankMultivariateNormal", "MultivariateNormal"), Smoothness.SMOOTH),
     "Laplace": Smoothness.KINKED,
-    **dict.fromkeys(
-        ("BoxUniform", "Maximum", "Minimum", "Sort", "TopK", "TransformedUniform", "Truncated", "Uniform"),
-        Smoothness.JUMPS,
-    ),
+    **dict.fromkeys(("BoxUniform", "Maximum", "Minimum", "Sort", "TopK"), Smoothness.JUMPS),
+    **dict.fromkeys(("TransformedUniform", "Truncated", "Uniform"), Smoothness.JUMPS),
 }
 
 

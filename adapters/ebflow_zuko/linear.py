@@ -24,20 +24,6 @@ from ebflow_plugin.adapting import (
 )
 from ebflow_zuko.transforms import bare, known_name, unwrapped
 
-__all__ = [
-    "AdditiveStep",
-    "AffineStep",
-    "LazyPart",
-    "OrderStep",
-    "RotationStep",
-    "SameStep",
-    "TriangularMatrixStep",
-    "accepted_context",
-    "built_name",
-    "factory_of",
-    "held",
-]
-
 
 def factory_of(module: Any) -> Any:
     """The class or function with which an unconditional lazy module builds its transform or distribution."""

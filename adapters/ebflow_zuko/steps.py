@@ -30,37 +30,27 @@ from ebflow_plugin.adapting import (
 from ebflow_zuko.linear import LazyPart, accepted_context, built_name
 from ebflow_zuko.transforms import ISOMETRIES, forward, inverse, known_name, unwrapped
 
-__all__ = [
-    "AutoregressiveStep",
-    "CouplingStep",
-    "ExpStep",
-    "IntegratedFlowStep",
-    "LogisticStep",
-    "SoftclipStep",
-    "UnivariateStep",
-    "UnknownStep",
-]
-
+# The univariate transforms, and how smooth each is.
 SMOOTHNESS = {
-    **dict.fromkeys(
-        (
-            "AdditiveTransform",
-            "AffineTransform",
-            "BernsteinTransform",
-            "BoundedBernsteinTransform",
-            "CosTransform",
-            "CumulativeDistributionTransform",
-            "GaussianizationTransform",
-            "IdentityTransform",
-            "MonotonicAffineTransform",
-            "SOSPolynomialTransform",
-            "ShiftedSOSPTransform",
-            "SinTransform",
-            "SoftplusTransform",
-            "TanhTransform",
-        ),
-        Smoothness.SMOOTH,
-    ),
+    "AdditiveTransform": Smoothness.SMOOTH,
+    "AffineTransform": Smoothness.SMOOTH,
+    "BernsteinTransform": Smoothness.SMOOTH,
+    "BoundedBernsteinTransform": Smoothness.SMOOTH,
+    "CosTransform": Smoothness.SMOOTH,
+    "CumulativeDistributionTransform": Smoothness.SMOOTH,
+    "GaussianizationTransform": Smoothness.SMOOTH,
+    "IdentityTransform": Smoothness.SMOOTH,
+    "MonotonicAffineTransform": Smoothness.SMOOTH,
+    "SOSPolynomialTransform": Smoothness.SMOOTH,
+    "ShiftedSOSPTransform": Smoothness.SMOOTH,
+    "SinTransform": Smoothness.SMOOTH,
+    "SoftplusTransform": Smoothness.SMOOTH,
+    "TanhTransform": Smoothness.SMOOTH,
+    # As smooth as a network or a power that the class does not tell.
+    "MonotonicTransform": Smoothness.UNKNOWN,
+    "PowerTransform": Smoothness.UNKNOWN,
+    "UMNN": Smoothness.UNKNOWN,
+    "UnconstrainedMonotonicTransform": Smoothness.UNKNOWN,
     # The log-det is a derivative of the map: a map with a discontinuous second derivative has a score that jumps.
     "MonotonicRQSTransform": Smoothness.KINKED,
     "SoftclipTransform": Smoothness.KINKED,

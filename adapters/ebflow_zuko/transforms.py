@@ -17,8 +17,6 @@ from torch import Tensor, nn
 
 from ebflow_plugin.adapting import comes_from, known_class, rational_quadratic, summed
 
-__all__ = ["PACKAGES", "bare", "forward", "inverse", "known_name", "ours", "unwrapped"]
-
 PACKAGES = ("zuko", "ebflow_zuko")
 ISOMETRIES = ("AdditiveTransform", "IdentityTransform", "PermutationTransform", "RotationTransform")
 INTEGRALS = ("UnconstrainedMonotonicTransform", "SOSPolynomialTransform")

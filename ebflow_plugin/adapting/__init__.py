@@ -31,7 +31,6 @@ from ebflow_plugin.adapting.shared import (
     IndexedPermutationStep,
     PackedLUStep,
     SigmoidStep,
-    SplineStep,
     drop_caches,
     lazy_layers,
 )
@@ -113,7 +112,6 @@ __all__ = [
     "Shapes",
     "SigmoidStep",
     "Smoothness",
-    "SplineStep",
     "SqueezeStep",
     "Step",
     "TranslationStep",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ebflow_plugin.errors import InputError, UnknownNameError, suggest
 from ebflow_plugin.linalg.memo import own_tensors
-from ebflow_plugin.plan.registry import TypeRegistry
+from ebflow_plugin.plan.registry import Registry
 from ebflow_plugin.plan.smoothness import REGISTERED_NETWORKS, Smoothness
 from ebflow_plugin.plan.step import LinearStep, NonlinearStep, Shape, Shapes, Step
 from ebflow_plugin.plan.values import Value
@@ -79,7 +79,7 @@ class RegisteredRule:
 
 # A function returns the rule of a given module, or None for an unknown one.
 Rule = type[Step] | Container | RegisteredRule | Callable[[Any], "Rule | None"]
-REGISTERED: TypeRegistry[Container | RegisteredRule] = TypeRegistry("rule")
+REGISTERED: Registry[type, Container | RegisteredRule] = Registry("rule")
 
 
 def registered_smoothness(cls: type) -> Smoothness | None:
@@ -104,7 +104,9 @@ class SeenShapesStep(Step):
             self._seen[_event_shapes(x)] = _event_shapes(value)
         return value, log_det
 
-    def encoded_shapes(self, shapes: Shapes) -> Shapes:
+    def shapes(self, shapes: Shapes, *, back: bool = False) -> Shapes:
+        if back:
+            return super().shapes(shapes, back=True)
         if shapes not in self._seen and self.n_out != self.n_in:
             raise InputError(
                 f"{self.where} has unknown output shapes until data pass through it: compute an energy first"
@@ -225,7 +227,7 @@ def register_linear(
         True
     """
     REGISTERED.add(cls, RegisteredRule(True, apply, invert, log_det, cost), force)
-    REGISTERED_NETWORKS.remove(cls)
+    REGISTERED_NETWORKS.pop(cls, None)
     return cls
 
 
@@ -280,5 +282,5 @@ def register_container(
         return (child if isinstance(child, Child) else Child(*child) for child in children(module))
 
     REGISTERED.add(cls, Container(listed), force)
-    REGISTERED_NETWORKS.remove(cls)
+    REGISTERED_NETWORKS.pop(cls, None)
     return cls

@@ -27,7 +27,6 @@ __all__ = [
     "IndexedPermutationStep",
     "PackedLUStep",
     "SigmoidStep",
-    "SplineStep",
     "drop_caches",
     "lazy_layers",
 ]
@@ -45,14 +44,6 @@ class ConditionedStep(NonlinearStep):
     @property
     def smoothness(self) -> Smoothness:
         return smoothness_of(self.module)
-
-
-class SplineStep(NonlinearStep):
-    """A piecewise rational-quadratic transform: its score jumps at every knot."""
-
-    reason = "spline"
-
-    smoothness = Smoothness.KINKED
 
 
 class BoundedStep(ElementwiseStep):

@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ebflow_plugin.adapting.adapter import comes_from
-from ebflow_plugin.adapting.shared import SplineStep
 from ebflow_plugin.linalg.memo import free_to_read
 from ebflow_plugin.plan.registry import altered_part
+from ebflow_plugin.plan.smoothness import Smoothness
 from ebflow_plugin.plan.splines import cubic, knots, linear, quadratic, rational_quadratic, shares, within
+from ebflow_plugin.plan.step import NonlinearStep
 from ebflow_plugin.plan.values import summed
 
 __all__ = ["PackedSplineStep"]
@@ -33,8 +34,15 @@ OWN = {  # the parameters of a spline that is the same for all x
 }
 
 
-class PackedSplineStep(SplineStep):
-    """A piecewise transform: of each entry, of half of the features (coupling), or autoregressive."""
+class PackedSplineStep(NonlinearStep):
+    """A piecewise transform: of each entry, of half of the features (coupling), or autoregressive.
+
+    The score of a rational-quadratic one jumps at every knot.
+    """
+
+    reason = "spline"
+
+    smoothness = Smoothness.KINKED
 
     def __init__(self, module: Any, path: str, inverted: bool = False) -> None:
         super().__init__(module, path, inverted)

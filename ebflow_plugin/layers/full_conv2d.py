@@ -9,7 +9,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from ebflow_plugin.errors import InputError
-from ebflow_plugin.layers.initial_values import empty_parameters, fill_orthogonal, known_init
+from ebflow_plugin.layers.full_linear import empty_parameters, fill_orthogonal, known_init
 from ebflow_plugin.linalg.circular import conv_operator
 from ebflow_plugin.linalg.convolution import conv_matrix
 from ebflow_plugin.linalg.dense import CachedLU

@@ -8,13 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from ebflow_plugin.errors import InputError
-from ebflow_plugin.layers.initial_values import empty_parameters, fill_orthogonal, known_init
+from ebflow_plugin.errors import InputError, suggest
 from ebflow_plugin.linalg.dense import CachedLU
 from ebflow_plugin.linalg.operators import DenseOperator, LinearOperator, single_at_least
 from ebflow_plugin.options import at_least
 
-__all__ = ["FullLinear"]
+__all__ = ["FullLinear", "empty_parameters", "fill_orthogonal", "known_init"]
+
+INITS = ("identity", "negative_identity", "normal", "orthogonal")
 
 
 class FullLinear(nn.Module):
@@ -82,10 +83,6 @@ class FullLinear(nn.Module):
         r"""Returns :math:`W x`, without the bias."""
         return F.linear(x, self.weight)
 
-    def multiply_transposed(self, y: Tensor, shape: tuple[int, ...]) -> Tensor:
-        r"""Returns :math:`W^\top y` with the given shape, which is that of ``y``."""
-        return y @ self.weight
-
     def invert(self, y: Tensor) -> Tensor:
         r"""Returns the ``x``, with shape :math:`(*, D)`, that ``transform`` maps to ``y``.
 
@@ -131,3 +128,26 @@ class FullLinear(nn.Module):
                 f"FullLinear({self.features}) takes {self.features} features in the last dimension, "
                 f"but got shape {tuple(shape)}."
             )
+
+
+def known_init(name: str) -> str:
+    """Returns the name, or raises if it is not in :data:`INITS`."""
+    if name not in INITS:
+        raise InputError(f"unknown init {name!r}. {suggest(name, INITS)}")
+    return name
+
+
+def empty_parameters(
+    shape: tuple[int, ...], bias: bool, device: torch.device | str | None, dtype: torch.dtype | None
+) -> tuple[nn.Parameter, nn.Parameter | None]:
+    """Returns an uninitialised weight of this shape and, if ``bias``, a bias with one entry for each of its rows."""
+    weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+    return weight, nn.Parameter(weight.new_empty(shape[0])) if bias else None
+
+
+def fill_orthogonal(matrix: Tensor, init: str, generator: Generator | None) -> None:
+    """Fills a square matrix with a random rotation, or with plus or minus the identity."""
+    if init == "orthogonal":
+        nn.init.orthogonal_(matrix, generator=generator)
+    else:
+        nn.init.eye_(matrix).mul_(-1 if init == "negative_identity" else 1)

@@ -123,8 +123,10 @@ def seeded_by(generator: Generator | None, device: torch.device) -> Iterator[Non
 
 def _draw_device(x: Tensor, generator: Generator | None) -> torch.device:
     """The device to draw on: that of the generator, which may differ from that of x."""
+    if generator is None:
+        return x.device
     check_generator(generator)
-    return x.device if generator is None else generator.device
+    return generator.device
 
 
 def gaussian_like(x: Tensor, generator: Generator | None) -> Tensor:

@@ -79,7 +79,7 @@ def lanczos(
     for step, shapes in plan.shapes(event_shape):
         if not isinstance(step, LinearStep):
             continue
-        operator = step.encoding_operator(shapes)
+        operator = step.operator(shapes)
         try:
             with torch.no_grad():
                 if operator is None or _has_small_blocks(operator):

@@ -35,7 +35,7 @@ from ebflow_plugin.objectives.likelihood import ML, SML
 from ebflow_plugin.objectives.reverse import ReverseKL
 from ebflow_plugin.objectives.schedule import NoiseSchedule
 from ebflow_plugin.objectives.score_matching import DSM, FDSSM, SM, SSM
-from ebflow_plugin.plan.registry import NameRegistry
+from ebflow_plugin.plan.registry import Registry
 
 __all__ = [
     "DSM",
@@ -55,17 +55,9 @@ __all__ = [
 
 T = TypeVar("T", bound=Callable[..., Any])
 
-_OBJECTIVES: NameRegistry[Callable[..., Objective]] = NameRegistry("objective")
-for _name, _cls in {
-    "ml": ML,
-    "sml": SML,
-    "sm": SM,
-    "ssm": SSM,
-    "fdssm": FDSSM,
-    "dsm": DSM,
-    "latent_match": LatentMatch,
-}.items():
-    _OBJECTIVES.add(_name, _cls)
+_OBJECTIVES: Registry[str, Callable[..., Objective]] = Registry(
+    "objective", {"ml": ML, "sml": SML, "sm": SM, "ssm": SSM, "fdssm": FDSSM, "dsm": DSM, "latent_match": LatentMatch}
+)
 
 
 def make_objective(name: str, model: EBFlow, **options: Any) -> Objective:
@@ -92,7 +84,7 @@ def make_objective(name: str, model: EBFlow, **options: Any) -> Objective:
     """
     if not isinstance(name, str):
         raise InputError(f"the name of an objective is a string, got {name!r}; call {name!r} itself on the model")
-    return _OBJECTIVES.get(name.lower())(model, **options)
+    return _OBJECTIVES.named(name.lower())(model, **options)
 
 
 def register_objective(name: str, *, force: bool = False) -> Callable[[T], T]:

@@ -361,7 +361,7 @@ class LogDetEstimator:
 
 
 def _operator(step: LinearStep, shapes: Shapes) -> LinearOperator:
-    operator = step.encoding_operator(shapes)
+    operator = step.operator(shapes)
     assert operator is not None
     return operator
 

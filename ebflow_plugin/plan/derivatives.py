@@ -30,7 +30,7 @@ from ebflow_plugin.errors import raise_from_step
 from ebflow_plugin.linalg.memo import transformed
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.step import Gaussian, Linearization, Step
-from ebflow_plugin.plan.values import Value, dot, pop
+from ebflow_plugin.plan.values import Value, pop
 
 __all__ = ["Derivatives", "derivatives"]
 
@@ -185,5 +185,5 @@ def _gradients(values: Tensor, points: Sequence[Tensor], create_graph: bool) -> 
 
 
 def _dots(many: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
-    first, *rest = (dot(a, b) for a, b in zip(many, others, strict=True))
+    first, *rest = ((a * b).flatten(1).sum(1) for a, b in zip(many, others, strict=True))
     return sum(rest, first)

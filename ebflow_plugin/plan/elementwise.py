@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,13 +12,11 @@ from torch.nn import functional as F
 
 from ebflow_plugin.plan.smoothness import Smoothness
 from ebflow_plugin.plan.step import Linearity, Linearization, Step
-from ebflow_plugin.plan.values import dot, summed
 
 __all__ = ["ActivationStep", "ElementwiseMap", "ElementwiseStep", "clamped_logit_map", "logit_map", "sigmoid_map"]
 
 
-@dataclass(frozen=True)
-class ElementwiseMap:
+class ElementwiseMap(NamedTuple):
     """An elementwise map f at a point, with l = log|f'|.
 
     Attributes:
@@ -49,22 +47,6 @@ class ElementwiseMap:
 
         return ElementwiseMap(value, lambda: self.log_slope() + log_scale, slopes)
 
-    def linearization(self) -> Linearization:
-        """The linearization of the map, where f'' is f' l'."""
-        slope, first, second = self.slopes()
-        straight = isinstance(first, float) and first == 0.0 and isinstance(second, float) and second == 0.0
-
-        def curvature(adjoint: Tensor, tangent: Tensor) -> Tensor:
-            return dot(adjoint * slope * first - second, tangent.square())
-
-        return Linearization(
-            value=self.value,
-            push=lambda tangent: tangent * slope,
-            pull=lambda adjoint: adjoint * slope - first,
-            curvature=None if straight else curvature,
-            log_det=lambda: summed(self.log_slope()),
-        )
-
 
 class ElementwiseStep(Step):
     """A step that acts on each element separately: y = f(x), and log|f'(x)| summed.
@@ -92,7 +74,20 @@ class ElementwiseStep(Step):
         return (self.forward_map if self.inverted else self.inverse_map)(z, context).value
 
     def linearize(self, x: Tensor, context: Tensor | None) -> Linearization:
-        return (self.inverse_map if self.inverted else self.forward_map)(x, context).linearization()
+        at = (self.inverse_map if self.inverted else self.forward_map)(x, context)
+        slope, first, second = at.slopes()
+        straight = isinstance(first, float) and first == 0.0 and isinstance(second, float) and second == 0.0
+
+        def curvature(adjoint: Tensor, tangent: Tensor) -> Tensor:  # f'' is f' l'
+            return ((adjoint * slope * first - second) * tangent.square()).flatten(1).sum(1)
+
+        return Linearization(
+            value=at.value,
+            push=lambda tangent: tangent * slope,
+            pull=lambda adjoint: adjoint * slope - first,
+            curvature=None if straight else curvature,
+            log_det=lambda: at.log_slope().flatten(1).sum(1),
+        )
 
 
 class ActivationStep(ElementwiseStep):

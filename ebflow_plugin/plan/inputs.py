@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ebflow_plugin.errors import ContextError, InputError
 from ebflow_plugin.linalg.memo import free_to_read, is_readable
-from ebflow_plugin.options import check_tensor
 from ebflow_plugin.plan.step import Shape
 
 __all__ = [
@@ -17,6 +16,7 @@ __all__ = [
     "batch_of",
     "check_context",
     "check_input",
+    "check_tensor",
     "check_weights",
     "counted_rows",
     "refuse_non_finite",
@@ -68,6 +68,18 @@ def check_input(
     if context is not None:
         check_context(context, anchor, x.shape[0], x.device)
     return usable(x)
+
+
+def check_tensor(name: str, value: object) -> None:
+    """Raises if a value is not a tensor (a numpy array, say).
+
+    Example:
+        >>> check_tensor("x", [1.0])
+        Traceback (most recent call last):
+        ebflow_plugin.errors.InputError: x must be a tensor, got list; torch.as_tensor makes one
+    """
+    if not isinstance(value, Tensor):
+        raise InputError(f"{name} must be a tensor, got {type(value).__name__}; torch.as_tensor makes one")
 
 
 def usable(tensor: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ def _method(step: LinearStep, shapes: Shapes, log_det: str) -> str:
     if log_det in ("relative", "auto") and has_relative_gradient(step):
         return "relative"
     if log_det == "stochastic" or (log_det == "auto" and isinstance(step, FullConvStep)):
-        operator = step.encoding_operator(shapes)
+        operator = step.operator(shapes)
         limit = 1.0 if log_det == "stochastic" else TOO_MANY_PRODUCTS
         if operator is not None and operator.cost.operations > limit * operator.times * operator.operations:
             return "stochastic"

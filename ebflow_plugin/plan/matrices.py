@@ -165,8 +165,10 @@ class MatrixStep(MixingStep):
     def log_abs_det(self, shape: Shape) -> Tensor:
         return self.lu.log_abs_det(self.weight()) * self.copies(shape)
 
-    def operator(self, shape: Shape | None) -> LinearOperator:
-        return DenseOperator(single_at_least(self.dense()), 1 if shape is None else self.copies(shape))
+    def operator(self, shapes: Shapes | None) -> LinearOperator:
+        return DenseOperator(
+            single_at_least(self.dense()), 1 if shapes is None else self.copies(self.own_shape(shapes))
+        )
 
     def linearize(self, x: Tensor, context: Tensor | None) -> Linearization:
         return Linearization(self.apply(x), *self.products())
@@ -279,8 +281,8 @@ class FullConvStep(LinearStep):
     def log_abs_det(self, shape: Shape) -> Tensor:
         return self.module.log_det(shape)
 
-    def operator(self, shape: Shape | None) -> LinearOperator | None:
-        return None if shape is None else self.module.operator(shape)
+    def operator(self, shapes: Shapes | None) -> LinearOperator | None:
+        return None if shapes is None else self.module.operator(self.own_shape(shapes))
 
     def forward_shapes(self, shapes: Shapes) -> Shapes:
         return (self.module.output_shape(shapes[0]),)

@@ -189,14 +189,14 @@ class Plan:
         for step in self.steps:
             shapes, stack = tuple(stack[-step.n_in :]), stack[: -step.n_in]
             yield step, shapes
-            stack.extend(step.encoded_shapes(shapes))
+            stack.extend(step.shapes(shapes))
 
     def latent_shapes(self, event_shape: Shape) -> Shapes:
         """The event shapes of the outputs of the last step, for data of this event shape."""
         stack = [event_shape]
         for step in self.steps:
             shapes, stack = tuple(stack[-step.n_in :]), stack[: -step.n_in]
-            stack.extend(step.encoded_shapes(shapes))
+            stack.extend(step.shapes(shapes))
         return tuple(stack)
 
     def log_dets(
@@ -246,7 +246,7 @@ class Plan:
         stack = list(self.base.shapes)
         for step in reversed(self.steps):
             shapes, stack = tuple(stack[-step.n_out :]), stack[: -step.n_out]
-            stack.extend(step.decoded_shapes(shapes))
+            stack.extend(step.shapes(shapes, back=True))
         return stack[0]
 
     @cached_property

@@ -1,19 +1,21 @@
-"""Registries: by exact type for classes, by name for everything that is chosen by a string.
+"""What a module acts as: the value that a table has for its class, or for a parent whose map it does not change.
 
-Both refuse duplicates. Errors suggest similar names and list the valid ones.
+And :class:`Registry`, a table to which users add.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 from torch import nn
 
 from ebflow_plugin.errors import EBFlowError, UnknownNameError, suggest
 
-__all__ = ["NameRegistry", "TypeRegistry", "altered_part", "changes_the_map", "has_hooks"]
+__all__ = ["Registry", "altered_part", "changes_the_map", "has_hooks", "resolve"]
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 # Methods that a subclass may override without changing the map of its parent.
@@ -22,63 +24,38 @@ _HARMLESS = frozenset({"extra_repr", "train", "eval", "state_dict", "load_state_
 _DECIDING = frozenset({"__call__", "__getattr__", "__getattribute__"})
 
 
-class NameRegistry(Generic[T]):
-    """Values by name.
+class Registry(dict[K, T]):
+    """Values by class, or by name: a dictionary that refuses duplicates.
+
+    Arguments:
+        kind: What the values are, for messages.
+        values: The first of them.
 
     Example:
-        >>> losses = NameRegistry("objective")
-        >>> losses.add("ssm", 1)
-        >>> losses.get("smm")
+        >>> losses = Registry("objective", {"ssm": 1})
+        >>> losses.named("smm")
         Traceback (most recent call last):
         ebflow_plugin.errors.UnknownNameError: unknown objective 'smm'. Did you mean 'ssm'? Valid names: ssm.
     """
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, values: Mapping[K, T] = MappingProxyType({})) -> None:
+        super().__init__(values)
         self.kind = kind
-        self._values: dict[str, T] = {}
 
-    def add(self, name: str, value: T, force: bool = False) -> None:
-        """Registers a value; an existing name needs ``force=True``."""
-        if name in self._values and not force:
-            raise EBFlowError(f"{self.kind} {name!r} is registered already; pass force=True to replace it")
-        self._values[name] = value
+    def add(self, key: K, value: T, force: bool = False) -> None:
+        """Registers a value; an existing class or name needs ``force=True``."""
+        if not isinstance(key, (type, str)):
+            raise EBFlowError(f"a {self.kind} is registered for a class, not for {key!r}")
+        if key in self and not force:
+            name = repr(key) if isinstance(key, str) else f"of {key.__name__}"
+            raise EBFlowError(f"{self.kind} {name} is registered already; pass force=True to replace it")
+        self[key] = value
 
-    def get(self, name: str) -> T:
+    def named(self, name: K) -> T:
         """Returns a value, or raises :class:`UnknownNameError` with similar and valid names."""
-        try:
-            return self._values[name]
-        except KeyError:
-            raise UnknownNameError(f"unknown {self.kind} {name!r}. {suggest(name, self._values)}") from None
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(sorted(self._values))
-
-
-class TypeRegistry(dict[type, T]):
-    """Values by exact type: a dictionary that refuses duplicates.
-
-    Example:
-        >>> registry = TypeRegistry("step")
-        >>> registry.add(nn.Tanh, "a step")
-        >>> registry.get(nn.Tanh), registry.get(nn.ReLU)
-        ('a step', None)
-    """
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
-
-    def add(self, cls: type, value: T, force: bool = False) -> None:
-        """Registers a value; an existing type needs ``force=True``."""
-        if not isinstance(cls, type):
-            raise EBFlowError(f"a {self.kind} is registered for a class, not for {cls!r}")
-        if cls in self and not force:
-            raise EBFlowError(f"{cls.__name__} has a {self.kind} already; pass force=True to replace it")
-        self[cls] = value
-
-    def remove(self, cls: type) -> None:
-        """Removes a type, if it is registered."""
-        self.pop(cls, None)
+        if name not in self:
+            raise UnknownNameError(f"unknown {self.kind} {name!r}. {suggest(str(name), map(str, self))}")
+        return self[name]
 
 
 def resolve(module: Any, find: Callable[[type], T | None]) -> tuple[T | None, str]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.nn.utils import parametrize
 
-from ebflow_plugin.plan.registry import TypeRegistry, resolve
+from ebflow_plugin.plan.registry import Registry, resolve
 from ebflow_plugin.plan.smooth_modules import FUNCTIONS, Smoothness, known_smoothness, worst_of
 
 __all__ = [
@@ -27,7 +27,7 @@ __all__ = [
 
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, functools.partial)
 # The smoothness of network classes that users registered with register_nonlinear.
-REGISTERED_NETWORKS: TypeRegistry[Smoothness] = TypeRegistry("smoothness")
+REGISTERED_NETWORKS: Registry[type, Smoothness] = Registry("smoothness")
 _BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
 _INSTANCE_NORMS = (nn.modules.instancenorm._InstanceNorm,)
 _DROPOUTS = (nn.modules.dropout._DropoutNd,)

@@ -20,7 +20,7 @@ from ebflow_plugin.linalg.operators import LinearOperator
 from ebflow_plugin.linalg.random import gaussian_like, signs_like
 from ebflow_plugin.plan.matrices import FullConvStep, MatrixStep
 from ebflow_plugin.plan.plan import Plan
-from ebflow_plugin.plan.step import LinearStep, Shape
+from ebflow_plugin.plan.step import LinearStep, Shape, Shapes
 
 __all__ = ["ConditionWatch", "FullLayer", "Spectrum", "conditioning_penalty", "estimate_spectrum", "full_layers"]
 
@@ -36,15 +36,15 @@ class FullLayer:
 
     Attributes:
         step: The step of the plan.
-        shape: The event shape of the input of its module.
+        shapes: The event shapes of its input.
     """
 
     step: LinearStep
-    shape: Shape
+    shapes: Shapes
 
     def operator(self) -> LinearOperator:
         """Its linear part at the current parameters, which may be swapped at any time."""
-        operator = self.step.operator(self.shape)
+        operator = self.step.operator(self.shapes)
         assert operator is not None
         return operator
 
@@ -114,7 +114,7 @@ def full_layers(plan: Plan, event_shape: Shape) -> list[FullLayer]:
         ['_transform']
     """
     return [
-        FullLayer(step, step.own_shape(shapes))
+        FullLayer(step, shapes)
         for step, shapes in plan.shapes(event_shape)
         if isinstance(step, (MatrixStep, FullConvStep)) and any(True for _ in step.module.parameters())
     ]

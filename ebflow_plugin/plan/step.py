@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from inspect import signature
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
@@ -48,8 +47,7 @@ class Linearity(str, Enum):
     __str__ = str.__str__
 
 
-@dataclass(frozen=True)
-class Linearization:
+class Linearization(NamedTuple):
     """The value and the derivatives of a step f at a point x.
 
     Attributes:
@@ -100,7 +98,11 @@ class Part:
 
     @property
     def conditional(self) -> bool:
-        """Whether it needs a context: by default, whether an attribute inside has a name with ``context``."""
+        """Whether it needs a context: by default, whether an attribute inside has a name with ``context``.
+
+        That is how libraries keep the size or the network of a context; that a method takes one says nothing. It only
+        chooses the words of an error that has happened (:func:`~ebflow_plugin.errors.raise_from_step`).
+        """
         if not isinstance(self.module, nn.Module):
             return False
         members = (item for one in self.module.modules() for item in (*vars(one).items(), *one._modules.items()))
@@ -179,13 +181,9 @@ class Step(Part, ABC):
         """The output shapes of the module's own inverse, for these event shapes."""
         return shapes
 
-    def encoded_shapes(self, shapes: Shapes) -> Shapes:
-        """The output shapes of :meth:`encode`, for these event shapes."""
-        return self.inverse_shapes(shapes) if self.inverted else self.forward_shapes(shapes)
-
-    def decoded_shapes(self, shapes: Shapes) -> Shapes:
-        """The output shapes of :meth:`decode`, for these event shapes."""
-        return self.forward_shapes(shapes) if self.inverted else self.inverse_shapes(shapes)
+    def shapes(self, shapes: Shapes, *, back: bool = False) -> Shapes:
+        """The event shapes of what :meth:`encode` returns, or with ``back`` :meth:`decode`, for input of these."""
+        return self.forward_shapes(shapes) if self.inverted == back else self.inverse_shapes(shapes)
 
     @abstractmethod
     def encode(self, x: Any, context: Tensor | None) -> tuple[Any, Tensor | None]:
@@ -218,16 +216,13 @@ class LinearStep(Step):
     def log_abs_det(self, shape: Shape) -> Tensor | float:
         """log|det| of :meth:`apply` for inputs with this event shape; differentiable in the parameters."""
 
-    def operator(self, shape: Shape | None) -> LinearOperator | None:
-        """The linear part of :meth:`apply`, as an operator, for inputs with this event shape, if it is known.
+    def operator(self, shapes: Shapes | None) -> LinearOperator | None:
+        """The linear part of :meth:`apply`, as an operator; None if the log-det is cheap, or its cost is unknown.
 
-        None if the log-det is cheap, or its cost is unknown.
+        Arguments:
+            shapes: The event shapes of the step's input, if they are known.
         """
         return None
-
-    def encoding_operator(self, shapes: Shapes | None) -> LinearOperator | None:
-        """:meth:`operator`, from the event shapes of the step's input in the density direction."""
-        return self.operator(None if shapes is None else self.own_shape(shapes))
 
     def own_shape(self, shapes: Shapes) -> Shape:
         """The input shape of :meth:`apply`, from the event shapes of the step's input."""

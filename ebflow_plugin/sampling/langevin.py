@@ -12,8 +12,8 @@ from torch import Generator, Tensor
 from ebflow_plugin.chunks import over_rows, rows_in_chunks
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.model import EBFlow
-from ebflow_plugin.options import at_least, check_tensor, one_of, positive
-from ebflow_plugin.plan.inputs import refuse_non_finite, refuse_other_models
+from ebflow_plugin.options import at_least, one_of, positive
+from ebflow_plugin.plan.inputs import check_tensor, refuse_non_finite, refuse_other_models
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.sampling.chains import Chains, run_chains
 

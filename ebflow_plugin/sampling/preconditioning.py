@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from ebflow_plugin.errors import InputError
-from ebflow_plugin.options import check_tensor
-from ebflow_plugin.plan.inputs import refuse_non_finite
+from ebflow_plugin.plan.inputs import check_tensor, refuse_non_finite
 
 __all__ = ["Preconditioner", "check_covariance"]
 

@@ -29,7 +29,7 @@ from ebflow_plugin.errors import InputError, UnknownNameError, suggest
 from ebflow_plugin.training.events import Event
 from ebflow_plugin.training.files import atomic_write
 
-__all__ = ["ENERGIES", "Energy", "report", "train_on"]
+__all__ = ["ENERGIES", "Energy", "couplings", "phi4", "report", "train_on"]
 
 # The settings that have a meaning without data; all others are refused.
 MEANT = {"log_det", "steps", "batch_size", "lr", "clip_norm", "evaluate_every", "seed", "threads"}
@@ -90,11 +90,39 @@ def _convolutions() -> list[nn.Module]:
     return steps[:-1]
 
 
+class _Network(nn.Sequential):
+    """The parameters of a coupling: three circular convolutions, of which the last begins with zeros."""
+
+    def __init__(self, n_in: int, n_out: int) -> None:
+        layer = partial(nn.Conv2d, kernel_size=3, padding=1, padding_mode="circular")
+        super().__init__(layer(n_in, 16), nn.Tanh(), layer(16, 16), nn.Tanh(), layer(16, n_out))
+        for parameter in self[-1].parameters():
+            nn.init.zeros_(parameter)
+
+    def forward(self, x: Tensor, context: object = None) -> Tensor:
+        """The parameters, from the half of the sites that the coupling leaves as they are."""
+        found: Tensor = super().forward(x)
+        return found
+
+
+def couplings() -> list[nn.Module]:
+    """Six spline couplings of the halves of a checkerboard, to compare with full convolutions."""
+    spline = partial(transforms.PiecewiseRationalQuadraticCouplingTransform, num_bins=8, tails="linear", tail_bound=4.0)
+    masks = [[1, -1, -1, 1], [-1, 1, 1, -1]]  # of the four channels that a block of 2 x 2 sites becomes
+    squeeze = transforms.SqueezeTransform()
+    return [
+        squeeze,
+        *(spline(masks[index % 2], _Network) for index in range(6)),
+        transforms.InverseTransform(squeeze),
+    ]
+
+
 ENERGIES = {
     "double-well": Energy(
         "two wells of unequal depth in two dimensions", (2,), double_well, _bent, _log_z_of_the_double_well()
     ),
     "phi4": Energy("a lattice field on 8 x 8 sites, φ⁴", (1, 8, 8), phi4, _convolutions),
+    "phi4-couplings": Energy("the same by couplings, to compare; --lr 3e-3", (1, 8, 8), phi4, couplings),
 }
 
 

@@ -298,7 +298,7 @@ def optimizer_for(run: Run, one_rate: bool = False) -> Callable[[list[nn.Paramet
 
     Arguments:
         run: The model, and its configuration.
-        one_rate: Whether kernels have the rate of all others, as in the paper, in place of a tenth of it.
+        one_rate: Whether kernels have the rate of all others, as in the paper, in place of 1/k of it.
     """
     config, model = run.config, run.model
     layers = (module for module in model.flow.modules() if isinstance(module, (FullLinear, FullConv2d)))

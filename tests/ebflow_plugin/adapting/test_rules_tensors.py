@@ -82,7 +82,7 @@ def taught():
         ebf.register_linear(cls)
     yield
     for cls in (Borrowed, Scaled, Whitening, Attribute):
-        REGISTERED.remove(cls)
+        REGISTERED.pop(cls, None)
 
 
 def random_flow(*layers):

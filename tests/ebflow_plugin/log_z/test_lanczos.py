@@ -46,14 +46,14 @@ def test_squares_of_a_convolution_are_those_of_its_matrix(options):
     model = ebf.wrap(flows.Flow(layer, distributions.StandardNormal(layer.output_shape(shape))))
     matrix = layer.transform(torch.eye(math.prod(shape), dtype=WIDE).reshape(-1, *shape)).flatten(1)
     (step,) = model.plan.steps
-    assert step.operator(shape).sum_of_squares() == pytest.approx(float(matrix.square().sum()))
+    assert step.operator((shape,)).sum_of_squares() == pytest.approx(float(matrix.square().sum()))
     assert_agrees(model.log_z(method="lanczos", generator=rng()), model.log_z().detach())
 
 
 def test_squares_are_unknown_where_taps_share_a_pixel():
     layer = ebflow_nflows.FullConv2d(2, kernel_size=3, padding_mode="reflect", init="normal", dtype=WIDE)
     model = ebf.wrap(flows.Flow(layer, distributions.StandardNormal([2, 5, 5])))
-    assert model.plan.steps[0].operator((2, 5, 5)).sum_of_squares() is None
+    assert model.plan.steps[0].operator(((2, 5, 5),)).sum_of_squares() is None
     assert_agrees(model.log_z(method="lanczos", generator=rng()), model.log_z().detach())
 
 

@@ -39,8 +39,8 @@ def taught():
 
     yield teach
     for cls in known:
-        REGISTERED.remove(cls)
-        REGISTERED_NETWORKS.remove(cls)
+        REGISTERED.pop(cls, None)
+        REGISTERED_NETWORKS.pop(cls, None)
 
 
 class Warp(Transform):

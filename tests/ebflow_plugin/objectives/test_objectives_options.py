@@ -49,10 +49,10 @@ def x():
 @pytest.fixture
 def registry():
     """Forgets what a test registers."""
-    kept = dict(_OBJECTIVES._values)
+    kept = dict(_OBJECTIVES)
     yield
-    _OBJECTIVES._values.clear()
-    _OBJECTIVES._values.update(kept)
+    _OBJECTIVES.clear()
+    _OBJECTIVES.update(kept)
 
 
 @pytest.mark.parametrize(("name", "cls"), BUILT_IN.items())

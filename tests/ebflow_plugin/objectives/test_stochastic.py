@@ -75,7 +75,7 @@ def test_a_complete_set_of_probes_gives_the_exact_gradient(name, monkeypatch):
     x = batch(model)
     monkeypatch.setattr(stochastic, "signs_like", unit_probes)
     ((step, shapes),) = model.core.shapes(model.plan.event_shape)
-    size = math.prod(step.encoding_operator(shapes).out_shape)
+    size = math.prod(step.operator(shapes).out_shape)
     loss = ML(model, log_det="stochastic", probes=size, tolerance=1e-11, iterations=size)
     assert set(log_det_methods(model.plan, model.plan.event_shape, "stochastic").values()) == {"stochastic"}
     torch.testing.assert_close(gradient(loss, x), gradient(ML(model), x), rtol=1e-8, atol=1e-8)

@@ -2,7 +2,7 @@ import pytest
 from torch import nn
 
 import ebflow_plugin as ebf
-from ebflow_plugin.plan.registry import NameRegistry, TypeRegistry, changes_the_map, resolve
+from ebflow_plugin.plan.registry import Registry, changes_the_map, resolve
 
 
 class Parent(nn.Module):
@@ -68,33 +68,27 @@ def test_forward_hooks_make_a_module_unknown():
 
 
 def test_registries_refuse_duplicates():
-    types, names = TypeRegistry("rule"), NameRegistry("objective")
-    types.add(Parent, 1)
-    names.add("ssm", 1)
-    for add, key in ((types.add, Parent), (names.add, "ssm")):
-        with pytest.raises(ebf.EBFlowError, match="force=True"):
-            add(key, 2)
-        add(key, 2, force=True)
-    assert types.get(Parent) == 2
-    assert names.get("ssm") == 2
-    types.remove(Parent)
-    assert types.get(Parent) is None
+    for kind, key in (("rule", Parent), ("objective", "ssm")):
+        registry = Registry(kind)
+        registry.add(key, 1)
+        with pytest.raises(ebf.EBFlowError, match=f"{kind} .*{getattr(key, '__name__', key)}.*force=True"):
+            registry.add(key, 2)
+        assert registry[key] == 1
+        registry.add(key, 2, force=True)
+        assert registry.get(key) == 2
 
 
 def test_unknown_names_come_with_a_suggestion():
-    names = NameRegistry("objective")
-    for name in ("ssm", "dsm"):
-        names.add(name, name)
+    names = Registry("objective", {"ssm": 1, "dsm": 2})
     with pytest.raises(
         ebf.UnknownNameError, match=r"unknown objective 'ssmm'\. Did you mean 'ssm'\? Valid names: dsm, ssm"
     ):
-        names.get("ssmm")
-    assert list(names) == ["dsm", "ssm"]
+        names.named("ssmm")
 
 
 def test_only_classes_have_a_rule():
     with pytest.raises(ebf.EBFlowError, match="for a class"):
-        TypeRegistry("rule").add(Parent(), 1)
+        Registry("rule").add(Parent(), 1)
 
 
 class OwnCall(Parent):
