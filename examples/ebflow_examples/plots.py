@@ -1,4 +1,4 @@
-"""Pictures: densities, samples, imputations and curves, in one style.
+"""Pictures: densities, samples and imputations, in one style.
 
 Functions of this module draw into an axes, or save one figure; none shows a window, and none touches pyplot.
 """
@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
-__all__ = ["COLOURS", "Curve", "Panel", "curves", "density", "figure", "images", "save_images", "scatter", "strips"]
+__all__ = ["COLOURS", "Panel", "density", "figure", "images", "save_images", "scatter", "strips"]
 
 COLOURS = {"score": "#0072B2", "ml": "#D55E00", "ink": "#333333", "grid": "#DDDDDD"}  # told apart by all eyes
 DENSITY_MAP = "magma"
@@ -82,16 +82,6 @@ class Panel:
         """How large it is, in the units of the data."""
         left, right, below, above = self.extent
         return (right - left) * (above - below)
-
-
-@dataclass(frozen=True)
-class Curve:
-    """A line in a plot of NLL."""
-
-    label: str
-    x: Sequence[float]
-    y: Sequence[float]
-    colour: str = COLOURS["score"]
 
 
 @contextmanager
@@ -173,21 +163,6 @@ def save_images(path: Path, pictures: Tensor, columns: int, title: str) -> None:
     rows = -(-len(pictures) // columns)
     with figure(path, 0.6 * columns + 0.4, 0.6 * rows + 0.6) as drawn:
         images(drawn.subplots(), pictures, columns, title)
-
-
-def curves(axes: Any, lines: Sequence[Curve], title: str, x: str, y: str) -> None:
-    """Draws lines, named with the value that they end at."""
-    for line in lines:
-        label = f"{line.label}  {line.y[-1]:.2f}"
-        axes.plot(line.x, line.y, color=line.colour, linewidth=1.8, label=label)
-        axes.plot(line.x[-1:], line.y[-1:], "o", color=line.colour, markersize=4)
-    axes.legend(loc="best", labelcolor="linecolor")
-    axes.margins(x=0.03, y=0.08)
-    axes.grid(axis="y", color=COLOURS["grid"], linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.set_title(title)
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
 
 
 def strips(path: Path, columns: Sequence[tuple[str, Tensor]], title: str) -> None:

@@ -69,7 +69,7 @@ def test_samples_have_the_density(truth):
 @pytest.mark.parametrize("side", [7, 8, 16])
 def test_the_entropy_is_the_mean_nll_of_samples(side):
     truth = Textures(side)
-    rows = truth.sample(4000, rng(2))
+    rows = truth.sample(1000, rng(2))
     nll = -truth.log_prob(rows)
     assert abs(float(nll.mean()) - truth.entropy()) < 4 * standard_error(nll)
     floor = Floor.of(truth, rows.flatten(1), nll)

@@ -46,10 +46,26 @@ MARGIN = 1e-6  # how far pixels are kept from 0 and 1, as in the authors' code
 
 @dataclass(frozen=True)
 class Options:
-    """What ``ebflow reproduce`` was told; see :func:`~ebflow_examples.reproduce.main`."""
+    """What ``ebflow reproduce`` was told.
+
+    Attributes:
+        what: The table or figure.
+        budget: Minutes.
+        seeds: Seeds 0, 1, …
+        jobs: Processes that work side by side, each with one thread.
+        out: The folder for the results and the cells.
+        data: ``mnist``, or other images in its place.
+        data_root: Where the data are.
+        only: Words that a cell must have in its name, such as ``ours``, ``fc`` or ``dsm``.
+        quick: A moment for each cell: shows that all of it works, and nothing else.
+        fresh: Computes cells that are there already.
+        seconds: Seconds of training for each cell, in the place of a share of the budget.
+        margin: How far images are kept from 0 and 1.
+        kept: Shows the cells that are there, and computes none.
+    """
 
     what: str
-    budget: float
+    budget: float = 0.0
     seeds: int = 3
     jobs: int = 1
     out: Path = Path("runs/reproduce")
