@@ -48,7 +48,7 @@ def report(options: Options, found: Sequence[CellResult], path: Path) -> Report:
     racing = {loss: [each["curve"] for each in every.get(("cnn", "ours", loss), ())] for loss in RACERS}
     racing = {loss: curves for loss, curves in racing.items() if curves}
     if racing:
-        pictures.append(path.with_stem("race"))
+        pictures.append(path.with_stem(f"{path.stem}_race"))
         draw_race(options, racing, pictures[-1])
     return Report(grids, rows, notes(options, runs), pictures)
 
