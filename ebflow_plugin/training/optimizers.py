@@ -17,8 +17,6 @@ from ebflow_plugin.options import positive
 
 __all__ = ["fusible", "optimizer_of", "parameter_groups", "scalar_objective", "scheduler_of"]
 
-KERNEL_RATE = 0.1  # of the learning rate: that of kernels larger than 1 x 1
-
 
 def scalar_objective(caller: str, objective: object) -> Objective:
     """Returns an objective whose value is a scalar, or raises an error that names the caller."""
@@ -29,7 +27,7 @@ def scalar_objective(caller: str, objective: object) -> Objective:
 
 
 def parameter_groups(model: nn.Module, lr: float) -> list[dict[str, Any]]:
-    """Groups for any torch optimiser, in which kernels larger than 1 × 1 have a tenth of the learning rate.
+    """Groups for any torch optimiser, in which a kernel of k × k pixels has 1/k of the learning rate.
 
     Neighbouring pixels are alike, so all taps of a kernel that move by the same step move the output of a convolution
     almost as far as their number; the determinant of the layer moves with it, to zero at worst. Schedulers of torch
@@ -41,27 +39,24 @@ def parameter_groups(model: nn.Module, lr: float) -> list[dict[str, Any]]:
         lr: The learning rate of all other parameters.
 
     Returns:
-        One or two groups, with all parameters that require a gradient. The kernels are last.
+        Groups with all parameters that require a gradient; those of kernels larger than 1 × 1 are last, one a size.
 
     Example:
         >>> import torch
         >>> import ebflow_plugin as ebf
         >>> layers = nn.Sequential(FullConv2d(2, kernel_size=1), FullConv2d(2, kernel_size=3))
-        >>> [(group["lr"], [tuple(each.shape) for each in group["params"]])
-        ...  for group in ebf.parameter_groups(layers, 0.5)]
-        [(0.5, [(2, 2, 1, 1), (2,), (2,)]), (0.05, [(2, 2, 3, 3)])]
+        >>> [(round(group["lr"], 2), [tuple(each.shape) for each in group["params"]])
+        ...  for group in ebf.parameter_groups(layers, 0.6)]
+        [(0.6, [(2, 2, 1, 1), (2,), (2,)]), (0.2, [(2, 2, 3, 3)])]
         >>> optimizer = torch.optim.Adam(ebf.parameter_groups(layers, 1e-3))
     """
     lr = positive("lr", lr)
-    kernels = {
-        id(each.weight) for each in model.modules() if isinstance(each, FullConv2d) and each.weight[0, 0].numel() > 1
-    }
-    trained = [each for each in model.parameters() if each.requires_grad]
-    groups: list[dict[str, Any]] = [
-        {"params": [each for each in trained if id(each) not in kernels], "lr": lr},
-        {"params": [each for each in trained if id(each) in kernels], "lr": KERNEL_RATE * lr},
-    ]
-    return [group for group in groups if group["params"]]
+    sizes = {id(each.weight): max(each.weight.shape[2:]) for each in model.modules() if isinstance(each, FullConv2d)}
+    groups: dict[int, list[nn.Parameter]] = {1: []}
+    for each in model.parameters():
+        if each.requires_grad:
+            groups.setdefault(sizes.get(id(each), 1), []).append(each)
+    return [{"params": groups[size], "lr": lr / size} for size in sorted(groups) if groups[size]]
 
 
 def optimizer_of(

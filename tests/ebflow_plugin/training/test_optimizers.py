@@ -16,14 +16,14 @@ from ebflow_examples.models import build
 from ebflow_nflows import FullConv2d, FullLinear
 from ebflow_plugin.lightning import LitObjective
 from ebflow_plugin.objectives import ML
-from ebflow_plugin.training.optimizers import KERNEL_RATE
 from randomness import rng
 
-RATES = [1.0, KERNEL_RATE]
+RATES = [1.0, 1 / 3, 1 / 5]  # of 1, 3 and 5 pixels
 
 
 def convolutions():
     layers = [FullConv2d(2, kernel_size=1), FullConv2d(2, kernel_size=(1, 3)), FullConv2d(2, kernel_size=3)]
+    layers.append(FullConv2d(2, kernel_size=5))
     return ebf.wrap(Flow(CompositeTransform(layers), StandardNormal([2, 4, 4])))
 
 
@@ -32,11 +32,15 @@ def names(model, groups):
     return [[known[id(parameter)] for parameter in group["params"]] for group in groups]
 
 
-def test_kernels_larger_than_a_pixel_have_a_tenth():
+def test_kernels_of_k_pixels_have_1_over_k_of_the_rate():
     model = convolutions()
     groups = ebf.parameter_groups(model, 0.5)
     assert [group["lr"] for group in groups] == pytest.approx([0.5 * rate for rate in RATES])
-    assert names(model, groups) == [["0.weight", "0.bias", "1.bias", "2.bias"], ["1.weight", "2.weight"]]
+    assert names(model, groups) == [
+        ["0.weight", "0.bias", "1.bias", "2.bias", "3.bias"],
+        ["1.weight", "2.weight"],
+        ["3.weight"],
+    ]
     assert names(model, ebf.parameter_groups(model.flow, 0.5)) == names(model, groups)  # of any module
 
 
@@ -46,8 +50,9 @@ def test_what_is_frozen_is_in_no_group_and_no_group_is_empty():
     layers[1].requires_grad_(False)
     assert names(model, ebf.parameter_groups(model, 1e-3))[1] == ["2.weight"]
     layers[2].weight.requires_grad_(False)
+    layers[3].weight.requires_grad_(False)
     (group,) = ebf.parameter_groups(model, 1e-3)
-    assert names(model, [group]) == [["0.weight", "0.bias", "2.bias"]]
+    assert names(model, [group]) == [["0.weight", "0.bias", "2.bias", "3.bias"]]
     (group,) = ebf.parameter_groups(FullLinear(3), 1e-3)
     assert len(group["params"]) == 2
 
@@ -65,8 +70,8 @@ def test_schedulers_keep_the_ratio(optimizer):
     for _ in range(4):
         made.step()
         schedule.step()
-        one, other = schedule.get_last_lr()
-        assert other == pytest.approx(KERNEL_RATE * one)
+        rates = schedule.get_last_lr()
+        assert rates == pytest.approx([rates[0] * share for share in RATES])
 
 
 def test_fit_and_lightning_have_them_by_default():
@@ -76,11 +81,10 @@ def test_fit_and_lightning_have_them_by_default():
     before = copy.deepcopy(model.flow.state_dict())
     ebf.fit(ML(model), x, steps=1, batch_size=8, progress=False)
     for name, value in model.flow.state_dict().items():
-        kernel = value.dim() == 4 and value[0, 0].numel() > 1
-        step = 1e-3 * (KERNEL_RATE if kernel else 1.0)
+        step = 1e-3 / (max(value.shape[2:]) if value.dim() == 4 else 1)
         torch.testing.assert_close((value - before[name]).abs().amax(), torch.tensor(step), rtol=1e-3, atol=0.0)
     found = LitObjective(ML(convolutions())).configure_optimizers().param_groups
-    assert [group["lr"] for group in found] == pytest.approx([1e-3, 1e-3 * KERNEL_RATE])
+    assert [group["lr"] for group in found] == pytest.approx([1e-3 * share for share in RATES])
     own = LitObjective(ML(convolutions()), lambda parameters: Adam(parameters, lr=0.1)).configure_optimizers()
     assert [group["lr"] for group in own.param_groups] == [0.1]
 
