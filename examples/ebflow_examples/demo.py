@@ -73,7 +73,17 @@ def _tour(out: Path, seed: int, quick: bool) -> list[dict[str, Any]]:
         say(f"{ebf.wrap(flow_for('cnn', data)[0]).report}\n")
     laps = {name: _lap(CONTENDERS[name], data, seconds, seed) for name in RACE}
     drawn = {name: lap.model.sample(SAMPLES, generator=stream(seed, "samples")) for name, lap in laps.items()}
-    rows = [_row(name, lap, seconds, spread(drawn[name], data)) for name, lap in laps.items()]
+    rows = [
+        {
+            "objective": name,
+            "name": CONTENDERS[name].name,
+            "rate": CONTENDERS[name].rate,
+            "start": lap.curve[0][1],
+            "spread": spread(drawn[name], data),
+            **lap.facts(),
+        }
+        for name, lap in laps.items()
+    ]
     (out / "demo.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
     picture = out / "demo.png"
     racing.draw(
@@ -146,22 +156,6 @@ def _lap(contender: Contender, data: DataSet, seconds: float, seed: int) -> Lap:
         f"{contender.name}, {lap.steps} steps in {lap.curve[-1][0]:.1f} s: {lap.curve[-1][1]:,.0f} nats above the floor"
     )
     return lap
-
-
-def _row(name: str, lap: Lap, seconds: float, width: float) -> dict[str, Any]:
-    contender = CONTENDERS[name]
-    return {
-        "objective": name,
-        "name": contender.name,
-        "rate": contender.rate,
-        "seconds": seconds,
-        "steps": lap.steps,
-        "start": lap.curve[0][1],
-        "above_floor": lap.curve[-1][1],
-        "error": lap.error,
-        "spread": width,
-        "curve": lap.curve,
-    }
 
 
 def _summary(rows: Sequence[dict[str, Any]], size: int, seconds: float) -> str:

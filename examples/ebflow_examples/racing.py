@@ -20,7 +20,7 @@ import ebflow_plugin as ebf
 from ebflow_examples import clock, plots
 from ebflow_examples.data import DataSet
 from ebflow_examples.models import flow_for, preprocessing
-from ebflow_examples.reproduce.curves import COLOURS, Points, joined
+from ebflow_examples.reproduce.curves import COLOURS, Points, apart, joined
 from ebflow_examples.runs import above_truth
 from ebflow_examples.streams import drawing_from
 from ebflow_plugin.errors import TrainingError
@@ -73,6 +73,11 @@ class Lap:
     curve: list[tuple[float, float]]
     error: float
     steps: int
+
+    def facts(self) -> dict[str, Any]:
+        """Nats above the truth at the end, with their error; steps, CPU seconds, the curve."""
+        seconds, above = self.curve[-1]
+        return {"above_floor": above, "error": self.error, "steps": self.steps, "seconds": seconds, "curve": self.curve}
 
 
 def run(
@@ -171,7 +176,9 @@ def draw(
         axes.set_xticks([round(last / 5) * part for part in range(6)] if last >= 5 else [])
         axes.grid(axis="y", color=plots.COLOURS["grid"], linewidth=0.6)
         axes.set(title=title, xlabel="CPU seconds of training, one thread", ylabel="nats above the floor (log scale)")
-        for name, place in _apart(ends, axes.get_ylim()).items():
+        low, high = np.log(axes.get_ylim())
+        places = apart((float(np.log(end)) for end in ends.values()), (high - low) / 10)
+        for name, place in zip(sorted(ends, key=ends.__getitem__), np.exp(places), strict=True):
             words = f"{CONTENDERS[name].name}\n{ends[name]:,.0f} nats, {steps[name]:,.0f} steps"
             axes.text(1.03 * last, place, words, color=COLOURS[name], va="center", fontsize=9)
         panels = right.subplots(2, columns, squeeze=False).flatten()
@@ -181,14 +188,3 @@ def draw(
         for place, name in zip(panels[1:], sorted(samples, key=ends.__getitem__), strict=False):
             plots.images(place, data.with_progress(samples[name]), 3)
             place.set_title(f"by {CONTENDERS[name].name}", color=COLOURS[name])
-
-
-def _apart(ends: Mapping[str, float], limits: tuple[float, float]) -> dict[str, float]:
-    """Places for labels on a logarithmic axis: near where the curves end, and a tenth of the axis apart at least."""
-    least = (np.log(limits[1]) - np.log(limits[0])) / 10
-    places: dict[str, float] = {}
-    before = -np.inf
-    for name in sorted(ends, key=ends.__getitem__):
-        before = max(float(np.log(ends[name])), before + least)
-        places[name] = float(np.exp(before))
-    return places

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from ebflow_examples import plots
 
-__all__ = ["COLOURS", "joined", "objective_name", "race", "seed_curves"]
+__all__ = ["COLOURS", "apart", "joined", "objective_name", "race", "seed_curves"]
 
 COLOURS = {  # told apart by all eyes
     "ml": "#D55E00",
@@ -126,7 +126,9 @@ def race(path: Path, curves: Mapping[str, Sequence[Points]], title: str) -> None
         low, high = axes.get_ylim()
         last = max(x for x, _ in ends.values())
         for (loss, (_, value)), place in zip(
-            sorted(ends.items(), key=lambda item: item[1][1]), _apart(ends, NEAREST * (high - low)), strict=True
+            sorted(ends.items(), key=lambda item: item[1][1]),
+            apart((value for _, value in ends.values()), NEAREST * (high - low)),
+            strict=True,
         ):
             axes.annotate(
                 f"{RACERS[loss]}: {value:,.0f}", (last, value), (last * 1.05, place), color=COLOURS[loss],
@@ -142,14 +144,14 @@ def race(path: Path, curves: Mapping[str, Sequence[Points]], title: str) -> None
         axes.set_title(title, fontsize=15)
 
 
-def _apart(ends: Mapping[str, tuple[float, float]], least: float) -> list[float]:
+def apart(values: Iterable[float], least: float) -> list[float]:
     """Heights for labels in ascending order, near their values and not on one another.
 
     Example:
-        >>> _apart({"a": (0.0, 1.0), "b": (0.0, 1.1), "c": (0.0, 5.0)}, 0.5)
+        >>> apart([1.1, 5.0, 1.0], 0.5)
         [1.0, 1.5, 5.0]
     """
     heights: list[float] = []
-    for value in sorted(value for _, value in ends.values()):
+    for value in sorted(values):
         heights.append(value if not heights else max(value, heights[-1] + least))
     return heights

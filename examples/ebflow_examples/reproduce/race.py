@@ -58,14 +58,7 @@ def compute(cell: Cell, folder: Path, data_root: str | None) -> dict[str, Any]:
     data = load(settings["data"], seed=seed)
     rows = data.validation[:CHOOSING] if settings["search"] else data.test[:ROWS]
     lap = racing.run(contender, data, rows, cell.seconds, rate=settings["lr"], seed=seed)
-    found = {
-        "judge": "above_floor",
-        "above_floor": lap.curve[-1][1],
-        "error": lap.error,
-        "steps": lap.steps,
-        "seconds": lap.curve[-1][0],
-        "curve": lap.curve,
-    }
+    found = {"judge": "above_floor", **lap.facts()}
     if settings["search"]:
         return found
     drawn = lap.model.sample(SAMPLES, generator=stream(seed, "samples"))
