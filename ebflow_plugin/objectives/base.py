@@ -19,7 +19,7 @@ from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives.compiling import CompiledLoss, Prepared
 from ebflow_plugin.objectives.schedule import AddedNoise
 from ebflow_plugin.options import check_generator, is_number
-from ebflow_plugin.plan.inputs import check_weights, counted_rows, resampled_rows, usable, weighted_mean
+from ebflow_plugin.plan.inputs import check_weights, counted_rows, resampled_rows, usable
 from ebflow_plugin.plan.plan import Plan
 
 __all__ = ["Common", "DrawnObjective", "Objective", "WeightedSum", "noise_of", "terms_of", "use_generators"]
@@ -156,8 +156,9 @@ class Objective(nn.Module, ABC):
         return values if given.log_det is None else values - given.log_det
 
     def mean(self, given: Prepared) -> Tensor:
-        """The mean of :meth:`values`, by the weights of the rows."""
-        return weighted_mean(self.values(given), given.weights)
+        """The mean of :meth:`values`, by the weights of the rows, self-normalised."""
+        values = self.values(given)
+        return values.mean() if given.weights is None else (given.weights * values).sum() / given.weights.sum()
 
     def draw(
         self, plan: Plan, u: Tensor, context: Tensor | None, generator: Generator | None
