@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ebflow_examples import plots
+from ebflow_examples.plots import OBJECTIVE_COLOURS, Points, labelled, objective_name, seed_curves
 from ebflow_examples.reproduce import paper
 from ebflow_examples.reproduce.common import MARGIN, CellResult, Options, judged
-from ebflow_examples.reproduce.curves import COLOURS, Points, labelled, objective_name, seed_curves
 from ebflow_examples.reproduce.output import Grid, Mean, Report, beside, column, columns, grouped, mean
 
 __all__ = ["GAUSSIAN", "MODELS", "RELATIVE", "STOCHASTIC", "TEMPERATURES", "WAYS", "draw", "notes", "report"]
@@ -62,7 +62,7 @@ def table_of(
     theirs_by_loss = {**paper.IMAGES.get(known, {}).get(model, {})}
     if (known, model) == ("mnist", "fc"):
         theirs_by_loss |= paper.RELATED
-    for way, loss in sorted(groups, key=lambda key: (list(WAYS).index(key[0]), list(COLOURS).index(key[1]))):
+    for way, loss in sorted(groups, key=lambda key: (list(WAYS).index(key[0]), list(OBJECTIVE_COLOURS).index(key[1]))):
         group = groups[way, loss]
         means = columns(group, "nll", "raw_nll", "bits_per_dim", "steps_per_second", "steps", "seconds")
         start = mean(each.result["curve"][0][1] for each in group)
@@ -112,7 +112,7 @@ def rate_grid(options: Options, model: str, found: Sequence[CellResult]) -> list
     for each in tried:
         by_place.setdefault((each["loss"], each["lr"]), []).append(each)
     lines = []
-    for loss in (loss for loss in COLOURS if any(key[0] == loss for key in by_place)):
+    for loss in (loss for loss in OBJECTIVE_COLOURS if any(key[0] == loss for key in by_place)):
         values = {rate: judged(by_place.get((loss, rate), ())) for rate in used}
         best = min((value for value in values.values() if value is not None), default=None)
         texts = [_rate_text(value, best) if (loss, rate) in by_place else "" for rate, value in values.items()]
@@ -200,7 +200,7 @@ def draw(
     with _panels(path, found, 3.6, key, ways) as panels:
         for place, model, way, made in panels:
             curves = {
-                objective_name(loss): (COLOURS[loss], [each.result["curve"] for each in group])
+                objective_name(loss): (OBJECTIVE_COLOURS[loss], [each.result["curve"] for each in group])
                 for loss, group in made.items()
             }
             title = f"{model} on {options.data}, {ways[way]}: NLL of validation data"
@@ -223,7 +223,12 @@ def _panels(
     with plots.figure(path, 6.6 * max(1, len(ways)), height * max(1, len(models))) as figure:
         axes = figure.subplots(max(1, len(models)), max(1, len(ways)), squeeze=False)
         yield [
-            (place, model, way, {loss: groups[model, way, loss] for loss in COLOURS if (model, way, loss) in groups})
+            (
+                place,
+                model,
+                way,
+                {loss: groups[model, way, loss] for loss in OBJECTIVE_COLOURS if (model, way, loss) in groups},
+            )
             for line, model in zip(axes, models, strict=False)
             for place, way in zip(line, ways, strict=False)
         ]
@@ -236,7 +241,7 @@ def draw_test(options: Options, found: Sequence[CellResult], path: Path) -> None
             losses = sorted(made, key=lambda loss: -column(made[loss], "nll").value)
             for height, loss in enumerate(losses):
                 for key, full in (("raw_nll", False), ("nll", True)):
-                    _dot(place, column(made[loss], key), height, COLOURS[loss], full)
+                    _dot(place, column(made[loss], key), height, OBJECTIVE_COLOURS[loss], full)
             place.set_yticks(range(len(losses)), [objective_name(loss) for loss in losses])
             place.grid(axis="x", color=plots.COLOURS["grid"], linewidth=0.6)
             place.set_axisbelow(True)
