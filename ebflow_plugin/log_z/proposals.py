@@ -66,42 +66,23 @@ class Gaussian:
             raise InputError("no Gaussian fits the data: its features are linearly dependent")
         return cls(mean.reshape(data.shape[1:]), lower * spread[:, None])
 
-    def place(self, noise: Tensor) -> Tensor:
-        """Returns m + L z for each row z, ``(N, D)``, in the event shape."""
-        flat = noise * self.scale if self.scale.dim() == 1 else noise @ self.scale.mT
-        return flat.reshape(len(noise), *self.mean.shape) + self.mean
-
-    def noise_of(self, x: Tensor) -> Tensor:
-        """The rows z with :meth:`place` x, ``(N, D)``."""
-        flat = (x - self.mean).flatten(1)
-        if self.scale.dim() == 1:
-            return flat / self.scale
-        return torch.linalg.solve_triangular(self.scale, flat.mT, upper=False).mT
-
-    @property
-    def log_volume(self) -> Tensor:
-        """log|det L|."""
-        diagonal = self.scale if self.scale.dim() == 1 else self.scale.diagonal()
-        return diagonal.log().sum()
-
     def draw(self, count: int, generator: Generator | None) -> tuple[Tensor, Tensor]:
         """Draws samples and their log-densities."""
         noise = gaussian_like(self.mean.new_empty(count, self.mean.numel()), generator)
-        return self.place(noise), standard_log_prob(noise) - self.log_volume
+        flat = noise * self.scale if self.scale.dim() == 1 else noise @ self.scale.mT
+        return flat.reshape(count, *self.mean.shape) + self.mean, self._density(noise)
 
     def log_prob(self, value: Tensor) -> Tensor:
         """The log-density of each row."""
-        return standard_log_prob(self.noise_of(value)) - self.log_volume
+        flat = (value - self.mean).flatten(1)
+        if self.scale.dim() == 1:
+            return self._density(flat / self.scale)
+        return self._density(torch.linalg.solve_triangular(self.scale, flat.mT, upper=False).mT)
 
-
-def standard_log_prob(noise: Tensor) -> Tensor:
-    """Computes log N(z; 0, I) of each row.
-
-    Example:
-        >>> standard_log_prob(torch.zeros(1, 2)).exp() * 2 * torch.pi
-        tensor([1.0000])
-    """
-    return -0.5 * (noise.square().sum(1) + noise.shape[1] * math.log(2 * math.pi))
+    def _density(self, noise: Tensor) -> Tensor:
+        """Log N(z; 0, I) - log|det L| of each row z."""
+        diagonal = self.scale if self.scale.dim() == 1 else self.scale.diagonal()
+        return -0.5 * (noise.square().sum(1) + noise.shape[1] * math.log(2 * math.pi)) - diagonal.log().sum()
 
 
 def draw_from(

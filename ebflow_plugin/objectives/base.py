@@ -1,10 +1,11 @@
-r"""The base of all objectives: common options, the map from data to the matched variable, and weighted sums."""
+r"""The base of all objectives: the map from data to the matched variable, weighted sums, and their generators."""
 
 from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from numbers import Real
 from typing import Any, ClassVar, Self, TypedDict
 
@@ -13,17 +14,15 @@ from torch import Generator, Tensor, nn
 
 from ebflow_plugin.errors import InputError, UnknownNameError, suggest
 from ebflow_plugin.linalg.memo import transformed
+from ebflow_plugin.linalg.random import derive_seed
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives.compiling import CompiledLoss, Prepared
 from ebflow_plugin.objectives.schedule import AddedNoise
 from ebflow_plugin.options import check_generator, is_number
-from ebflow_plugin.plan.inputs import check_weights, counted_rows, resampled_rows, usable, weighted_mean
+from ebflow_plugin.plan.inputs import check_weights, counted_rows, resampled_rows, usable
 from ebflow_plugin.plan.plan import Plan
 
-__all__ = ["Common", "DrawnObjective", "Objective", "WeightedSum"]
-
-
-_NO_ROWS = "x holds no samples, so that there is no mean"
+__all__ = ["Common", "DrawnObjective", "Objective", "WeightedSum", "noise_of", "terms_of", "use_generators"]
 
 
 class Common(TypedDict, total=False):
@@ -99,56 +98,67 @@ class Objective(nn.Module, ABC):
 
     def losses(self, x: Tensor, context: Tensor | None = None, *, generator: Generator | None = None) -> Tensor:
         """Computes the loss of each sample of a batch, of which :meth:`forward` returns the mean: shape ``(B,)``."""
-        return self._losses(x, context, None, generator)
+        checked = self.model.check(x, context)
+        if len(checked) == 0:
+            return checked.detach().flatten(1).sum(1)
+        with _graphs_allowed():
+            return self.values(self.prepare(x, context, None, generator))
 
-    def _losses(self, x: Tensor, context: Tensor | None, weights: Tensor | None, generator: Generator | None) -> Tensor:
-        """The losses of a batch, whose weights matter only to a pending initialisation."""
-        if torch.is_inference_mode_enabled():  # a score needs a graph, which inference tensors cannot be part of
-            with torch.inference_mode(False), torch.no_grad():
-                return self._losses(x, context, weights, generator)
-        plan, u, context, log_det, generator = self._matched(x, context, weights, generator)
-        if len(u) == 0:
-            return u.flatten(1).sum(1)
-        values = self.per_sample(plan, u, context, generator)
-        return values if log_det is None or not self.in_data_space else values - log_det
+    def prepare(
+        self,
+        x: Tensor,
+        context: Tensor | None,
+        weights: Tensor | None,
+        generator: Generator | None,
+        *,
+        draws: bool = False,
+    ) -> Prepared:
+        """Everything of a loss that reads values, and so is no part of a compiled graph; with draws, all numbers too.
 
-    def _matched(
-        self, x: Tensor, context: Tensor | None, weights: Tensor | None, generator: Generator | None
-    ) -> tuple[Plan, Tensor, Tensor | None, Tensor | None, Generator | None]:
-        """The plan, the matched variable, the context and the log-det of the preprocessing, ready for a loss."""
+        Rows of weight zero are replaced, so that nothing of them enters a graph.
+        """
+        if weights is not None:
+            x = self.model.check(x, context)
+            weights = check_weights(weights, x)
+            rows = counted_rows(weights) if len(x) else slice(None)
+            x, context = x[rows], None if context is None else context[rows]
         if generator is None:
             generator = self.generator
         else:
             check_generator(generator)
         plan, u, log_det = self.model.match(x, context, generator)
         u, context = u.detach(), None if context is None else usable(context)
-        if len(u) and plan.waits_for_data():
+        if len(u) == 0:
+            raise InputError("x holds no samples, so that there is no mean")
+        if plan.waits_for_data():
             picked = slice(None) if weights is None else resampled_rows(weights)
             plan.initialize(u[picked], None if context is None else context[picked])
-        if len(u) and self.noise is not None:
+        if self.noise is not None:
             self.noise.begin(u, self.model.training)
-        return plan, u, context, log_det, generator
+        drawn = self.draw(plan, u, context, generator) if draws else None
+        return Prepared(plan, u, context, weights, log_det if self.in_data_space else None, drawn, generator)
 
-    def prepare(
-        self, x: Tensor, context: Tensor | None, weights: Tensor | None, generator: Generator | None
-    ) -> Prepared:
-        """Everything of a loss that reads values or draws numbers, and so is no part of a compiled graph."""
-        if weights is not None:
-            x, context, weights = self._counted(x, context, weights)
-        plan, u, context, log_det, generator = self._matched(x, context, weights, generator)
-        if len(u) == 0:
-            raise InputError(_NO_ROWS)
-        return Prepared(plan, u, context, weights, log_det, self.draw(plan, u, context, generator), generator)
+    def values(self, given: Prepared) -> Tensor:
+        """The losses of a prepared batch, ``(B,)``; of drawn numbers, a pure function of its tensors."""
+        try:
+            if given.drawn is None:
+                values = self.per_sample(given.plan, given.u, given.context, given.generator)
+            else:
+                values = self.value(given.plan, given.u, given.context, given.drawn)
+        except Exception as error:
+            if self.added_noise and not isinstance(error, InputError):  # which explains itself
+                error.add_note(
+                    f"{type(self).__name__} adds noise to the data ({self.added_noise}). If that left the domain of "
+                    "the flow, map the domain to all of R^D first (wrap(flow, preprocess=[Logit()])), use less noise, "
+                    "or use SSM or ML."
+                )
+            raise
+        return values if given.log_det is None else values - given.log_det
 
     def mean(self, given: Prepared) -> Tensor:
-        """The loss of a prepared batch, a scalar: a pure function of its tensors and of the parameters."""
-        if given.drawn is None:
-            values = self.per_sample(given.plan, given.u, given.context, given.generator)
-        else:
-            values = self.value(given.plan, given.u, given.context, given.drawn)
-        if self.in_data_space and given.log_det is not None:
-            values = values - given.log_det
-        return weighted_mean(values, given.weights)
+        """The mean of :meth:`values`, by the weights of the rows, self-normalised."""
+        values = self.values(given)
+        return values.mean() if given.weights is None else (given.weights * values).sum() / given.weights.sum()
 
     def draw(
         self, plan: Plan, u: Tensor, context: Tensor | None, generator: Generator | None
@@ -160,14 +170,10 @@ class Objective(nn.Module, ABC):
         """Computes the loss of each sample, as :meth:`per_sample` does, from drawn numbers."""
         raise NotImplementedError
 
-    def _counted(self, x: Tensor, context: Tensor | None, weights: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Checks weights, and replaces the rows that have none."""
-        x = self.model.check(x, context)
-        weights = check_weights(weights, x)
-        if len(x):
-            rows = counted_rows(weights)
-            x, context = x[rows], None if context is None else context[rows]
-        return x, context, weights
+    @property
+    def added_noise(self) -> str:
+        """The noise that it adds to the matched variable, in words; empty without any."""
+        return "" if self.noise is None else str(self.noise)
 
     def compile(self, **options: Any) -> Self:  # type: ignore[override]
         """Compiles the loss: a call computes it and all gradients in one graph of :func:`torch.compile`.
@@ -229,13 +235,9 @@ class Objective(nn.Module, ABC):
             generator: The source of all randomness in this call, in place of the objective's own.
         """
         if (graph := self._graph()) is not None:
-            return graph(self, [(1.0, self)], [self.prepare(x, context, weights, generator)])
-        if weights is not None:
-            x, context, weights = self._counted(x, context, weights)
-        values = self._losses(x, context, weights, generator)
-        if len(values) == 0:
-            raise InputError(_NO_ROWS)
-        return weighted_mean(values, weights)
+            return graph(self, [(1.0, self)], [self.prepare(x, context, weights, generator, draws=True)])
+        with _graphs_allowed():
+            return self.mean(self.prepare(x, context, weights, generator))
 
     def metrics(self) -> dict[str, Any]:
         """Values that a training run reports beside the loss, as plain numbers, strings and dictionaries."""
@@ -349,7 +351,8 @@ class WeightedSum(Objective):
         """Computes the weighted sum of the terms' losses, of weighted rows; without data terms, without x."""
         if (graph := self._graph()) is not None and x is not None:
             pairs = list(self._pairs())
-            return graph(self, pairs, [term.prepare(x, context, weights, generator) for _, term in pairs])
+            prepared = [term.prepare(x, context, weights, generator, draws=True) for _, term in pairs]
+            return graph(self, pairs, prepared)
         terms = [weight * term(x, context, weights, generator=generator) for weight, term in self._pairs()]
         return torch.stack(terms).sum(0)
 
@@ -373,6 +376,52 @@ class WeightedSum(Objective):
     def extra_repr(self) -> str:
         """Describes the weights."""
         return f"weights={self.weights}"
+
+
+def terms_of(objective: Objective) -> list[Objective]:
+    """The objectives that draw noise: the terms of a sum, or the objective itself."""
+    return [part for part in objective.modules() if isinstance(part, Objective) and not isinstance(part, WeightedSum)]
+
+
+def noise_of(objective: Objective, seed: int, rank: int, device: torch.device) -> dict[Objective, Generator]:
+    """The generator of each term in this process.
+
+    The first process uses a term's own generator. Each other process uses a new one with a seed derived from it, so
+    that no two processes draw the same noise, and the user's generator is not reseeded. Terms without a generator
+    share one.
+    """
+    shared = Generator(device).manual_seed(derive_seed(seed, "noise", rank))
+    copies: dict[int, Generator] = {}
+    generators = {}
+    for term in terms_of(objective):
+        own = term.generator
+        if own is not None and rank:
+            own = copies.setdefault(id(own), Generator(own.device).manual_seed(derive_seed(own.initial_seed(), rank)))
+        generators[term] = shared if own is None else own
+    return generators
+
+
+@contextmanager
+def use_generators(noise: Mapping[Objective, Generator]) -> Iterator[None]:
+    """Replaces the generators of the terms inside a ``with`` block."""
+    own = {term: term.generator for term in noise}
+    for term, generator in noise.items():
+        term.generator = generator
+    try:
+        yield
+    finally:
+        for term in noise:
+            term.generator = own[term]
+
+
+def _graphs_allowed() -> AbstractContextManager[object]:
+    """Leaves inference mode, if need be: a score needs a graph, which inference tensors cannot be part of."""
+    if not torch.is_inference_mode_enabled():
+        return nullcontext()
+    left = ExitStack()
+    left.enter_context(torch.inference_mode(False))
+    left.enter_context(torch.no_grad())
+    return left
 
 
 def _listed(terms: object) -> list[tuple[float, Objective]]:

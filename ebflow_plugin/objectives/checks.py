@@ -11,10 +11,9 @@ The constructor of an objective checks the steps of the flow and the preprocessi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 from ebflow_plugin.errors import BiasWarning, UnsupportedStepError, warn
-from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives.base import Objective
 from ebflow_plugin.plan.smoothness import Smoothness
 from ebflow_plugin.plan.step import Part
@@ -38,13 +37,12 @@ _MEANING = {
 
 def refuse_false_derivatives(objective: Objective) -> None:
     """Raises if a step's second derivatives, in x or in x and the parameters, are silently wrong."""
-    refused = [part for part in _parts(objective.model) if part.smoothness == Smoothness.WRONG]
+    refused, lines = _steps(objective, (Smoothness.WRONG,))
     if refused:
         name = type(objective).__name__
         raise UnsupportedStepError(
-            f"{name} cannot train {len(refused)} steps of this flow\n  " + "\n  ".join(_lines(refused)) + f"\n{name} "
-            "differentiates the score, and would be silently wrong there. Use an objective that needs energies alone: "
-            "ML, SML or FDSSM."
+            f"{name} cannot train {len(refused)} steps of this flow\n{lines}\n{name} differentiates the score, and "
+            "would be silently wrong there. Use an objective that needs energies alone: ML, SML or FDSSM."
         )
 
 
@@ -56,12 +54,8 @@ def warn_about_jumps(objective: Objective, harmed_by: Collection[Smoothness], ra
         harmed_by: The kinds of smoothness that bias it.
         rarely: Whether it sees jumps of the score, but only in few samples (finite differences).
     """
-    harmful = [part for part in _parts(objective.model) if part.smoothness in harmed_by]
-    kinds = {part.smoothness for part in harmful}
-    if not kinds:
-        return
-    name = type(objective).__name__
-    advice = []
+    name, (harmful, lines) = type(objective).__name__, _steps(objective, harmed_by)
+    kinds, advice = {part.smoothness for part in harmful}, []
     if Smoothness.KINKED in kinds:
         effect = (
             "sees jumps of the score only in the few samples near them: use eps of at least 0.1"
@@ -83,27 +77,17 @@ def warn_about_jumps(objective: Objective, harmed_by: Collection[Smoothness], ra
             'register_nonlinear(cls, smoothness="smooth"), for the class of the step, or of your network inside it. '
             "DSM needs less."
         )
-    warn(
-        f"{name} may be wrong about {len(harmful)} of {len(objective.model.core.steps)} steps\n  "
-        + "\n  ".join(_lines(harmful))
-        + "\n"
-        + "\n".join(advice),
-        BiasWarning,
-    )
+    _warn(objective, harmful, lines, "\n".join(advice))
 
 
 def warn_about_jumping_densities(objective: Objective) -> None:
     """Warns if the model's own density jumps at places that its parameters move: no gradient of a sample shows that."""
-    harmful = [part for part in _parts(objective.model) if part.smoothness == Smoothness.JUMPS]
-    if harmful:
-        name = type(objective).__name__
-        warn(
-            f"{name} may be wrong about {len(harmful)} of {len(objective.model.core.steps)} steps\n  "
-            + "\n  ".join(_lines(harmful))
-            + f"\nGradients through samples miss the jumps, so those of {name} are biased: use a smooth layer "
-            "(SmoothLeakyReLU).",
-            BiasWarning,
-        )
+    _warn(
+        objective,
+        *_steps(objective, (Smoothness.JUMPS,)),
+        f"Gradients through samples miss the jumps, so those of {type(objective).__name__} are biased: use a smooth "
+        "layer (SmoothLeakyReLU).",
+    )
 
 
 def warn_about_uniform_noise(objective: Objective) -> None:
@@ -123,9 +107,13 @@ def warn_about_uniform_noise(objective: Objective) -> None:
         )
 
 
-def _parts(model: EBFlow) -> tuple[Part, ...]:
-    return model.core.parts()
+def _steps(objective: Objective, kinds: Collection[Smoothness]) -> tuple[list[Part], str]:
+    """The steps of these kinds of smoothness, and a line for each."""
+    found = [part for part in objective.model.core.parts() if part.smoothness in kinds]
+    return found, "\n".join(f"  {part.where}: {_MEANING[part.smoothness]}" for part in found)
 
 
-def _lines(parts: Iterable[Part]) -> list[str]:
-    return [f"{part.where}: {_MEANING[part.smoothness]}" for part in parts]
+def _warn(objective: Objective, harmful: list[Part], lines: str, advice: str) -> None:
+    if harmful:
+        count, name = len(objective.model.core.steps), type(objective).__name__
+        warn(f"{name} may be wrong about {len(harmful)} of {count} steps\n{lines}\n{advice}", BiasWarning)

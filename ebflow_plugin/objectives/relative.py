@@ -6,13 +6,11 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from ebflow_plugin.errors import InputError
-from ebflow_plugin.linalg.dense import Solver
 from ebflow_plugin.plan.log_dets import has_relative_gradient
 from ebflow_plugin.plan.matrices import FullConvStep, FullLinearStep, MatrixStep
 from ebflow_plugin.plan.plan import Plan
@@ -34,12 +32,16 @@ class RelativeStep(LinearStep):
 
     def invert(self, y: Tensor) -> Tensor:
         module: Any = self.module
-        right = y if module.bias is None else y - module.bias
-        return _RelativeSolve.apply(right, module.weight, module.lu.fixed_solver(module.weight))
+        right, weight = y if module.bias is None else y - module.bias, module.weight
+        # A zero, by which the gradient in W is -(δ W⁻¹)ᵀ (y W): the plain one, -(δ W⁻¹)ᵀ x, times WᵀW.
+        right = right - nn.functional.linear((right @ weight).detach(), weight - weight.detach())
+        x: Tensor = module.lu.fixed_solver(weight)(right.flatten(0, -2)).reshape(y.shape)
+        return x
 
     def log_abs_det(self, shape: Shape) -> Tensor:
-        zero: Tensor = _RelativeLogDet.apply(self.module.weight)
-        return zero * prod(shape[:-1])
+        weight: Any = self.module.weight
+        halves = (weight * weight.detach()).sum()  # with the gradient W = W⁻ᵀ WᵀW
+        return (halves - halves.detach()) * prod(shape[:-1])
 
 
 class _RelativeProduct(Function):
@@ -60,46 +62,6 @@ class _RelativeProduct(Function):
         if not ctx.needs_input_grad[1]:
             return grad_x, None
         return grad_x, (delta.flatten(0, -2).mT @ (y.flatten(0, -2) @ same)).to(weight.dtype)
-
-
-class _RelativeSolve(Function):
-    """y W⁻ᵀ by cached factors, with the gradient in W multiplied by WᵀW: -(δ W⁻¹)ᵀ x WᵀW = -(δ W⁻¹)ᵀ (y W)."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, weight: Tensor, solve: Solver) -> Tensor:
-        ctx.save_for_backward(y, weight)
-        ctx.solve = solve
-        return _on_rows(solve, y)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, delta: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        y, weight = ctx.saved_tensors
-        with torch.enable_grad():
-            right = y.detach().requires_grad_()
-            (grad_y,) = torch.autograd.grad(_on_rows(ctx.solve, right), right, delta)
-        needed = ctx.needs_input_grad[1]
-        grad_weight = -(grad_y.flatten(0, -2).mT @ (y.flatten(0, -2) @ weight)) if needed else None
-        return grad_y, grad_weight, None
-
-
-def _on_rows(solve: Solver, y: Tensor) -> Tensor:
-    return solve(y.flatten(0, -2)).reshape(y.shape)
-
-
-class _RelativeLogDet(Function):
-    """log|det W| with the value 0, and its gradient multiplied by WᵀW: W⁻ᵀ WᵀW = W."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(weight)
-        return weight.new_zeros(())
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, scale: Tensor) -> Tensor:
-        weight: Tensor = ctx.saved_tensors[0]
-        return scale * weight
 
 
 def relative_plan(plan: Plan, strict: bool = True) -> Plan:

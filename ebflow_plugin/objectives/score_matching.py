@@ -5,8 +5,7 @@ All of them depend on the energy only up to a constant in x, so they need no det
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from math import prod, sqrt
 from typing import Unpack
 
@@ -25,7 +24,6 @@ from ebflow_plugin.options import integer, is_number, one_of, positive
 from ebflow_plugin.plan.derivatives import derivatives
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.smoothness import Smoothness
-from ebflow_plugin.plan.values import dot
 
 __all__ = ["DSM", "FDSSM", "SM", "SSM", "ScoreObjective"]
 
@@ -64,9 +62,9 @@ class ScoreObjective(DrawnObjective):
 
     def extra_repr(self) -> str:
         """Describes the options."""
-        noise = "" if self.noise is None else f"{self.noise}, "
         latents = f", latent_weight={self.latent_weight:g}" if self.latent_weight else ""
-        return f"{noise}energy_weight={self.energy_weight:g}{latents}"
+        noise = [self.added_noise] if self.added_noise else []
+        return ", ".join([*noise, f"energy_weight={self.energy_weight:g}{latents}"])
 
     def draw(self, plan: Plan, u: Tensor, context: Tensor | None, generator: Generator | None) -> tuple[Tensor, ...]:
         drawn = self.drawn(u, generator)
@@ -75,19 +73,6 @@ class ScoreObjective(DrawnObjective):
     def drawn(self, u: Tensor, generator: Generator | None) -> tuple[Tensor, ...]:
         """What :meth:`value` needs, but for the samples of the base: the last to be drawn."""
         return ()
-
-    def _matching(
-        self,
-        values: Tensor,
-        plan: Plan,
-        latents: tuple[Tensor, ...],
-        context: Tensor | None,
-        drawn: Sequence[Tensor],
-    ) -> Tensor:
-        """Adds the distance of latents from the base to values, if it was asked for."""
-        if not self.latent_weight:
-            return values
-        return values + self.latent_weight * base_distance(plan, latents, plan.embed(context), drawn[-1])
 
     def _integrated(
         self,
@@ -99,28 +84,18 @@ class ScoreObjective(DrawnObjective):
         drawn: Sequence[Tensor],
     ) -> Tensor:
         """½‖∇E‖² minus the sum or the mean of the curvatures along the directions; and the regularisers."""
-        result = derivatives(plan, u, context, directions, energy=self.energy_weight > 0)
-        curvatures = torch.stack(result.curvatures)
-        values = 0.5 * dot(result.gradient, result.gradient) - (curvatures.mean(0) if mean else curvatures.sum(0))
-        values = self._matching(values, plan, result.latents, context, drawn)
-        return values if result.energy is None else values + self.energy_weight * result.energy
+        found = derivatives(plan, u, context, directions, energy=self.energy_weight > 0)
+        curvatures = torch.stack(found.curvatures)
+        values = 0.5 * found.gradient.square().flatten(1).sum(1) - (curvatures.mean(0) if mean else curvatures.sum(0))
+        if self.latent_weight:
+            values = values + self._latent_match(plan, found.latents, context, drawn)
+        return values if found.energy is None else values + self.energy_weight * found.energy
 
-    @contextmanager
-    def adding_noise(self, how: str = "") -> Iterator[None]:
-        """Adds a note to errors of the flow: the noise may have moved the data out of its domain."""
-        how = ", ".join(part for part in (how, "" if self.noise is None else str(self.noise)) if part)
-        try:
-            yield
-        except InputError:  # its message already explains the input
-            raise
-        except Exception as error:
-            if not how:
-                raise
-            error.add_note(
-                f"{type(self).__name__} adds noise to the data ({how}). If that left the domain of the flow, map the "
-                "domain to all of R^D first (wrap(flow, preprocess=[Logit()])), use less noise, or use SSM or ML."
-            )
-            raise
+    def _latent_match(
+        self, plan: Plan, latents: tuple[Tensor, ...], context: Tensor | None, drawn: Sequence[Tensor]
+    ) -> Tensor:
+        """The weighted distance of latents from the base, whose noise was drawn last."""
+        return self.latent_weight * base_distance(plan, latents, plan.embed(context), drawn[-1])
 
 
 class SM(ScoreObjective):
@@ -220,8 +195,7 @@ class SSM(ScoreObjective):
 
     def value(self, plan: Plan, u: Tensor, context: Tensor | None, drawn: tuple[Tensor, ...]) -> Tensor:
         noised, directions = drawn[0], drawn[1 : 1 + self.projections]
-        with self.adding_noise():
-            return self._integrated(plan, noised, context, directions, True, drawn)
+        return self._integrated(plan, noised, context, directions, True, drawn)
 
     def extra_repr(self) -> str:
         """Describes the options."""
@@ -295,18 +269,20 @@ class FDSSM(ScoreObjective):
         noised, step = drawn[:2]
         scale = prod(u.shape[1:]) / self.eps**2 if self.noise is None else drawn[2]
         rows = None if context is None else torch.cat([context] * 3)
-        with self.adding_noise(f"eps={self.eps:g}"), full_precision(u):
+        with full_precision(u):
             points = torch.cat([noised, noised + step, noised - step])
             energies, latents = plan.energy_from(0, (points,), plan.embed(rows))
         energy, ahead, after = energies.chunk(3)
         values = ((energy - ahead) + (energy - after) + 0.125 * (ahead - after).square()) * scale
         values = full_precision_backward(values)
-        values = self._matching(values, plan, tuple(z[: u.shape[0]] for z in latents), context, drawn)
+        if self.latent_weight:
+            values = values + self._latent_match(plan, tuple(z[: u.shape[0]] for z in latents), context, drawn)
         return values + self.energy_weight * energy if self.energy_weight else values
 
-    def extra_repr(self) -> str:
-        """Describes the options."""
-        return f"eps={self.eps:g}, {super().extra_repr()}"
+    @property
+    def added_noise(self) -> str:
+        """The finite differences are noise too."""
+        return ", ".join(filter(None, (f"eps={self.eps:g}", super().added_noise)))
 
 
 class DSM(ScoreObjective):
@@ -374,23 +350,21 @@ class DSM(ScoreObjective):
 
     def value(self, plan: Plan, u: Tensor, context: Tensor | None, drawn: tuple[Tensor, ...]) -> Tensor:
         noised, pull = drawn[:2]  # (x - x̃) / σ² is -noise / σ
-        with self.adding_noise(self._drawn_from()):
-            found = derivatives(plan, noised, context)
-        error = found.gradient - pull
-        values = self._matching(0.5 * dot(error, error), plan, found.latents, context, drawn)
+        found = derivatives(plan, noised, context)
+        values = 0.5 * (found.gradient - pull).square().flatten(1).sum(1)
+        if self.latent_weight:
+            values = values + self._latent_match(plan, found.latents, context, drawn)
         return values + self.energy_weight * plan.energy(u, context) if self.energy_weight else values
 
-    def extra_repr(self) -> str:
-        """Describes the options."""
-        return super().extra_repr() if self.sigma_range is None else f"{self._drawn_from()}, {super().extra_repr()}"
+    @property
+    def added_noise(self) -> str:
+        """The schedule, the constant or the range of σ."""
+        return super().added_noise if self.sigma_range is None else f"sigma_range={self.sigma_range}"
 
     @property
     def sigma(self) -> float | NoiseSchedule | None:
         """The standard deviation of the noise, or its schedule; None for a range."""
         return None if self.noise is None else self.noise.option
-
-    def _drawn_from(self) -> str:
-        return "" if self.sigma_range is None else f"sigma_range={self.sigma_range}"
 
 
 def sphere(like: Tensor, generator: Generator | None) -> Tensor:

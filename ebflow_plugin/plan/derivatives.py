@@ -78,7 +78,8 @@ def derivatives(
         >>> result.gradient, result.curvatures  # E = ½ tanh² - log(1 - tanh²) for each entry
         (tensor([[0., 0.]]), [tensor([6.])])
     """
-    context = plan.embed(context)
+    if context is not None or plan.embedding is not None:
+        context = plan.embed(context)
     stack, tangents = [x.detach()], [[direction.detach()] for direction in directions]
     head: list[tuple[Step, Linearization, list[Value]]] = []  # each step, and the tangents of its input
     for step in plan.steps[: plan.closed_steps]:

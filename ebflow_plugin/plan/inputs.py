@@ -25,7 +25,6 @@ __all__ = [
     "resampled_rows",
     "to_device",
     "usable",
-    "weighted_mean",
 ]
 
 Batch = tuple[Tensor, Tensor | None, Tensor | None]  # x, its context, and the weights of its rows
@@ -263,13 +262,3 @@ def resampled_rows(weights: Tensor) -> Tensor:
     edges = weights.double().cumsum(0)
     places = (torch.arange(len(weights), device=weights.device, dtype=edges.dtype) + 0.5) * (edges[-1] / len(weights))
     return torch.searchsorted(edges, places).clamp_max(len(weights) - 1)
-
-
-def weighted_mean(values: Tensor, weights: Tensor | None) -> Tensor:
-    """The mean of one value per row, ``(B,)``, self-normalised; without weights, or with equal ones, the plain mean.
-
-    Example:
-        >>> weighted_mean(torch.tensor([1.0, 4.0]), torch.tensor([1.0, 0.5]))
-        tensor(2.)
-    """
-    return values.mean() if weights is None else (weights * values).sum() / weights.sum()

@@ -163,7 +163,8 @@ class MatrixStep(MixingStep):
         return self.on_rows(lambda rows: solved(self.dense(), rows), self.checked(x)), None
 
     def log_abs_det(self, shape: Shape) -> Tensor:
-        return self.lu.log_abs_det(self.weight()) * self.copies(shape)
+        each, times = self.lu.log_abs_det(self.weight()), self.copies(shape)
+        return each if times == 1 else each * times
 
     def operator(self, shapes: Shapes | None) -> LinearOperator:
         return DenseOperator(

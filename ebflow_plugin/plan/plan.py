@@ -227,8 +227,8 @@ class Plan:
         else:
             values = torch.stack([value for _, value in computed])
             if may_read(values):
-                finite = torch.isfinite(values.detach()).tolist()
-                singular += [step.where for (step, _), good in zip(computed, finite, strict=True) if not good]
+                numbers = values.detach().tolist()
+                singular += [step.where for (step, _), x in zip(computed, numbers, strict=True) if not math.isfinite(x)]
             log_z = -values.sum() - constant if known else -values.sum()
         if singular:
             raise SingularError(

@@ -46,13 +46,6 @@ def _option(default: Any, panel: str, text: str, auto: str = "") -> Any:
     return field(default=default, metadata={"panel": panel, "help": text, "auto": auto})
 
 
-# Settings that files of older runs hold: what they are now, and what to do about another value.
-RETIRED: dict[str, tuple[Any, str]] = {
-    "amp": (False, "train in Lightning with precision='bf16-mixed' (ebflow_plugin.lightning)"),
-    "library": ("nflows", "the built-in models are of nflows; wrap a model of your own of another library"),
-}
-
-
 @dataclass(frozen=True)
 class TrainConfig:
     """What ``ebflow train`` is told. Field names are the keys of the TOML file, and the flags with ``_`` for ``-``.
@@ -206,10 +199,6 @@ class TrainConfig:
             InputError: If a value is of the wrong type, or none of those to choose from.
         """
         types = option_types()
-        for name, (now, instead) in RETIRED.items():
-            if values.get(name, now) != now:
-                raise _input_error(f"{name} is no setting any more: {instead}")
-        values = {name: value for name, value in values.items() if name not in RETIRED}
         for name, value in values.items():
             _check(name, value, types)
         if values.get("data") not in (None, self.data):  # another file has another first line

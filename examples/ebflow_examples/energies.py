@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from nflows import distributions, flows, transforms
 from torch import Tensor, nn, optim
@@ -29,7 +30,7 @@ from ebflow_plugin.errors import InputError, UnknownNameError, suggest
 from ebflow_plugin.training.events import Event
 from ebflow_plugin.training.files import atomic_write
 
-__all__ = ["ENERGIES", "Energy", "report", "train_on"]
+__all__ = ["ENERGIES", "Energy", "couplings", "phi4", "report", "train_on"]
 
 # The settings that have a meaning without data; all others are refused.
 MEANT = {"log_det", "steps", "batch_size", "lr", "clip_norm", "evaluate_every", "seed", "threads"}
@@ -90,11 +91,39 @@ def _convolutions() -> list[nn.Module]:
     return steps[:-1]
 
 
+class _Network(nn.Sequential):
+    """The parameters of a coupling: three circular convolutions, of which the last begins with zeros."""
+
+    def __init__(self, n_in: int, n_out: int) -> None:
+        layer = partial(nn.Conv2d, kernel_size=3, padding=1, padding_mode="circular")
+        super().__init__(layer(n_in, 16), nn.Tanh(), layer(16, 16), nn.Tanh(), layer(16, n_out))
+        for parameter in self[-1].parameters():
+            nn.init.zeros_(parameter)
+
+    def forward(self, x: Tensor, context: object = None) -> Tensor:
+        """The parameters, from the half of the sites that the coupling leaves as they are."""
+        found: Tensor = super().forward(x)
+        return found
+
+
+def couplings() -> list[nn.Module]:
+    """Six spline couplings of the halves of a checkerboard, to compare with full convolutions."""
+    spline = partial(transforms.PiecewiseRationalQuadraticCouplingTransform, num_bins=8, tails="linear", tail_bound=4.0)
+    masks = [[1, -1, -1, 1], [-1, 1, 1, -1]]  # of the four channels that a block of 2 x 2 sites becomes
+    squeeze = transforms.SqueezeTransform()
+    return [
+        squeeze,
+        *(spline(masks[index % 2], _Network) for index in range(6)),
+        transforms.InverseTransform(squeeze),
+    ]
+
+
 ENERGIES = {
     "double-well": Energy(
         "two wells of unequal depth in two dimensions", (2,), double_well, _bent, _log_z_of_the_double_well()
     ),
     "phi4": Energy("a lattice field on 8 x 8 sites, φ⁴", (1, 8, 8), phi4, _convolutions),
+    "phi4-couplings": Energy("the same by couplings, to compare; --lr 3e-3", (1, 8, 8), phi4, couplings),
 }
 
 
@@ -113,15 +142,9 @@ def settled(name: str, flags: dict[str, Any]) -> TrainConfig:
             f"--{idle[0].replace('_', '-')} has no meaning with --target {name}, which has no data, a flow of its own, "
             "and is trained by reverse KL; leave it out"
         )
-    config = TrainConfig().updated(flags)
+    config = TrainConfig(steps=1000, batch_size=256, lr=1e-2).updated(flags)
     check(replace(config, loss="ml"))  # whose log_det is that of reverse KL
-    return replace(
-        config,
-        steps=config.steps or 1000,
-        batch_size=config.batch_size or 256,
-        lr=config.lr or 1e-2,
-        evaluate_every=config.evaluate_every or max(1, (config.steps or 1000) // 10),
-    )
+    return replace(config, evaluate_every=config.evaluate_every or max(1, (config.steps or 0) // 10))
 
 
 def model_of(energy: Energy, seed: int) -> ebf.EBFlow:
@@ -146,6 +169,7 @@ def train_on(name: str, flags: dict[str, Any], out: Path, progress: bool = True)
         note(f"{name}: {energy.text}; {sum(p.numel() for p in model.parameters()):,} weights; into {out}")
         assert config.steps is not None
         assert config.batch_size is not None
+        assert config.lr is not None
         objective = ebf.objectives.ReverseKL(
             model, energy.log_density, n=config.batch_size, log_det=config.log_det or "exact"
         )
@@ -163,7 +187,7 @@ def train_on(name: str, flags: dict[str, Any], out: Path, progress: bool = True)
         ebf.fit(
             objective,
             steps=steps,
-            optimizer=lambda parameters: optim.Adam(parameters, lr=lr or 1e-2),
+            optimizer=lambda parameters: optim.Adam(parameters, lr=lr),
             scheduler=lambda made: LambdaLR(made, lambda step: 0.5 * (1.02 + math.cos(math.pi * step / steps))),
             clip_norm=config.clip_norm,
             evaluate_every=config.evaluate_every,
@@ -189,7 +213,7 @@ def train_on(name: str, flags: dict[str, Any], out: Path, progress: bool = True)
         files: dict[str, Callable[[Any], object]] = {
             "metrics.jsonl": lambda file: file.write(lines.encode()),
             "weights.pt": partial(torch.save, model.state_dict()),
-            "samples.npy": partial(_save, chain.samples),
+            "samples.npy": lambda file: np.save(file, chain.samples.numpy()),
             "summary.json": lambda file: file.write(f"{to_json(summary)}\n".encode()),
         }
         for file, write in files.items():
@@ -207,12 +231,6 @@ def judge(model: ebf.EBFlow, energy: Energy, count: int, seed: int, progress: bo
         )
         assert drawn.log_z is not None  # judged here, where it does not warn
     return drawn
-
-
-def _save(samples: Tensor, file: Any) -> None:
-    import numpy as np
-
-    np.save(file, samples.numpy())
 
 
 def report(summary: dict[str, Any], out: Path) -> str:

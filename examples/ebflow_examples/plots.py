@@ -1,23 +1,35 @@
-"""Pictures: densities, samples, imputations and curves, in one style.
+"""Pictures: densities, samples and imputations, in one style.
 
 Functions of this module draw into an axes, or save one figure; none shows a window, and none touches pyplot.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 import torch
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 from torch import Tensor
 
-__all__ = ["COLOURS", "Curve", "Panel", "curves", "density", "figure", "images", "save_images", "scatter", "strips"]
+__all__ = [
+    "COLOURS",
+    "Panel",
+    "density",
+    "figure",
+    "images",
+    "plain_log",
+    "save_images",
+    "save_panels",
+    "scatter",
+    "strips",
+]
 
 COLOURS = {"score": "#0072B2", "ml": "#D55E00", "ink": "#333333", "grid": "#DDDDDD"}  # told apart by all eyes
 DENSITY_MAP = "magma"
@@ -39,6 +51,7 @@ STYLE: dict[Any, Any] = {
 }
 SAME_UNITS = 4.0  # two coordinates whose ranges differ by less share one scale
 GAP = 1  # pixels between the images of a grid
+VEIL = (0.80, 0.86, 0.92)  # the colour of what is not known
 
 
 @dataclass(frozen=True)
@@ -82,16 +95,6 @@ class Panel:
         """How large it is, in the units of the data."""
         left, right, below, above = self.extent
         return (right - left) * (above - below)
-
-
-@dataclass(frozen=True)
-class Curve:
-    """A line in a plot of NLL."""
-
-    label: str
-    x: Sequence[float]
-    y: Sequence[float]
-    colour: str = COLOURS["score"]
 
 
 @contextmanager
@@ -155,10 +158,15 @@ def images(axes: Any, pictures: Tensor, columns: int, title: str = "") -> None:
 def tiled(pictures: Tensor, columns: int) -> Tensor:
     """One image of many: shape (H', W') for grey ones, (H', W', 3) for colour, white between them.
 
+    What is not known (NaN) is in the colour of none of the pixels.
+
     Example:
         >>> tiled(torch.zeros(4, 1, 8, 8), columns=2).shape
         torch.Size([17, 17])
     """
+    unknown = pictures.isnan().any(1, keepdim=True)
+    if bool(unknown.any()):
+        pictures = torch.where(unknown, torch.tensor(VEIL, device=pictures.device).reshape(3, 1, 1), pictures[:, :3])
     count, channels, height, width = pictures.shape
     rows = -(-count // columns)
     sheet = torch.ones(channels, rows * (height + GAP) - GAP, columns * (width + GAP) - GAP)
@@ -175,19 +183,18 @@ def save_images(path: Path, pictures: Tensor, columns: int, title: str) -> None:
         images(drawn.subplots(), pictures, columns, title)
 
 
-def curves(axes: Any, lines: Sequence[Curve], title: str, x: str, y: str) -> None:
-    """Draws lines, named with the value that they end at."""
-    for line in lines:
-        label = f"{line.label}  {line.y[-1]:.2f}"
-        axes.plot(line.x, line.y, color=line.colour, linewidth=1.8, label=label)
-        axes.plot(line.x[-1:], line.y[-1:], "o", color=line.colour, markersize=4)
-    axes.legend(loc="best", labelcolor="linecolor")
-    axes.margins(x=0.03, y=0.08)
-    axes.grid(axis="y", color=COLOURS["grid"], linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.set_title(title)
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
+def save_panels(path: Path, files: Mapping[str, Path], columns: int, size: float) -> None:
+    """Saves grids of images beside one another, each from its .npy file, by title."""
+    with figure(path, size * max(1, len(files)), size + 0.3) as drawn:
+        for place, (title, file) in enumerate(files.items(), start=1):
+            images(drawn.add_subplot(1, len(files), place), torch.from_numpy(np.load(file)), columns, title)
+
+
+def plain_log(axis: Any) -> None:
+    """Gives a logarithmic axis ticks at 1, 2 and 5 times powers of ten, written out: powers alone may be two."""
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def strips(path: Path, columns: Sequence[tuple[str, Tensor]], title: str) -> None:
@@ -198,25 +205,11 @@ def strips(path: Path, columns: Sequence[tuple[str, Tensor]], title: str) -> Non
         columns: A heading and images with shape (N, C, H, W) and values in [0, 1], NaN where nothing is known.
         title: What it is.
     """
-    count = len(columns[0][1])
+    count, width = len(columns[0][1]), columns[0][1].shape[-1] + GAP
+    pictures = torch.stack([each.cpu().float() for _, each in columns], 1).flatten(0, 1)
     with figure(path, 0.95 * len(columns) + 0.3, 0.95 * count + 0.7) as drawn:
-        grid = drawn.subplots(count, len(columns), squeeze=False)
-        for row in range(count):
-            for place, (heading, pictures) in enumerate(columns):
-                axes = grid[row, place]
-                _hidden(axes, pictures[row])
-                if row == 0:
-                    axes.set_title(heading, fontsize=8, loc="center")
+        axes = drawn.subplots()
+        images(axes, pictures, len(columns))
+        for place, (heading, _) in enumerate(columns):
+            axes.text((place + 0.5) * width, -GAP, heading, fontsize=8, ha="center", va="bottom")
         drawn.suptitle(title, fontsize=10, x=0.01, ha="left")
-
-
-def _hidden(axes: Any, picture: Tensor) -> None:
-    """One image; what is not known (NaN) is in the colour of none of its pixels."""
-    picture = picture.cpu().float()
-    unknown = picture.isnan().any(0)
-    shown = picture.nan_to_num(0.0).clamp(0.0, 1.0)
-    rgb = shown.expand(3, -1, -1).clone() if len(shown) == 1 else shown[:3].clone()
-    veil = torch.tensor([0.80, 0.86, 0.92]).reshape(3, 1, 1)
-    rgb = torch.where(unknown, veil, rgb)
-    axes.imshow(rgb.movedim(0, -1).numpy())
-    axes.set_axis_off()

@@ -90,7 +90,7 @@ class Run:
         """Rows of the data as images with shape (N, C, H, W) and values in [0, 1]."""
         if self.image_shape is None:
             raise InputError(f"{self.config.data} has no images, but rows of shape {self.data.event_shape}")
-        return self.data.with_progress(rows).reshape(-1, *self.image_shape)
+        return self.data.pixels(rows).reshape(-1, *self.image_shape)
 
     def generator(self, seed: int, name: str) -> Generator:
         """The generator of a stream, on the device of the model."""
@@ -210,7 +210,6 @@ def open_run(
     weights: str = "best",
     device: str = "auto",
     data_root: str | None = None,
-    header: bool | None = None,
 ) -> Run:
     """Reads a run folder: its data, and its model with the weights that are asked for.
 
@@ -220,7 +219,6 @@ def open_run(
             on the training data, as the run was told to do at its evaluations.
         device: Where the model goes.
         data_root: Where the data are, if not where they were.
-        header: Whether the first line of a .csv file holds names, for a run that does not say so itself.
 
     Raises:
         InputError: If it is no run folder; it says what is missing.
@@ -231,7 +229,7 @@ def open_run(
         raise InputError(f"there is no folder {path}; `ebflow train --out {path}` makes one")
     if not holds_run(path):
         raise InputError(f"{path} is no run of ebflow: it has no {CONFIG}; `ebflow train --out FOLDER` makes a run")
-    told = {"device": device, "data_root": data_root, "header": header}
+    told = {"device": device, "data_root": data_root}
     run = build(run_configuration(path).updated({name: value for name, value in told.items() if value is not None}))
     check_data(path, fingerprint(run.data))
     facts, step = _load(run, path, weights)

@@ -8,7 +8,7 @@ import platform
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from importlib.metadata import version
 from math import prod
 from pathlib import Path
@@ -46,7 +46,6 @@ from ebflow_plugin.training.fitting import VALIDATION_BATCH
 from ebflow_plugin.training.optimizers import fusible
 
 __all__ = [
-    "Outcome",
     "configuration",
     "covered",
     "first_process",
@@ -66,7 +65,7 @@ OPTIMISERS: dict[str, Callable[..., optim.Optimizer]] = {
 # What may be another when a run goes on. All else says what the run is: its data and split, its model, its objective.
 GOES_ON = {
     "steps", "epochs", "batch_size", "clip_norm", "evaluate_every", "patience", "device", "threads", "data_root",
-    "download", "amp", "compile",
+    "download", "compile",
 }  # fmt: skip
 
 
@@ -158,35 +157,24 @@ def _train(run: Run, out: Path, resume: bool, progress: bool) -> dict[str, Any]:
         note(_headline(run, out))
     started = time.monotonic()
     try:
-        result = run_trainer(run, objective, out, resume, progress)
+        trained = run_trainer(run, objective, out, resume, progress)
     except InputError:
         if first:  # what cannot go on with this run does not describe it
             _put_back(out, kept)
         raise
     except KeyboardInterrupt:
         raise KeyboardInterrupt(_how(out)) from None
-    if first and resume and config.steps is not None and result.steps > config.steps:
+    if first and resume and config.steps is not None and trained["steps"] > config.steps:
         _put_back(out, kept)  # the run was longer than that already: nothing was done
-    last = result.history[-1]
     ebf.load_best(model, out)
     summary = {
         "data": config.data,
         "model": config.model,
         "loss": config.loss,
-        "steps": result.steps,
-        "stopped": result.stopped,
-        "validation": {
-            "nll_before": result.start_nll,
-            "nll_last": last["nll"],
-            "nll_best": result.best_nll,
-            "best_step": result.best_step,
-        },
-        "learnt": result.best_step != 0,
+        **trained,
         "test": likelihood(model, run.split("test"), config.seed).to_dict(),
         "coverage": covered(run) if first else None,
         "seconds": round(time.monotonic() - started, 2),
-        "training_seconds": round(last["seconds"], 2),
-        "steps_per_second": round(result.steps / last["seconds"], 2) if last["seconds"] else None,
         "device": str(run.device),
         "threads": torch.get_num_threads(),
         "versions": versions(),
@@ -324,35 +312,14 @@ def optimizer_for(run: Run, one_rate: bool = False) -> Callable[[list[nn.Paramet
     return optimizer
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a run ended. Its best weights are in the folder (:func:`ebflow_plugin.load_best`).
-
-    Attributes:
-        history: The record of each evaluation.
-        steps: The number of steps, including those before a resume.
-        stopped: Why it ended: ``"steps"`` or ``"patience"``.
-        start_nll: The validation NLL before the first step, if the model was initialised by then.
-        best_nll: The lowest validation NLL, including that of the start.
-        best_step: Its step.
-    """
-
-    history: list[dict[str, Any]]
-    steps: int
-    stopped: str
-    start_nll: float | None
-    best_nll: float
-    best_step: int
-
-
 def run_trainer(
     run: Run,
     objective: ebf.objectives.Objective,
     out: Path,
     resume: bool,
     progress: bool,
-) -> Outcome:
-    """Trains the model of a settled run in Lightning, with its checkpoints in a folder.
+) -> dict[str, Any]:
+    """Trains the model of a settled run in Lightning, with its checkpoints and best weights in a folder.
 
     Arguments:
         run: The model with its data.
@@ -360,6 +327,9 @@ def run_trainer(
         out: The folder.
         resume: Whether to go on from the last checkpoint there, if there is one; if not, those that are there go.
         progress: Whether to show it.
+
+    Returns:
+        Its part of the summary.
 
     Raises:
         KeyboardInterrupt: On Ctrl-C before the first step; later the process exits, with 130.
@@ -419,10 +389,20 @@ def run_trainer(
         raise
     finally:
         torch.set_rng_state(state)
-    start = next(piece.start_nll for piece in pieces if isinstance(piece, ExactNLL))
-    assert kept.best_nll is not None
-    assert kept.best_step is not None
-    return Outcome(records.history, made.global_step, kept.stopped, start, kept.best_nll, kept.best_step)
+    last, steps = records.history[-1], made.global_step  # with those before a resume
+    return {
+        "steps": steps,
+        "stopped": kept.stopped,
+        "validation": {
+            "nll_before": next(piece.start_nll for piece in pieces if isinstance(piece, ExactNLL)),
+            "nll_last": last["nll"],
+            "nll_best": kept.best_nll,
+            "best_step": kept.best_step,
+        },
+        "learnt": kept.best_step != 0,
+        "training_seconds": round(last["seconds"], 2),
+        "steps_per_second": round(steps / last["seconds"], 2) if last["seconds"] else None,
+    }
 
 
 def _devices(device: torch.device, world: int) -> dict[str, Any]:

@@ -115,8 +115,8 @@ def test_likelihood_beside_score_matching_is_that_of_points_with_noise(sigma):
 
 @pytest.mark.parametrize("loss", ["ssm", "dsm", "fdssm"])
 def test_the_recipe_of_the_plane_can_be_compiled(loss):
-    run = build(TrainConfig(data="swirl", model="glow", loss=loss, device="cpu", limit=50, steps=5))
-    run = settle(run)
+    small = {"limit": 50, "steps": 5, "blocks": 1, "hidden": 8}  # tracing a block takes a second
+    run = settle(build(TrainConfig(data="swirl", model="glow", loss=loss, device="cpu", **small)))
     x, plain, compiled = run.data.train[:8], objective_of(run.model, run.config), objective_of(run.model, run.config)
     compiled.compile(backend="eager")
     for _ in range(2):  # σ is another in the second step

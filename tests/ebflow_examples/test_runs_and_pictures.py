@@ -59,15 +59,6 @@ def test_a_configuration_refuses_what_does_not_fit(values, error):
         TrainConfig().updated(values)
 
 
-def test_settings_that_are_gone_are_read_where_they_were_off():
-    old = {"amp": False, "library": "nflows", "compile": False, "seed": 3}
-    assert TrainConfig().updated(old) == TrainConfig(seed=3)
-    with pytest.raises(InputError, match="amp is no setting any more: train in Lightning"):
-        TrainConfig().updated({"amp": True})
-    with pytest.raises(InputError, match="library is no setting any more: the built-in models are of nflows"):
-        TrainConfig().updated({"library": "normflows"})
-
-
 def test_flags_come_before_the_file_and_the_file_before_the_run(tmp_path):
     run, file = tmp_path / "run", tmp_path / "own.toml"
     run.mkdir()

@@ -56,7 +56,7 @@ def test_ctrl_c_saves_says_how_to_go_on_and_the_run_does(tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     command = [sys.executable, "-m", "ebflow_examples", "train", *SMALL]
     with subprocess.Popen(
-        [*command, "--out", parts, "--steps", "4000"], env=environment(), stderr=subprocess.PIPE, text=True
+        [*command, "--out", parts, "--steps", "1000000"], env=environment(), stderr=subprocess.PIPE, text=True
     ) as process:
         while not list(parts.glob("step-*.ckpt")):
             time.sleep(0.01)

@@ -4,7 +4,7 @@ import torch
 
 import ebflow_plugin as ebf
 from ebflow_examples import profiler
-from ebflow_examples.bench import likelihood, report
+from ebflow_examples.bench import models, report
 from ebflow_examples.bench.results import Settings
 from ebflow_examples.bench.timing import interleaved
 from ebflow_examples.config import TrainConfig
@@ -16,10 +16,10 @@ from randomness import rng
 
 
 def test_the_benchmark_has_every_objective_in_both_tables(monkeypatch):
-    monkeypatch.setattr(likelihood, "QUICK_SIDES", (4, 8))
-    monkeypatch.setattr(likelihood, "BATCH", 4)
+    monkeypatch.setattr(models, "QUICK_SIDES", (4, 8))
+    monkeypatch.setattr(models, "NEW_BATCH", 4)
     monkeypatch.setattr(Settings, "time", lambda self, what, steps, **how: interleaved(steps, seconds=0, least=2))
-    step, growth = likelihood.likelihood(Settings())
+    step, growth = models.likelihood(Settings())
     assert [row["against"] for row in step.rows] == ["ML", "DSM", "SSM"]
     assert [row["target"] and row["target"].limit for row in step.rows] == [0.12, 1.0, None]
     assert [row["objective"] for row in growth.rows] == ["ML stochastic", "ML", "DSM", "SSM"]

@@ -18,13 +18,22 @@ SCRIPTS = sorted(EXAMPLES.glob("*.py"))
 NUMBER = r"-?\d+\.\d+"
 # What the output of each script must hold, beside numbers that only a long run makes good.
 EXPECTED = {
+    "bridge": [
+        r"exact +log Z +0\.000",
+        rf"reverse KL +log Z +{NUMBER}",
+        rf"bridge, forward KL +log Z +{NUMBER} ± \S+, wells",
+    ],
     "custom_transform": ["same log_prob: True", r"Filter +linear +256 × 256", rf"NLL after +{NUMBER}, .* {NUMBER}\n"],
     "double_well": [r"exact +log Z 1\.1748", rf"forward +log Z {NUMBER} ± \S+, right well {NUMBER}"],
     "evidence": [rf"4 +-12\.5523\d* +{NUMBER} ± \S+ +{NUMBER} +off by {NUMBER}"],
     "lightning_flow": [rf"by likelihood +exact test NLL {NUMBER}\n", rf"by score matching +exact test NLL {NUMBER}\n"],
     "log_z": [r"importance .*\(warned\)", rf"products alone +{NUMBER} ± {NUMBER}", rf"lanczos +{NUMBER} ± {NUMBER}"],
     "own_objective": [r"paired_dsm loss", rf"KL to the density of the data {NUMBER} -> {NUMBER}"],
-    "phi4": [rf"flow +accepted {NUMBER}, effective {NUMBER}, mean action", rf"HMC +mean action {NUMBER} ± {NUMBER}"],
+    "phi4": [
+        rf"full +accepted {NUMBER}, effective {NUMBER}, mean action",
+        rf"couplings +accepted {NUMBER}, effective {NUMBER}, mean action",
+        rf"HMC +mean action {NUMBER} ± {NUMBER}",
+    ],
     "sbi_posterior": [r"posterior mean.* known" if find_spec("sbi") else r"^skipped: .*pip install sbi\n$"],
     "cuda_graphs": [rf"DSM: loss {NUMBER} -> {NUMBER} in 20 steps", rf"SSM: loss {NUMBER} -> {NUMBER}"],
     "several_devices": ["processes: 1, rows of a batch in each: 256", rf"exact test NLL {NUMBER}; start"],

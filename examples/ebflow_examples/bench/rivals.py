@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -25,6 +26,7 @@ from ebflow_normflows import SmoothLeakyReLU
 __all__ = ["rivals"]
 
 CHANNELS, SIZE = 48, 8  # what two squeezes make of a 3 x 32 x 32 image
+ALL, FULL = ("ML", "SSM", "DSM", "FDSSM"), ("SSM", "DSM", "FDSSM", "ML relative")
 
 
 def rivals(settings: Settings) -> Iterator[Table]:
@@ -37,48 +39,37 @@ def rivals(settings: Settings) -> Iterator[Table]:
     yield against_torch_ema(settings)
 
 
+Steps = Mapping[str, Callable[[], object]]
+
+
 def against_nflows(settings: Settings) -> Table:
     """Maximum likelihood with the linear layers of nflows, against our objectives with FullLinear."""
     x = settings.data(BATCH, DIM)
     plain_flows = {"nflows ML, NaiveLinear": naive_fc(DIM), "nflows ML, LULinear": build("fc", (DIM,), linear="lu")}
-    steps = {name: training_step(flow.to(x), nll(flow), x) for name, flow in plain_flows.items()}
-    steps |= full_steps(x, lambda: build("fc", (DIM,)))
-    times = settings.time("nflows", steps, seconds=4.0)
-    rows = [compare(name, times[name], times[rival]) for rival in plain_flows for name in steps if "nflows" not in name]
-    return Table(
-        "rivals",
-        f"training step against nflows' maximum likelihood, D = {DIM}, batch {BATCH}",
-        rows,
+    theirs = {name: training_step(flow.to(x), nll(flow), x) for name, flow in plain_flows.items()}
+    return against(
+        settings,
+        f"nflows' maximum likelihood, D = {DIM}",
+        theirs,
+        our_steps(FULL, lambda: build("fc", (DIM,)), x, "{}, FullLinear"),
         "Two linear layers with a smooth leaky ReLU between them. A step of one objective is not worth a step of "
         "another: this is what a step costs, not what it learns.",
     )
 
 
-def full_steps(x: Tensor, make: Callable[[], nn.Module]) -> dict[str, Callable[[], None]]:
-    """A training step of each of our objectives, with the FullLinear of a library."""
-    steps = {}
-    for name in ("SSM", "DSM", "FDSSM", "ML relative"):
-        model = ebf.wrap(make().to(x))
-        steps[f"{name}, FullLinear"] = training_step(model, objective(name, model), x)
-    return steps
-
-
 def after_unconstrain(settings: Settings) -> Table:
     """A usual LU flow: nflows' maximum likelihood, our objectives on the same flow, and after unconstrain()."""
-    x = settings.data(BATCH, DIM)
-    rival, plain = "nflows ML, LULinear", build("fc", (DIM,), linear="lu").to(x)
-    steps = {rival: training_step(plain, nll(plain), x)}
-    for name in ("ML", "SSM", "DSM", "FDSSM"):
-        flow = build("fc", (DIM,), linear="lu").to(x)
-        for label, each in ((f"{name}, LULinear", flow), (f"{name}, after unconstrain", ebf.unconstrain(flow))):
-            model = ebf.wrap(each)
-            steps[label] = training_step(model, objective(name, model), x)
-    times = settings.time("unconstrain", steps, seconds=4.0)
-    rows = [compare(name, times[name], times[rival]) for name in steps if name != rival]
-    return Table(
-        "rivals",
-        f"training step of an LU flow, before and after unconstrain, D = {DIM}, batch {BATCH}",
-        rows,
+    x, lu = settings.data(BATCH, DIM), partial(build, "fc", (DIM,), linear="lu")
+    plain = lu().to(x)
+    ours: dict[str, Callable[[], object]] = {}
+    for name in ALL:
+        ours |= our_steps((name,), lu, x, "{}, LULinear")
+        ours |= our_steps((name,), lambda: ebf.unconstrain(lu()), x, "{}, after unconstrain")
+    return against(
+        settings,
+        f"nflows' maximum likelihood, an LU flow before and after unconstrain, D = {DIM}",
+        {"nflows ML, LULinear": training_step(plain, nll(plain), x)},
+        ours,
         "Two LULinear layers of nflows with a smooth leaky ReLU between them. Their determinants are products of "
         "diagonals: score matching has none to skip there, and it gains only with the full layers of unconstrain().",
     )
@@ -94,54 +85,41 @@ def against_normflows(settings: Settings) -> Table:
             steps += [nf.flows.Invertible1x1Conv(CHANNELS), SmoothLeakyReLU(ALPHA)]
         return nf.NormalizingFlow(nf.distributions.DiagGaussian((CHANNELS, SIZE, SIZE)), steps).to(x)
 
-    rival, flow = "normflows forward_kld", convolutions()
-    steps = {rival: training_step(flow, flow.forward_kld, x)}
-    for name in ("ML", "SSM", "DSM", "FDSSM"):
-        model = ebf.wrap(convolutions())
-        steps[name] = training_step(model, objective(name, model), x)
-    times = settings.time("normflows", steps, seconds=2.5)
-    rows = [compare(name, times[name], times[rival]) for name in steps if name != rival]
-    return Table(
-        "rivals",
-        f"training step against normflows' forward_kld, four Invertible1x1Conv, {CHANNELS} x {SIZE} x {SIZE}, "
-        f"batch {BATCH}",
-        rows,
+    flow = convolutions()
+    return against(
+        settings,
+        f"normflows' forward_kld, four Invertible1x1Conv, {CHANNELS} x {SIZE} x {SIZE}",
+        {"normflows forward_kld": training_step(flow, flow.forward_kld, x)},
+        our_steps(ALL, convolutions, x),
         f"Its determinants are {CHANNELS} x {CHANNELS}, nearly free: there is nothing for score matching to save here.",
+        seconds=2.5,
     )
-
-
-def zuko_lu(features: int) -> nn.Module:
-    """The linear layer of zuko, which holds LU factors."""
-    return UnconditionalTransform(LULinearTransform, LU=torch.eye(features))
-
-
-def zuko_fc(linear: Callable[[int], nn.Module]) -> nn.Module:
-    """The paper's FC-based model of zuko."""
-    base = UnconditionalDistribution(DiagNormal, torch.zeros(DIM), torch.ones(DIM), buffer=True)
-    return Flow([linear(DIM), ebflow_zuko.SmoothLeakyReLU(ALPHA), linear(DIM)], base)
 
 
 def against_zuko(settings: Settings) -> Table:
     """Maximum likelihood by zuko's own log_prob, against our objectives."""
+
+    def fc(linear: Callable[[int], nn.Module]) -> nn.Module:
+        base = UnconditionalDistribution(DiagNormal, torch.zeros(DIM), torch.ones(DIM), buffer=True)
+        return Flow([linear(DIM), ebflow_zuko.SmoothLeakyReLU(ALPHA), linear(DIM)], base)
+
+    def lu(features: int) -> nn.Module:
+        return UnconditionalTransform(LULinearTransform, LU=torch.eye(features))
+
     x = settings.data(BATCH, DIM)
     plain_flows: dict[str, Any] = {
-        "zuko ML, LULinearTransform": zuko_fc(zuko_lu),
-        "zuko ML, FullLinear": zuko_fc(ebflow_zuko.FullLinear),
+        "zuko ML, LULinearTransform": fc(lu).to(x),
+        "zuko ML, FullLinear": fc(ebflow_zuko.FullLinear).to(x),
     }
-    steps = {
-        name: training_step(flow.to(x), lambda x, flow=flow: -flow().log_prob(x).mean(), x)
-        for name, flow in plain_flows.items()
-    }
-    steps |= full_steps(x, lambda: zuko_fc(ebflow_zuko.FullLinear))
-    for name in ("ML", "DSM"):
-        same = ebf.wrap(zuko_fc(zuko_lu).to(x))
-        steps[f"{name}, the LULinearTransform flow"] = training_step(same, objective(name, same), x)
-    times = settings.time("zuko", steps, seconds=4.0)
-    rows = [compare(name, times[name], times[rival]) for rival in plain_flows for name in steps if "zuko" not in name]
-    return Table(
-        "rivals",
-        f"training step against maximum likelihood by zuko's log_prob, D = {DIM}, batch {BATCH}",
-        rows,
+    full = our_steps(FULL, lambda: fc(ebflow_zuko.FullLinear), x, "{}, FullLinear")
+    return against(
+        settings,
+        f"maximum likelihood by zuko's log_prob, D = {DIM}",
+        {
+            name: training_step(flow, lambda x, flow=flow: -flow().log_prob(x).mean(), x)
+            for name, flow in plain_flows.items()
+        },
+        full | our_steps(("ML", "DSM"), lambda: fc(lu), x, "{}, the LULinearTransform flow"),
         "Two linear layers with a smooth leaky ReLU between them. zuko multiplies L and U for each call, in O(D³); the "
         "wrapper applies one after the other, so that ML of the same flow is faster too.",
     )
@@ -149,7 +127,7 @@ def against_zuko(settings: Settings) -> Table:
 
 def against_torchebm(settings: Settings) -> Table:
     """The sliced score matching of torchebm on the same energy, one projection."""
-    title = f"training step against torchebm's SlicedScoreMatching on the same energy, D = {DIM}, batch {BATCH}"
+    title = f"torchebm's SlicedScoreMatching on the same energy, D = {DIM}"
     if find_spec("torchebm") is None:
         return missing(title, "torchebm")
     losses, core = import_module("torchebm.losses"), import_module("torchebm.core")
@@ -163,18 +141,34 @@ def against_torchebm(settings: Settings) -> Table:
             return self.model(x)
 
     x = settings.data(BATCH, DIM)
-    ours, theirs = (ebf.wrap(build("fc", (DIM,)).to(x)) for _ in range(2))
-    rival = losses.SlicedScoreMatching(model=Energy(theirs), n_projections=1, device=settings.device)
-    times = settings.time(
-        "torchebm",
-        {
-            "ours": training_step(ours, ebf.objectives.SSM(ours), x),
-            "torchebm SlicedScoreMatching": training_step(theirs, rival, x),
-        },
+    model = ebf.wrap(build("fc", (DIM,)).to(x))
+    rival = losses.SlicedScoreMatching(model=Energy(model), n_projections=1, device=settings.device)
+    return against(
+        settings,
+        title,
+        {"torchebm SlicedScoreMatching": training_step(model, rival, x)},
+        our_steps(("SSM",), lambda: build("fc", (DIM,)), x),
+        "One Rademacher v for each sample. Ours takes ½‖∇E‖², which has less variance than the ½(vᵀ∇E)² of torchebm.",
         seconds=2.0,
     )
-    note = "One Rademacher v for each sample. Ours takes ½‖∇E‖², which has less variance than the ½(vᵀ∇E)² of torchebm."
-    return Table("rivals", title, [compare("SSM", times["ours"], times["torchebm SlicedScoreMatching"])], note)
+
+
+def our_steps(
+    names: Iterable[str], make: Callable[[], nn.Module], x: Tensor, label: str = "{}"
+) -> dict[str, Callable[[], object]]:
+    """A training step of each of our objectives, of a model of its own."""
+    steps: dict[str, Callable[[], object]] = {}
+    for name in names:
+        model = ebf.wrap(make().to(x))
+        steps[label.format(name)] = training_step(model, objective(name, model), x)
+    return steps
+
+
+def against(settings: Settings, title: str, theirs: Steps, ours: Steps, note: str, seconds: float = 4.0) -> Table:
+    """Each of our steps against each of theirs, interleaved."""
+    times = settings.time(title, {**theirs, **ours}, seconds=seconds)
+    rows = [compare(name, times[name], times[rival]) for rival in theirs for name in ours]
+    return Table("rivals", f"training step against {title}, batch {BATCH}", rows, note)
 
 
 def against_torch_ema(settings: Settings) -> Table:

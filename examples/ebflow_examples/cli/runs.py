@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ebflow_examples.cli.options import DataRoot, Device, Folder, Header, Json, Picture, Seed, Weights
+from ebflow_examples.cli.options import DataRoot, Device, Folder, Json, Picture, Seed, Weights
 from ebflow_examples.console import say, say_json
 
 if TYPE_CHECKING:  # torch is imported by the commands that need it
@@ -23,7 +23,6 @@ def evaluate(
     weights: Weights = "best",
     device: Device = "auto",
     data_root: DataRoot = None,
-    header: Header = None,
     as_json: Json = False,
 ) -> None:
     """Compute the exact NLL and bits/dim of a run, with standard errors over the rows.
@@ -39,7 +38,7 @@ def evaluate(
     """
     from ebflow_examples.runs import Floor, Likelihood, nll_of_rows, open_run
 
-    opened = open_run(run, weights, device, data_root, header)
+    opened = open_run(run, weights, device, data_root)
     rows = opened.split(split)
     values = nll_of_rows(opened.model, rows, opened.config.seed, split)
     found = Likelihood.of(values, rows[0].numel())
@@ -65,7 +64,6 @@ def sample(
     out: Picture = None,
     device: Device = "auto",
     data_root: DataRoot = None,
-    header: Header = None,
 ) -> None:
     """Draw samples by the inverse of the flow: a grid of images or points of the plane, and the numbers as .npy.
 
@@ -78,7 +76,7 @@ def sample(
     """
     from ebflow_examples.pictures import draw_samples, unseen_features
 
-    opened, path = _opened(run, weights, device, data_root, header, out, "samples.png")
+    opened, path = _opened(run, weights, device, data_root, out, "samples.png")
     numbers = draw_samples(opened, count, path, temperature=temperature, seed=seed)
     say(f"{count} samples ({opened.facts}): {path} and {numbers}")
     left_out = unseen_features(opened)
@@ -97,7 +95,6 @@ def impute(
     out: Picture = None,
     device: Device = "auto",
     data_root: DataRoot = None,
-    header: Header = None,
 ) -> None:
     """Fill in missing pixels by Langevin steps on the energy, from noise: no determinant, no inverse, no training.
 
@@ -110,7 +107,7 @@ def impute(
     """
     from ebflow_examples.pictures import draw_imputation, impute_rows
 
-    opened, path = _opened(run, weights, device, data_root, header, out, "imputation.png")
+    opened, path = _opened(run, weights, device, data_root, out, "imputation.png")
     found = impute_rows(opened, count, mask, share=share, steps=steps, seed=seed)
     draw_imputation(opened, found, path)
     unit = "units of the data" if opened.data.levels is None else f"grey levels of {opened.data.levels}"
@@ -129,7 +126,6 @@ def density(
     out: Picture = None,
     device: Device = "auto",
     data_root: DataRoot = None,
-    header: Header = None,
 ) -> None:
     """Draw the density of a two-dimensional run beside the true one, and samples.
 
@@ -142,18 +138,18 @@ def density(
     """
     from ebflow_examples.pictures import draw_density
 
-    opened, path = _opened(run, weights, device, data_root, header, out, "density.png")
+    opened, path = _opened(run, weights, device, data_root, out, "density.png")
     draw_density(opened, path, seed)
     say(f"density ({opened.facts}): {path}")
 
 
 def _opened(
-    run: Path, weights: str, device: str, data_root: str | None, header: bool | None, out: Path | None, picture: str
+    run: Path, weights: str, device: str, data_root: str | None, out: Path | None, picture: str
 ) -> tuple[Run, Path]:
     """Reads a run folder, and says where its picture goes: into it, if nobody says otherwise."""
     from ebflow_examples.runs import open_run
 
-    return open_run(run, weights, device, data_root, header), _png(out, run / picture)
+    return open_run(run, weights, device, data_root), _png(out, run / picture)
 
 
 def _png(out: Path | None, default: Path) -> Path:

@@ -46,10 +46,26 @@ MARGIN = 1e-6  # how far pixels are kept from 0 and 1, as in the authors' code
 
 @dataclass(frozen=True)
 class Options:
-    """What ``ebflow reproduce`` was told; see :func:`~ebflow_examples.reproduce.main`."""
+    """What ``ebflow reproduce`` was told.
+
+    Attributes:
+        what: The table or figure.
+        budget: Minutes.
+        seeds: Seeds 0, 1, …
+        jobs: Processes that work side by side, each with one thread.
+        out: The folder for the results and the cells.
+        data: ``mnist``, or other images in its place.
+        data_root: Where the data are.
+        only: Words that a cell must have in its name, such as ``ours``, ``fc`` or ``dsm``.
+        quick: A moment for each cell: shows that all of it works, and nothing else.
+        fresh: Computes cells that are there already.
+        seconds: Seconds of training for each cell, in the place of a share of the budget.
+        margin: How far images are kept from 0 and 1.
+        kept: Shows the cells that are there, and computes none.
+    """
 
     what: str
-    budget: float
+    budget: float = 0.0
     seeds: int = 3
     jobs: int = 1
     out: Path = Path("runs/reproduce")
@@ -191,16 +207,12 @@ def run(options: Options, made: Experiment) -> list[CellResult]:
     for path in options.folder.glob(f"{START}-*") if options.fresh else ():
         path.unlink()
     found = _round(options, made, [cell for cell in cells if not cell.best_of])
-    waiting = [cell for cell in cells if cell.best_of]
-    rates = {cell.name: _best_rate(cell, found) for cell in waiting}
-    ready = [
-        replace(cell, settings={**cell.settings, "lr": rates[cell.name]})
-        for cell in waiting
-        if rates[cell.name] is not None
-    ]
-    hopeless = [cell for cell in waiting if rates[cell.name] is None]
-    if not options.kept:
-        found |= {cell.name: CellResult(cell, {}, "training failed at every rate of the grid") for cell in hopeless}
+    ready = []
+    for cell in cells:
+        if cell.best_of and (rate := _best_rate(cell, found)) is not None:
+            ready.append(replace(cell, settings={**cell.settings, "lr": rate}))
+        elif cell.best_of and not options.kept:
+            found[cell.name] = CellResult(cell, {}, "training failed at every rate of the grid")
     found |= _round(options, made, ready)
     if not found:
         raise InputError(f"no cell of {options.what} is in {options.folder}; leave out --kept to compute them")
@@ -312,12 +324,7 @@ def compute(
         result = work(cell, options.folder, options.data_root)
     except (TrainingError, SingularError) as error:
         failed = str(error)
-    facts = {
-        "command": options.command,
-        "commit": code,
-        "threads": torch.get_num_threads(),
-        "versions": versions(),
-    }
+    facts = {"command": options.command, "commit": code, "threads": torch.get_num_threads(), "versions": versions()}
     found = CellResult(cell, result, failed, round(time.monotonic() - started, 2), facts)
     path = options.folder / f"{cell.name}.json"
     partial = path.with_suffix(".part")  # a run that is stopped while it writes leaves no half of a cell

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from ebflow_examples import plots
 
-__all__ = ["COLOURS", "joined", "objective_name", "race", "seed_curves"]
+__all__ = ["COLOURS", "joined", "labelled", "objective_name", "seed_curves"]
 
 COLOURS = {  # told apart by all eyes
     "ml": "#D55E00",
@@ -26,12 +24,6 @@ POINTS = 60
 SMALL, LARGE = 1e-2, 1e5  # numbers between these are written out
 WIDEST = 0.95  # values above this quantile do not stretch the axis
 
-RACERS = {
-    "ml": "exact likelihood",
-    "ml_stochastic": "likelihood without\ndeterminants",
-    "dsm": "denoising score\nmatching",
-    "ssm": "sliced score\nmatching",
-}
 NEAREST = 0.13  # of the height of a picture: two labels of two lines each are at least so far from each other
 
 Points = Sequence[tuple[float, float]]
@@ -93,9 +85,7 @@ def seed_curves(
     if log:
         axes.set_yscale("log")
         if heights and max(heights) < 100 * min(heights):  # powers of ten alone would leave two ticks
-            axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-            axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
-            axes.yaxis.set_minor_formatter(NullFormatter())
+            plots.plain_log(axes.yaxis)
     elif heights:
         low, high = min(heights), float(np.quantile(heights, WIDEST))
         room = 0.08 * max(high - low, 1e-6)
@@ -106,50 +96,46 @@ def seed_curves(
     axes.set(title=title, xlabel=x, ylabel=y)
 
 
-def race(path: Path, curves: Mapping[str, Sequence[Points]], title: str) -> None:
-    """Draws NLL against seconds for some objectives, each named at the end of its line, in letters for a README.
+def labelled(
+    axes: Any, curves: Mapping[str, Sequence[Points]], words: Callable[[str, float], str], size: float
+) -> None:
+    """Draws the mean over seeds and a thin line for each, from 0 on; words at the end of a line, not on one another.
 
     Arguments:
-        path: The file.
+        axes: Where to; if its y is logarithmic already, the words are apart on that scale.
         curves: Objective -> the curves of its seeds.
-        title: Data, model and machine.
+        words: What stands at the end of a line, by the objective and its last value.
+        size: Of the words, in points; lines are a fifth of it wide.
     """
-    with plots.figure(path, 9.0, 5.0) as figure:
-        axes = figure.subplots()
-        ends: dict[str, tuple[float, float]] = {}
-        for loss, seeds in curves.items():
-            along, lines = joined(seeds)
-            middle = np.mean(lines, axis=0)
-            axes.plot(along, middle, color=COLOURS[loss], linewidth=3.0)
-            axes.fill_between(along, np.min(lines, axis=0), np.max(lines, axis=0), color=COLOURS[loss], alpha=0.15)
-            ends[loss] = along[-1], float(middle[-1])
-        low, high = axes.get_ylim()
-        last = max(x for x, _ in ends.values())
-        for (loss, (_, value)), place in zip(
-            sorted(ends.items(), key=lambda item: item[1][1]), _apart(ends, NEAREST * (high - low)), strict=True
-        ):
-            axes.annotate(
-                f"{RACERS[loss]}: {value:,.0f}", (last, value), (last * 1.05, place), color=COLOURS[loss],
-                fontsize=14, fontweight="bold", va="center", annotation_clip=False,
-                arrowprops={"arrowstyle": "-", "color": COLOURS[loss], "linewidth": 0.8, "relpos": (0.0, 0.5)},
-            )  # fmt: skip
-        axes.set_xlim(0.0, last)
-        axes.tick_params(labelsize=13)
-        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-        axes.grid(axis="y", color=plots.COLOURS["grid"], linewidth=0.6)
-        axes.set_xlabel("CPU seconds of training", fontsize=15)
-        axes.set_ylabel("NLL in nats (lower is better)", fontsize=15)
-        axes.set_title(title, fontsize=15)
+    ends: dict[str, float] = {}
+    for loss, seeds in curves.items():
+        along, lines = joined(seeds)
+        axes.plot(along, np.mean(lines, axis=0), color=COLOURS[loss], linewidth=size / 5)
+        axes.plot(along, np.transpose(lines), color=COLOURS[loss], linewidth=0.6, alpha=0.6)
+        ends[loss] = float(np.mean(lines, axis=0)[-1])
+    last = max(curve[-1][0] for seeds in curves.values() for curve in seeds)
+    axes.set_xlim(0.0, last)
+    axes.grid(axis="y", color=plots.COLOURS["grid"], linewidth=0.6)
+    low, high = axes.get_ylim()
+    for loss, place in apart(ends, low, high, axes.get_yscale() == "log").items():
+        axes.annotate(
+            words(loss, ends[loss]), (last, ends[loss]), (last * 1.05, place), color=COLOURS[loss],
+            fontsize=size, fontweight="bold", va="center", annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": COLOURS[loss], "linewidth": 0.8, "relpos": (0.0, 0.5)},
+        )  # fmt: skip
 
 
-def _apart(ends: Mapping[str, tuple[float, float]], least: float) -> list[float]:
-    """Heights for labels in ascending order, near their values and not on one another.
+def apart(ends: Mapping[str, float], low: float, high: float, log: bool = False) -> dict[str, float]:
+    """Places for labels on an axis from low to high: near their values, and not on one another.
 
     Example:
-        >>> _apart({"a": (0.0, 1.0), "b": (0.0, 1.1), "c": (0.0, 5.0)}, 0.5)
-        [1.0, 1.5, 5.0]
+        >>> apart({"a": 1.0, "c": 5.0, "b": 1.1}, 0.0, 10.0)
+        {'a': 1.0, 'b': 2.3, 'c': 5.0}
     """
-    heights: list[float] = []
-    for value in sorted(value for _, value in ends.values()):
-        heights.append(value if not heights else max(value, heights[-1] + least))
-    return heights
+    to, back = (np.log, np.exp) if log else (float, float)
+    places: dict[str, float] = {}
+    before = -np.inf
+    for name in sorted(ends, key=ends.__getitem__):
+        before = max(float(to(ends[name])), before + NEAREST * float(to(high) - to(low)))
+        places[name] = float(back(before))
+    return places

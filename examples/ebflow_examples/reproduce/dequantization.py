@@ -13,10 +13,11 @@ from ebflow_examples.config import CHOICES
 from ebflow_examples.reproduce import table2
 from ebflow_examples.reproduce.common import Cell, CellResult, Options
 from ebflow_examples.reproduce.curves import COLOURS, objective_name, seed_curves
-from ebflow_examples.reproduce.output import Grid, Mean, Report, column, grouped, mean
+from ebflow_examples.reproduce.output import Grid, Mean, Report, columns, grouped, mean
 from ebflow_examples.reproduce.table2_report import STOCHASTIC
 
 MINUTES = 40.0
+compute = table2.compute  # as in Table 2
 NOISES = CHOICES["dequantize"]
 LOSSES = {"fc": ("ml", "ssm", "dsm"), "cnn": (STOCHASTIC, "ssm", "dsm")}
 
@@ -41,11 +42,6 @@ def _with_noise(cell: Cell, noise: str) -> Cell:
     )
 
 
-def compute(cell: Cell, folder: Path, data_root: str | None) -> dict[str, Any]:
-    """As in Table 2."""
-    return table2.compute(cell, folder, data_root)
-
-
 def report(options: Options, found: Sequence[CellResult], path: Path) -> Report:
     """The bounds of both noises at the start and at the end, and their difference, paired by seed; curves."""
     runs = [each for each in found if not each.cell.settings["search"]]
@@ -60,15 +56,13 @@ def report(options: Options, found: Sequence[CellResult], path: Path) -> Report:
             lines.append([*line, "", "", "", "", "failed", ""])
             continue
         start = mean(each.result["curve"][0][1] for each in group)
-        raw, nll, steps = (column(group, key) for key in ("raw_nll", "nll", "steps"))
+        means = columns(group, "raw_nll", "nll", "steps")
         rate = group[0].result["recipe"]["lr"]
         apart = _paired(groups.get((model, loss, NOISES[0]), ()), group) if noise != NOISES[0] else None
-        rows.append(
-            {"model": model, "loss": loss, "noise": noise, "lr": rate, "start_nll": start, "raw_nll": raw, "nll": nll,
-             "steps": steps, "difference": apart}
-        )  # fmt: skip
-        texts = [f"{steps.value:.0f}", f"{start.value:.1f}", raw.text(1), nll.text(1), apart.text(1) if apart else ""]
-        lines.append([*line, f"{rate:g}", *texts])
+        told = {"model": model, "loss": loss, "noise": noise, "lr": rate}
+        rows.append({**told, "start_nll": start, **means, "difference": apart})
+        nlls = [means["raw_nll"].text(1), means["nll"].text(1), apart.text(1) if apart else ""]
+        lines.append([*line, f"{rate:g}", f"{means['steps'].value:.0f}", f"{start.value:.1f}", *nlls])
     head = (
         "model", "objective", "noise", "rate", "steps", "NLL of the start", "NLL, raw", "NLL, calibrated",
         "smooth − uniform, calibrated",

@@ -80,7 +80,7 @@ def compute(cell: Cell, folder: Path, data_root: str | None) -> dict[str, Any]:
         began = time.process_time()
         drawn = model.sample(SAMPLES, generator=stream(seed, "samples", place))
         taken.append(time.process_time() - began)
-    np.save(folder / f"{cell.name}.npy", data.with_progress(drawn).numpy())
+    np.save(folder / f"{cell.name}.npy", data.pixels(drawn).numpy())
     save_file(model.state_dict(), folder / f"{cell.name}.safetensors")
     return {
         "bits_per_dim": found.bits_per_dim,

@@ -11,8 +11,8 @@ from typing import Any
 from ebflow_examples import plots
 from ebflow_examples.reproduce import paper
 from ebflow_examples.reproduce.common import MARGIN, CellResult, Options, judged
-from ebflow_examples.reproduce.curves import COLOURS, objective_name, race, seed_curves
-from ebflow_examples.reproduce.output import Grid, Mean, Report, beside, column, grouped, mean
+from ebflow_examples.reproduce.curves import COLOURS, labelled, objective_name, seed_curves
+from ebflow_examples.reproduce.output import Grid, Mean, Report, beside, column, columns, grouped, mean
 
 __all__ = ["GAUSSIAN", "MODELS", "RELATIVE", "STOCHASTIC", "TEMPERATURES", "WAYS", "draw", "notes", "report"]
 
@@ -21,7 +21,12 @@ GAUSSIAN = "gaussian"
 STOCHASTIC, RELATIVE = "ml_stochastic", "ml_relative"  # ML(log_det="stochastic"), ML(log_det="relative")
 WAYS = {"paper": "the paper's way", "ours": "ours"}
 TEMPERATURES = {"fc": 0.5, "cnn": 0.75}  # of the logit, in the authors' code
-RACERS = ("ml", STOCHASTIC, "dsm", "ssm")
+RACERS = {
+    "ml": "exact likelihood",
+    STOCHASTIC: "likelihood without\ndeterminants",
+    "dsm": "denoising score\nmatching",
+    "ssm": "sliced score\nmatching",
+}
 
 Panel = tuple[Any, str, str, dict[str, list[CellResult]]]  # axes, model, way, and the runs of each objective
 
@@ -56,27 +61,18 @@ def table_of(
         theirs_by_loss |= paper.RELATED
     for way, loss in sorted(groups, key=lambda key: (list(WAYS).index(key[0]), list(COLOURS).index(key[1]))):
         group = groups[way, loss]
-        nll, raw, bits, speed, steps = (
-            column(group, key) for key in ("nll", "raw_nll", "bits_per_dim", "steps_per_second", "steps")
-        )
+        means = columns(group, "nll", "raw_nll", "bits_per_dim", "steps_per_second", "steps", "seconds")
         start = mean(each.result["curve"][0][1] for each in group)
         theirs = theirs_by_loss.get(loss)
         pace = paper.THROUGHPUT.get(known, {}).get(model, {}).get(loss)
         rate = group[0].result["recipe"]["lr"]
-        rows.append(
-            {
-                "model": model, "way": way, "loss": loss, "lr": rate, "nll": nll, "raw_nll": raw, "bits_per_dim": bits,
-                "steps_per_second": speed, "steps": steps, "start_nll": start, "seconds": column(group, "seconds"),
-                "paper_nll": theirs, "paper_steps_per_second": pace,
-            }
-        )  # fmt: skip
-        lines.append(
-            [
-                WAYS[way], objective_name(loss), f"{rate:g}", f"{start.value:.1f}", raw.text(1), nll.text(1),
-                bits.text(3), "" if theirs is None else Mean(*theirs).text(1), f"{steps.value:.0f}",
-                beside(f"{speed.value:.2f}", pace, 2),
-            ]
-        )  # fmt: skip
+        told = {"model": model, "way": way, "loss": loss, "lr": rate, "start_nll": start}
+        rows.append({**told, **means, "paper_nll": theirs, "paper_steps_per_second": pace})
+        nlls = [f"{start.value:.1f}", means["raw_nll"].text(1), means["nll"].text(1), means["bits_per_dim"].text(3)]
+        quoted = "" if theirs is None else Mean(theirs[0], theirs[1]).text(1)
+        speed = beside(f"{means['steps_per_second'].value:.2f}", pace, 2)
+        steps = f"{means['steps'].value:.0f}"
+        lines.append([WAYS[way], objective_name(loss), f"{rate:g}", *nlls, quoted, steps, speed])
     lines += _anchors(known, found)
     head = (
         "", "objective", "rate", "NLL of the start", "NLL, raw", "NLL, calibrated", "bits/dim, calibrated",
@@ -255,4 +251,11 @@ def draw_race(options: Options, found: Sequence[CellResult], path: Path) -> None
     """NLL against seconds, readable on its own: cnn by exact ML, by ML without determinants, and by two scores."""
     curves = {loss: [each.result["curve"] for each in group] for loss, group in _racing(found).items()}
     name = {"mnist": "MNIST", "cifar10": "CIFAR-10"}.get(known_data(options.data), options.data)
-    race(path, curves, f"{name}, held-out images: a flow of six 7 × 7 convolutions, one CPU core")
+    with plots.figure(path, 9.0, 5.0) as figure:
+        axes = figure.subplots()
+        labelled(axes, curves, lambda loss, end: f"{RACERS[loss]}: {end:,.0f}", 14)
+        axes.tick_params(labelsize=13)
+        axes.yaxis.set_major_formatter("{x:,.0f}")
+        axes.set_xlabel("CPU seconds of training", fontsize=15)
+        axes.set_ylabel("NLL in nats (lower is better)", fontsize=15)
+        axes.set_title(f"{name}, held-out images: a flow of six 7 × 7 convolutions, one CPU core", fontsize=15)

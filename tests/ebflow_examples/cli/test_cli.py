@@ -99,17 +99,6 @@ def test_what_the_help_lists_is_what_there_is():
         assert name in text, name
 
 
-def test_demo_shows_a_race_and_leaves_a_picture(tmp_path):
-    done = ebflow("demo", "--quick", "--out", tmp_path)
-    assert "nats above the floor" in done.output
-    assert (tmp_path / "demo.png").stat().st_size > 50_000
-    assert [row["objective"] for row in json.loads((tmp_path / "demo.json").read_text())] == [
-        "ml",
-        "dsm",
-        "ml_stochastic",
-    ]
-
-
 def test_inspect_finds_models_of_the_users_own(own_models):
     assert "LULinear" in ebflow("inspect", "users_models:make").output
     assert "LULinear" in ebflow("inspect", "users_models.py:holder.flow").output

@@ -133,6 +133,28 @@ def test_steps_of_adam_have_the_same_losses(graphs):
     assert losses[1] == pytest.approx(losses[0], rel=1e-8)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ml", "dsm", "ssm"])
+def test_three_hundred_steps_of_adam_through_inductor(kind):
+    torch.compiler.reset()
+    losses = []
+    for compiled in (False, True):
+        objective = KINDS[kind](make(transforms.ActNorm(2)))
+        if compiled:
+            objective.compile()
+        optimizer, noise = torch.optim.Adam(objective.parameters(), lr=0.01), rng(3)
+        rows = data(300).view(30, 10, 2)
+        losses.append([])
+        for step in range(300):
+            optimizer.zero_grad()
+            loss = objective(rows[step % 30], generator=noise)
+            loss.backward()
+            optimizer.step()
+            losses[-1].append(loss.item())
+    assert losses[0][-30:] != losses[0][:30]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
 def test_a_changed_flow_is_compiled_anew(graphs):
     model = make()
     objective = ML(model).compile(backend="eager")

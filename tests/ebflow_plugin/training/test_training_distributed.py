@@ -40,18 +40,15 @@ def test_two_processes_train_as_one(tmp_path):
         assert process["part"] is None
         assert process["parts"]["rows"] == process["whole"]["rows"]
         assert same(process["parts"]["weights"], process["whole"]["weights"])
-
-
-def test_one_that_calls_alone_what_is_for_all_gets_an_error(tmp_path):
-    """It would wait for ever; afterwards, all of them together can still make the call."""
-    first, second = run_together("lonely_calls", tmp_path)
-    assert second["found"] == []
-    assert len(first["found"]) == 2
-    for name, message in zip(("model.calibrate()", "model.initialize(whiten=True)"), first["found"], strict=True):
+    # One that calls alone what is for all gets an error: it would wait for ever. After that all can make the call.
+    lonely, other = first["alone"], second["alone"]
+    assert other["found"] == []
+    assert len(lonely["found"]) == 2
+    for name, message in zip(("model.calibrate()", "model.initialize(whiten=True)"), lonely["found"], strict=True):
         assert message.startswith(
             f"{name} must be called by all 2 processes together, and 1 did not call it within 1 s."
         )
-    assert same(first["weights"], second["weights"])
+    assert same(lonely["weights"], other["weights"])
 
 
 @pytest.mark.slow

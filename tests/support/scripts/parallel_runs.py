@@ -3,13 +3,18 @@
 import os
 import sys
 import warnings
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 from lightning.pytorch import seed_everything
+from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 import ebflow_plugin as ebf
+from ebflow_plugin import model as models
+from ebflow_plugin.closed_form.moments import barrier
+from ebflow_plugin.errors import EBFlowError
 from ebflow_plugin.lightning import Checkpoints, LitObjective, Loader, trainer
 from lightning_models import Cut, Seen
 from training_models import CrashError, adam, make_data, make_model, weights
@@ -61,6 +66,24 @@ def without_data(seeds, together=False):
     return weights(model)
 
 
+def alone_and_together(rank):
+    """Calls that the first process makes alone, where the other waits meanwhile, as in real programs; then both."""
+    models.barrier = lambda call: barrier(call, timedelta(seconds=1))
+    x = make_data(100, dtype=torch.float64).chunk(2)[rank]
+    model, found = make_model(actnorm=False, dtype=torch.float64), []
+    for call in (lambda: model.calibrate(x), lambda: model.initialize(x, whiten=True)):
+        if rank == 0:
+            try:
+                call()
+                found.append("no error")
+            except EBFlowError as error:
+                found.append(str(error))
+        distributed.barrier()
+        for _ in range(2):
+            call()
+    return {"found": found, "weights": model.state_dict()}
+
+
 def main():
     folder = Path(sys.argv[1])
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -71,6 +94,7 @@ def main():
         "part": train(folder / "parts", "ssm", rank, world, cut=9),
         "parts": train(folder / "parts", "ssm", rank, world),
         "reverse": without_data([rank], together=True),
+        "alone": alone_and_together(rank),
     }
     torch.save(found, folder / f"found-{rank}.pt")
 
