@@ -13,7 +13,7 @@ from commands import ebflow, refused
 from ebflow_examples import config, console, data, models, pictures, training
 from ebflow_examples.cli import app
 from ebflow_examples.runs import build, fingerprint
-from ebflow_plugin import objectives
+from ebflow_plugin.objectives.registration import OBJECTIVES
 
 SMALL = ["--steps", "4", "--batch-size", "20", "--limit", "200", "--evaluate-every", "2"]
 
@@ -91,7 +91,7 @@ def test_every_command_teaches_by_example():
 
 def test_what_the_help_lists_is_what_there_is():
     assert config.CHOICES["linear"] == models.LINEAR
-    assert set(config.CHOICES["loss"]) <= set(objectives._OBJECTIVES)
+    assert set(config.CHOICES["loss"]) <= set(OBJECTIVES)
     assert config.CHOICES["schedule"] == tuple(training.SCHEDULES)
     assert config.CHOICES["optimizer"] == tuple(training.OPTIMISERS)
     text = ebflow("train", "--help").output
