@@ -22,7 +22,7 @@ from ebflow_plugin.plan.inputs import batch_of
 from ebflow_plugin.plan.spectrum import (
     NEAR_SINGULAR,
     ConditionWatch,
-    FullLayer,
+    Placed,
     Spectrum,
     conditioning_penalty,
     full_layers,
@@ -143,7 +143,7 @@ class LitObjective(LightningModule):
             loss = self.objective(x, context, *weighted, generator=generator)
             self.log("val_loss", loss, batch_size=len(x), sync_dist=True)
 
-    def full_layers(self) -> list[FullLayer]:
+    def full_layers(self) -> list[Placed]:
         """The full layers of the model, at the shape of the last batch."""
         model = self.objective.model
         plan, u, _ = model.match(batch_of(self.last[0])[0][:1], None, Generator(self.device).manual_seed(0))
