@@ -15,8 +15,8 @@ from torch.utils.data import DistributedSampler
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.linalg.random import derive_seed, kept_random_state, random_state, set_random_state
 from ebflow_plugin.objectives import Objective
-from ebflow_plugin.objectives.base import noise_of, use_generators
 from ebflow_plugin.objectives.evaluation import Likelihood, LikelihoodSum, calibrated
+from ebflow_plugin.objectives.noise import noise_of, use_generators
 from ebflow_plugin.options import integer, is_number, one_of
 from ebflow_plugin.plan.inputs import batch_of
 from ebflow_plugin.plan.spectrum import (

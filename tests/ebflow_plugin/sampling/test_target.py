@@ -11,7 +11,6 @@ import ebflow_plugin as ebf
 from ebflow_nflows import FullLinear
 from ebflow_plugin.objectives import ML, ReverseKL
 from randomness import randn, rng
-from target_densities import double_well, log_z_of_the_double_well
 
 
 def gaussian(scale, mean=(0.0, 0.0)):
@@ -26,6 +25,18 @@ def gaussian(scale, mean=(0.0, 0.0)):
 def normal(x):
     """A standard normal density times e³."""
     return 3.0 - 0.5 * x.square().sum(1) - 0.5 * x.shape[1] * math.log(2 * math.pi)
+
+
+def double_well(x):
+    """Wells at x = ±1.58, one deeper than the other; y follows x."""
+    a, b = x[:, 0], x[:, 1]
+    return -(a.square() - 2.5).square() + 0.3 * a - 0.5 * (b - 0.5 * a).square()
+
+
+def log_z_of_the_double_well():
+    grid = torch.linspace(-6, 6, 20_001, dtype=torch.float64)
+    values = double_well(torch.stack([grid, 0.5 * grid], 1)).exp()
+    return float((values.sum() * (grid[1] - grid[0]) * (2 * torch.pi) ** 0.5).log())
 
 
 def coverage(model, seeds, n):
