@@ -140,8 +140,7 @@ class ZukoAdapter(Adapter):
         return super().rule(cls)
 
     def plan(self, flow: Any, overrides: Mapping[str, str] | None = None) -> Plan:
-        overrides = overrides or {}
-        self.check_overrides(overrides, flow)
+        overrides = self.check_overrides(overrides, flow)
         if is_estimator(flow):
             self.refuse_own_density(flow, methods=("log_prob",), packages=("sbi",))
             walked, base = self._parts(flow.net, "net", overrides)

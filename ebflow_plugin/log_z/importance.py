@@ -10,10 +10,10 @@ import torch
 from torch import Generator, Tensor
 from torch.distributions import Distribution
 
-from ebflow_plugin.chunks import over_rows, rows_in_chunks, with_progress
+from ebflow_plugin.chunks import over_rows
 from ebflow_plugin.errors import InputError, NoInverseError
 from ebflow_plugin.linalg.random import gaussian_like, seeded_by
-from ebflow_plugin.log_z.estimate import Estimate, log_mean_exp, rounding_error
+from ebflow_plugin.log_z.estimate import Estimate, log_mean_exp, weigh
 from ebflow_plugin.options import at_least, check_generator
 from ebflow_plugin.plan.inverse import draw
 from ebflow_plugin.plan.plan import Plan
@@ -86,13 +86,11 @@ def importance(
     def energy(x: Tensor) -> Tensor:
         return core.energy(x, None if context is None else context.expand(len(x), *context.shape[1:]))
 
-    weights, sizes = [], []
-    for part in with_progress(list(rows_in_chunks(count, batch_size)), progress, "importance sampling"):
-        x, log_q = draw_from(q, part.stop - part.start, shape, like, generator)
-        cost = energy(x)
-        weights.append(-cost - log_q)
-        sizes.append(cost.abs() + log_q.abs())
-    log_weights = torch.cat(weights)
+    def drawn(rows: int) -> tuple[Tensor, Tensor]:
+        x, log_q = draw_from(q, rows, shape, like, generator)
+        return -energy(x), log_q
+
+    log_weights, rounding = weigh(drawn, count, batch_size, progress)
     _refuse_weights(log_weights)
     try:
         draws = draw(core, count, context, generator, like, batch_size=batch_size).reshape(count, *shape)
@@ -100,7 +98,6 @@ def importance(
         model_weights = None
     else:
         model_weights = over_rows(lambda x, _: -energy(x) - log_density(q, x), draws, None, batch_size)
-    rounding = rounding_error(log_weights, torch.cat(sizes), like.dtype)
     estimate = log_mean_exp(log_weights, model_weights, rounding)
     fixed = sum(float(log_det) for _, log_det in prefix.log_dets(event_shape, like))  # of the preprocessing
     return replace(estimate, value=estimate.value - fixed)

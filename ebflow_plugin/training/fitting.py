@@ -21,8 +21,8 @@ from ebflow_plugin.errors import EBFlowError, InputError, TrainingError
 from ebflow_plugin.linalg.random import derive_seed, kept_random_state
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives import Objective, ReverseKL
-from ebflow_plugin.objectives.base import noise_of, terms_of, use_generators
 from ebflow_plugin.objectives.evaluation import LikelihoodSum, calibrated
+from ebflow_plugin.objectives.noise import noise_of, terms_of, use_generators
 from ebflow_plugin.options import as_integer, at_least, flag, one_of, positive
 from ebflow_plugin.plan.inputs import to_device
 from ebflow_plugin.training.batches import batches_of, loader_of, once, process

@@ -18,7 +18,7 @@ import ebflow_plugin as ebf
 from ebflow_examples import clock, plots
 from ebflow_examples.data import DataSet
 from ebflow_examples.models import flow_for, preprocessing
-from ebflow_examples.reproduce.curves import COLOURS, Points, labelled
+from ebflow_examples.plots import OBJECTIVE_COLOURS, Points, labelled
 from ebflow_examples.runs import above_truth
 from ebflow_examples.streams import drawing_from
 from ebflow_plugin.errors import TrainingError
@@ -171,4 +171,4 @@ def draw(
             place.set_axis_off()
         for place, name in zip(panels[1:], sorted(samples, key=lambda name: curves[name][0][-1][1]), strict=False):
             plots.images(place, data.pixels(samples[name]), 3)
-            place.set_title(f"by {CONTENDERS[name].name}", color=COLOURS[name])
+            place.set_title(f"by {CONTENDERS[name].name}", color=OBJECTIVE_COLOURS[name])

@@ -8,6 +8,7 @@ from nflows import distributions, flows, transforms
 import ebflow_nflows
 import ebflow_normflows
 import ebflow_zuko
+from ebflow_plugin.closed_form.marginals import MarginalMap, fit_marginals
 
 LIBRARIES = (ebflow_nflows, ebflow_normflows, ebflow_zuko)
 
@@ -27,3 +28,10 @@ def flow_in(library, layers, shape, base=None):
 def zuko_normal(mean, std):
     family = zuko.distributions.DiagNormal
     return zuko.lazy.UnconditionalDistribution(family, mean, std, ndims=mean.dim(), buffer=True)
+
+
+def harmful_marginals(step, y, held_out):
+    """Marginal maps that are fitted well to the wrong thing."""
+    fitted = fit_marginals(step, y, held_out)
+    scale, shift = torch.full_like(fitted.scale, 30.0), torch.zeros_like(fitted.shift)
+    return MarginalMap(scale, shift, fitted.log_tail - 2.0, fitted.skewness + 1.0, torch.ones_like(fitted.helps))

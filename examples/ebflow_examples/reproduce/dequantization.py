@@ -6,15 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
 
-from ebflow_examples import plots
 from ebflow_examples.config import CHOICES
+from ebflow_examples.plots import objective_name
 from ebflow_examples.reproduce import table2
 from ebflow_examples.reproduce.common import Cell, CellResult, Options
-from ebflow_examples.reproduce.curves import COLOURS, objective_name, seed_curves
 from ebflow_examples.reproduce.output import Grid, Mean, Report, columns, grouped, mean
-from ebflow_examples.reproduce.table2_report import STOCHASTIC
+from ebflow_examples.reproduce.table2_report import STOCHASTIC, draw
 
 MINUTES = 40.0
 compute = table2.compute  # as in Table 2
@@ -67,7 +65,7 @@ def report(options: Options, found: Sequence[CellResult], path: Path) -> Report:
         "model", "objective", "noise", "rate", "steps", "NLL of the start", "NLL, raw", "NLL, calibrated",
         "smooth − uniform, calibrated",
     )  # fmt: skip
-    _draw(options, groups, path)
+    draw(options, runs, path, "dequantize", {noise: f"{noise} noise, a bound" for noise in NOISES})
     grid = Grid(f"{options.data}, test data: bounds on the NLL of the grey levels", head, lines, 3)
     return Report([grid], rows, _notes(), [path])
 
@@ -77,26 +75,6 @@ def _paired(uniform: Sequence[CellResult], smooth: Sequence[CellResult]) -> Mean
     before = {each["seed"]: each.result["nll"] for each in uniform}
     both = [each.result["nll"] - before[each["seed"]] for each in smooth if each["seed"] in before]
     return mean(both) if both else None
-
-
-def _draw(options: Options, groups: dict[tuple[Any, ...], list[CellResult]], path: Path) -> None:
-    """NLL of validation data against training time: a row for each model, a column for each noise, the same heights."""
-    models = [model for model in LOSSES if any(key[0] == model for key in groups)]
-    with plots.figure(path, 13.2, 3.6 * max(1, len(models))) as figure:
-        axes = figure.subplots(max(1, len(models)), len(NOISES), squeeze=False)
-        for line, model in zip(axes, models, strict=False):
-            for place, noise in zip(line, NOISES, strict=True):
-                runs = {loss: groups.get((model, loss, noise), ()) for loss in LOSSES[model]}
-                curves = {
-                    objective_name(loss): (COLOURS[loss], [each.result["curve"] for each in group])
-                    for loss, group in runs.items()
-                    if group
-                }
-                title = f"{model} on {options.data}, {noise} noise: bound on the NLL, validation data"
-                seed_curves(place, curves, title, "CPU seconds of training, one core", "nats")
-            lows, highs = zip(*(place.get_ylim() for place in line), strict=True)
-            for place in line:
-                place.set_ylim(min(lows), max(highs))
 
 
 def _notes() -> list[str]:

@@ -16,8 +16,8 @@ import ebflow_plugin as ebf
 from ebflow_examples import clock, plots
 from ebflow_examples.data import DataSet, load
 from ebflow_examples.models import build
+from ebflow_examples.plots import joined
 from ebflow_examples.reproduce.common import Cell, CellResult, Options
-from ebflow_examples.reproduce.curves import joined
 from ebflow_examples.reproduce.output import Grid, Mean, Report, column, grouped, mean
 from ebflow_examples.runs import likelihood
 from ebflow_examples.streams import drawing_from, stream

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from ebflow_examples.plots import OBJECTIVE_COLOURS, objective_name
 from ebflow_examples.reproduce import paper, table2
 from ebflow_examples.reproduce.common import Cell, CellResult, Options, kept_cells
-from ebflow_examples.reproduce.curves import COLOURS, objective_name
 from ebflow_examples.reproduce.output import Grid, Report, beside, column, grouped
 from ebflow_examples.reproduce.table2_report import GAUSSIAN, notes
 
@@ -34,7 +34,7 @@ def report(options: Options, found: Sequence[CellResult], path: Path) -> Report:
     runs = borrowed or [each for each in found if not each.cell.settings["search"]]
     groups = grouped(runs, "loss")
     lines, rows = [], []
-    for loss in (loss for loss in COLOURS if (loss,) in groups):
+    for loss in (loss for loss in OBJECTIVE_COLOURS if (loss,) in groups):
         nll, seconds = (column(groups[loss,], key) for key in ("nll", "seconds"))
         theirs = paper.RELATED[loss] if options.data == "mnist" else None
         lines.append(

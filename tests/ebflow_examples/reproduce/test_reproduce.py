@@ -18,9 +18,9 @@ from ebflow_examples import plots, reproduce
 from ebflow_examples.bench import growth, results
 from ebflow_examples.cli import app
 from ebflow_examples.data import load
+from ebflow_examples.plots import NEAREST, apart, joined, labelled
 from ebflow_examples.reproduce import EXPERIMENTS, OWN_DATA, paper, table2
 from ebflow_examples.reproduce.common import Cell, CellResult, Options
-from ebflow_examples.reproduce.curves import NEAREST, apart, joined, labelled
 from ebflow_examples.reproduce.output import Mean, beside, mean
 from ebflow_examples.reproduce.provenance import commit
 from ebflow_plugin.errors import InputError, UnknownNameError

@@ -13,10 +13,10 @@ from nflows import transforms
 
 import ebflow_nflows
 import ebflow_plugin as ebf
-from chains import LIBRARIES, flow_in
+from chains import LIBRARIES, flow_in, harmful_marginals
 from ebflow_nflows import FullConv2d, FullLinear, SinhArcsinh, SmoothLeakyReLU
 from ebflow_plugin.closed_form import gaussianization
-from ebflow_plugin.closed_form.marginals import MarginalMap, condense, fit_marginals
+from ebflow_plugin.closed_form.marginals import condense, fit_marginals
 from ebflow_plugin.closed_form.passes import Thinned
 from ebflow_plugin.plan.plan import Plan
 from gaussian_models import D, data, linear_flow, nll
@@ -149,13 +149,8 @@ def test_no_layer_makes_held_out_rows_less_likely(kind, rows, features, bends, s
 def test_a_bend_that_harms_is_made_straight(bend, monkeypatch):
     """Bends that are fitted well to the wrong thing: the model is what whitening alone makes it."""
 
-    def harmful(step, y, held_out):
-        fitted = fit_marginals(step, y, held_out)
-        scale, shift = torch.full_like(fitted.scale, 30.0), torch.zeros_like(fitted.shift)
-        return MarginalMap(scale, shift, fitted.log_tail - 2.0, fitted.skewness + 1.0, torch.ones_like(fitted.helps))
-
     x = torch.randn(2000, D, dtype=torch.float64, generator=rng()) @ (torch.eye(D).double() + 0.4)
-    monkeypatch.setattr(gaussianization, "fit_marginals", harmful)
+    monkeypatch.setattr(gaussianization, "fit_marginals", harmful_marginals)
     model = nflows_model((bend, bend))
     report = model.initialize(x, gaussianize=True)
     monkeypatch.undo()

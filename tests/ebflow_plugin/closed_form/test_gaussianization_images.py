@@ -12,10 +12,9 @@ import ebflow_nflows
 import ebflow_normflows
 import ebflow_plugin as ebf
 import ebflow_zuko
-from chains import flow_in
+from chains import flow_in, harmful_marginals
 from ebflow_nflows import FullConv2d, SinhArcsinh, SmoothLeakyReLU
 from ebflow_plugin.closed_form import gaussianization
-from ebflow_plugin.closed_form.marginals import MarginalMap, fit_marginals
 from gaussian_models import nll
 from randomness import rng
 
@@ -96,11 +95,6 @@ def test_the_base_that_is_there_is_fitted_to():
 def test_bends_that_harm_are_made_straight(bend, monkeypatch):
     """Through a squeeze too: the model is what the first layer alone makes it."""
 
-    def harmful(step, y, held_out):
-        fitted = fit_marginals(step, y, held_out)
-        scale, shift = torch.full_like(fitted.scale, 30.0), torch.zeros_like(fitted.shift)
-        return MarginalMap(scale, shift, fitted.log_tail - 2.0, fitted.skewness + 1.0, torch.ones_like(fitted.helps))
-
     def make():
         map_of = (lambda c: SinhArcsinh(c, dim=-3)) if bend == "sinh" else (lambda c: SmoothLeakyReLU(0.3))
         return [
@@ -114,7 +108,7 @@ def test_bends_that_harm_are_made_straight(bend, monkeypatch):
         ]
 
     x = torch.randn(800, *SHAPE, dtype=torch.float64, generator=rng()).cumsum(-1)
-    monkeypatch.setattr(gaussianization, "fit_marginals", harmful)
+    monkeypatch.setattr(gaussianization, "fit_marginals", harmful_marginals)
     model = ebf.wrap(flow_in(ebflow_nflows, make(), [8, 3, 3]))
     report = model.initialize(x, gaussianize=True)
     assert [layer.fitted_features for layer in report.layers] == [0, 0, None]
