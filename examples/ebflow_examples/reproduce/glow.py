@@ -235,9 +235,10 @@ def _draw_curves(path: Path, main: Mapping[str, Sequence[CellResult]]) -> None:
     curves = {arm: [each["curve"] for each in group] for arm, group in main.items()}
     with plots.figure(path, 8.4, 4.6) as figure:
         axes = figure.subplots()
-        means = {}
+        means, lowest = {}, []
         for arm, seeds in curves.items():
             x, lines = joined(seeds)
+            lowest += [line[-1] for line in lines]
             means[arm] = np.array(x), np.mean(lines, axis=0)
             axes.plot(*means[arm], color=COLOURS[arm], linewidth=3.2)
             if len(lines) > 1:
@@ -245,20 +246,20 @@ def _draw_curves(path: Path, main: Mapping[str, Sequence[CellResult]]) -> None:
         last = float(max(x[-1] for x, _ in means.values()))
         ends = {arm: float(y[-1]) for arm, (_, y) in means.items()}
         early = max(float(np.interp(0.15 * last, *each)) for each in means.values())
-        low, high = min(ends.values()), max(early, max(ends.values()) + 1e-3)
+        low, high = min(lowest), max(early, max(ends.values()) + 1e-3)
         axes.set_ylim(low - 0.1 * (high - low), high + 0.05 * (high - low))
         axes.set_xlim(0, 1.3 * last)
         axes.set_xticks(
             [round(last * part / 4, 1) for part in range(5)], [f"{last * part / 4:.0f}" for part in range(5)]
         )
         for arm, value in ends.items():
-            place = "top" if value == low else "bottom"
+            place = "top" if value == min(ends.values()) else "bottom"
             axes.text(1.02 * last, value, f"{names[arm]}: {value:.3f}", color=COLOURS[arm], fontsize=15, va=place)
         if len(means) == 2 and (share := _time_to(list(zip(*means["kernel3"], strict=True)), ends["kernel1"])):
             axes.annotate("", (share * last, ends["kernel1"]), (last, ends["kernel1"]),
                           arrowprops={"arrowstyle": "->", "color": plots.COLOURS["ink"], "linewidth": 1.6})  # fmt: skip
             words = f"below from {share:.0%} on "
-            axes.text(last, ends["kernel1"] - 0.01 * (high - low), words, ha="right", va="top", fontsize=13)
+            axes.text(last, ends["kernel1"] + 0.2 * (high - low), words, ha="right", va="top", fontsize=13)
         axes.grid(axis="y", color=plots.COLOURS["grid"], linewidth=0.8)
         axes.tick_params(labelsize=13)
         axes.set_title("Glow with 3 × 3 in the place of its 1 × 1 convolutions", fontsize=16)
