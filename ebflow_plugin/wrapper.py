@@ -106,5 +106,5 @@ def describe(flow: Any, *, overrides: Mapping[str, str] | None = None) -> FlowRe
     if isinstance(flow, EBFlow):
         return flow.report
     found = find_flow(flow)
-    plan = found.adapter.plan(found.flow, dict(overrides or {}))
+    plan = found.adapter.plan(found.flow, overrides)
     return FlowReport.of(plan, found.inside, boundary(plan, "auto"))

@@ -142,8 +142,7 @@ class NflowsAdapter(Adapter):
 
     def plan(self, flow: Any, overrides: Mapping[str, str] | None = None) -> Plan:
         self.refuse_own_density(flow)
-        overrides = overrides or {}
-        self.check_overrides(overrides, flow)
+        overrides = self.check_overrides(overrides, flow)
         transform, base = getattr(flow, "_transform", None), getattr(flow, "_distribution", None)
         if transform is None or base is None or not hasattr(base, "log_prob"):
             missing = "transform" if transform is None else "base distribution with log_prob"

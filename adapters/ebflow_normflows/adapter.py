@@ -169,8 +169,7 @@ class NormflowsAdapter(Adapter):
         if kind == "NormalizingFlowVAE":
             self._refuse_vae(flow)
         self.refuse_own_density(flow)
-        overrides = overrides or {}
-        self.check_overrides(overrides, flow)
+        overrides = self.check_overrides(overrides, flow)
         base: NormflowsBase | LevelsBase
         if not all(hasattr(part, "log_prob") for part in (flow.q0 if kind == "MultiscaleFlow" else [flow.q0])):
             raise UnsupportedStepError(f"{type(flow).__name__} needs a base distribution with log_prob as its q0")

@@ -140,8 +140,7 @@ class ZukoAdapter(Adapter):
         return super().rule(cls)
 
     def plan(self, flow: Any, overrides: Mapping[str, str] | None = None) -> Plan:
-        overrides = overrides or {}
-        self.check_overrides(overrides, flow)
+        overrides = self.check_overrides(overrides, flow)
         if is_estimator(flow):
             self.refuse_own_density(flow, methods=("log_prob",), packages=("sbi",))
             walked, base = self._parts(flow.net, "net", overrides)
@@ -154,8 +153,8 @@ class ZukoAdapter(Adapter):
         walked: list[Step] = []
         while is_a(flow, ("Flow",), PACKAGES):
             self.refuse_own_density(flow)
-            walked += self.walk(flow.transform, dotted(path, "transform"), self.inverted, overrides)
-            flow, path = flow.base, dotted(path, "base")
+            walked += self.walk(flow.transform, f"{path}.transform".lstrip("."), self.inverted, overrides)
+            flow, path = flow.base, f"{path}.base".lstrip(".")
         return tuple(walked), base_of(flow, path)
 
     def own_log_prob(self, flow: Any, x: Tensor, context: Tensor | None) -> Tensor:
@@ -189,11 +188,6 @@ class Embedding(nn.Module):
 def is_estimator(model: object) -> bool:
     """Whether an object is sbi's ZukoFlow: a flow, and a network for the condition."""
     return is_a(model, ("ZukoFlow",), ("sbi",))
-
-
-def dotted(*names: str) -> str:
-    """The dotted path of these names, without the empty ones."""
-    return ".".join(name for name in names if name)
 
 
 ADAPTER = ZukoAdapter()

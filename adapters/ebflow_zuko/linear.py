@@ -6,7 +6,7 @@ dimension, as in zuko.
 
 from __future__ import annotations
 
-from math import log, prod
+from math import log
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from ebflow_plugin.adapting import (
     Linearization,
     OrthogonalStep,
     PermutationStep,
-    Shape,
     TranslationStep,
     TriangularStep,
 )
@@ -82,14 +81,8 @@ class AffineStep(LazyPart, ElementwiseAffineStep):
     def scale_shift(self, dim: int) -> tuple[Tensor | float, Tensor | float]:
         return self.numbers()[:2]
 
-    def log_scale(self, dim: int) -> Tensor:
-        return torch.as_tensor(self.numbers()[2])
-
-    def log_abs_det(self, shape: Shape) -> Tensor | float:
-        log_scale = self.numbers()[2]
-        if not isinstance(log_scale, Tensor):
-            return log_scale * prod(shape)
-        return log_scale.sum() * (prod(shape) // log_scale.numel())
+    def log_scale(self, dim: int) -> Tensor | float:
+        return self.numbers()[2]
 
 
 class AdditiveStep(LazyPart, TranslationStep):

@@ -129,16 +129,11 @@ class Adapter(ABC):
             inverted: Whether data passes through its inverse.
             overrides: The user's ``"linear"`` or ``"nonlinear"``, by path.
         """
+        rule: type[Step] | Container | RegisteredRule | None
         if path in overrides:
-            rule: Rule | None = RegisteredRule(linear=overrides[path] == "linear")
-            why = "override"
+            rule, why = RegisteredRule(linear=overrides[path] == "linear"), "override"
         else:
-            rules = {cls: REGISTERED.get(cls) or self.rule(cls) for cls in type(module).__mro__}
-            rule, why = resolve(module, rules.get)
-        while rule is not None and not isinstance(rule, (type, Container, RegisteredRule)):
-            rule = rule(module)
-        if isinstance(rule, type) and issubclass(rule, LinearStep) and (part := altered_part(module)) is not None:
-            rule, why = None, f"unknown: {part} inside it is hooked or patched"  # linear steps would not call it
+            rule, why = self._rule_of(module)
         if isinstance(rule, Container):
             children = list(rule.children(module))
             for child in reversed(children) if inverted else children:
@@ -157,6 +152,17 @@ class Adapter(ABC):
             step.known, step.reason = False, why or "unknown class"
             yield step
 
+    def _rule_of(self, module: Any) -> tuple[type[Step] | Container | RegisteredRule | None, str]:
+        """The rule of a module's class, or of a parent that it acts as; or None, and why there is none."""
+        rules = {cls: REGISTERED.get(cls) or self.rule(cls) for cls in type(module).__mro__}
+        rule: Rule | None
+        rule, why = resolve(module, rules.get)
+        while rule is not None and not isinstance(rule, (type, Container, RegisteredRule)):
+            rule = rule(module)
+        if isinstance(rule, type) and issubclass(rule, LinearStep) and (part := altered_part(module)) is not None:
+            return None, f"unknown: {part} inside it is hooked or patched"  # a linear step would not call it
+        return rule, why
+
     def _opaque(self, module: Any, path: str, inverted: bool = False) -> OpaqueStep:
         """The step of a module that is not walked into, with the library's own steps among its submodules."""
         step = self.opaque(module, path, inverted)
@@ -171,14 +177,16 @@ class Adapter(ABC):
         if isinstance(rule, type):
             yield rule(module, path)
 
-    def check_overrides(self, overrides: Mapping[str, str], flow: nn.Module) -> None:
-        """Raises if an override has an unknown path, or a value other than ``linear`` and ``nonlinear``."""
+    def check_overrides(self, overrides: Mapping[str, str] | None, flow: nn.Module) -> Mapping[str, str]:
+        """Returns the overrides; raises if one has an unknown path, or is neither ``linear`` nor ``nonlinear``."""
+        overrides = overrides or {}
         paths = {name for name, _ in flow.named_modules()}
         for path, word in overrides.items():
             if path not in paths:
                 raise UnknownNameError(f"overrides name no module {path!r} of the flow. {suggest(path, paths - {''})}")
             if word not in ("linear", "nonlinear"):
                 raise UnknownNameError(f"overrides[{path!r}] is {word!r}. Valid names: linear, nonlinear.")
+        return overrides
 
     def _registered(self, rule: RegisteredRule, module: Any, path: str, inverted: bool, why: str) -> Step:
         if rule.linear:

@@ -180,9 +180,8 @@ class RegisteredLinearStep(SeenShapesStep, LinearStep):
         return self._log_abs_det(shape, None)
 
     def log_det(self, shapes: Shapes, like: Tensor | None = None) -> Tensor | float:
-        if self.inverted:
-            return -self._log_abs_det(self.inverse_shapes(shapes)[0], like)
-        return self._log_abs_det(shapes[0], like)
+        own = self._log_abs_det(self.own_shape(shapes), like)
+        return -own if self.inverted else own
 
     def _log_abs_det(self, shape: Shape, like: Tensor | None) -> Tensor | float:
         if self._rule.log_det is not None:

@@ -9,20 +9,10 @@ import torch
 from torch import Tensor
 
 from ebflow_plugin.closed_form.calibration import choose_shrinkage
-from ebflow_plugin.closed_form.initialization import (
-    cells_of,
-    fitted_matrix,
-    groups_of,
-    refuse_dependent,
-    rows_of,
-    spreads,
-    weighted_rows,
-    whiten_layer,
-)
+from ebflow_plugin.closed_form.full_layers import FullLayer, refuse_dependent, spreads
 from ebflow_plugin.closed_form.moments import HeldOut, Moments
 from ebflow_plugin.closed_form.passes import HELD_OUT, Thinned
 from ebflow_plugin.errors import InputError, SingularError
-from ebflow_plugin.plan.matrices import FullStep
 
 __all__ = ["Arrived"]
 
@@ -32,8 +22,8 @@ ROWS = 5000  # a marginal map is fitted to this many rows, up to twice as many
 class Arrived:
     """Statistics of the input of a layer, from one pass: of the rows to fit to, and of the held-out rows."""
 
-    def __init__(self, step: FullStep, stream: Iterable[tuple[Tensor, Tensor, Tensor | None]]) -> None:
-        self.step = step
+    def __init__(self, layer: FullLayer, stream: Iterable[tuple[Tensor, Tensor, Tensor | None]]) -> None:
+        self.layer = layer
         self.fit, self.held, self.log_dets = Moments(), Moments(), Moments(diagonal=True)
         sample, others = Thinned(ROWS), Thinned(ROWS // 2)
         self.times, held_out = 1, HeldOut(HELD_OUT)
@@ -41,12 +31,12 @@ class Arrived:
         for value, log_det, weights in stream:
             held = held_out(value)
             self.shape: tuple[int, ...] = tuple(value.shape[1:])
-            self.times = len(rows_of(step, value[:1]))
+            self.times = len(layer.rows(value[:1]))
             for chosen, moments, thinned in ((~held, self.fit, sample), (held, self.held, others)):
                 if not bool(chosen.any()):
                     continue
                 own = None if weights is None else weights[chosen]
-                for rows, each in weighted_rows(step, value[chosen], own):
+                for rows, each in layer.weighted_rows(value[chosen], own):
                     moments.add(rows, each)
                     thinned.add(rows, each, shuffled=self.times > 1)
             if bool(held.any()):
@@ -69,10 +59,10 @@ class Arrived:
 
         For a convolution it is the shrinkage for which patches are most likely, and the NLL of the fitted layer.
         """
-        where, entries = self.step.where, len(self.fit.mean)
+        where, entries = self.layer.where, len(self.fit.mean)
         if not bool(torch.isfinite(self.fit.scatter).all()):
             raise InputError(f"the input of {where} holds NaN or inf; ebflow_plugin.verify(flow, x) finds where")
-        if len(cells_of(self.step)) < entries or groups_of(self.step) > 1:
+        if len(self.layer.cells) < entries or self.layer.groups > 1:
             return self._judge_patches()
         spread = spreads(self.fit, where)
         rho, nll, correlation = _shrink(self.fit, self.held, spread)
@@ -91,7 +81,7 @@ class Arrived:
         second, best = self.held.second_moments(self.fit.mean), (0.0, inf)
         for shrinkage in dict.fromkeys((0.0, rho)):
             try:
-                matrix, log_det = fitted_matrix(self.step, self.fit, self.shape, shrinkage, self.matrix)
+                matrix, log_det = self.layer.whitening(self.fit, self.shape, shrinkage, self.matrix)
             except SingularError:
                 if shrinkage == rho or self.fit.count > 2 * len(spread):
                     raise
@@ -103,7 +93,7 @@ class Arrived:
 
     def whiten(self, moments: Moments, shrinkage: float) -> float:
         """Sets the layer to the whitening map of these rows. Returns the log-determinant of all rows of an event."""
-        return self.times * whiten_layer(self.step, moments, self.shape, shrinkage, self.matrix)
+        return self.times * self.layer.whiten(moments, self.shape, shrinkage, self.matrix)
 
 
 def _shrink(fit: Moments, held: Moments, spread: Tensor) -> tuple[float, float, Tensor]:

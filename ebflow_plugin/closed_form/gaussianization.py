@@ -41,16 +41,13 @@ from torch.nn import functional
 from ebflow_plugin.chunks import with_progress
 from ebflow_plugin.closed_form.arrived import Arrived
 from ebflow_plugin.closed_form.calibration import share_memory
+from ebflow_plugin.closed_form.full_layers import FullLayer
 from ebflow_plugin.closed_form.initialization import (
     broadcast,
-    cells_of,
-    first_cell,
     first_full_layer,
     is_linear,
-    matrix_of,
+    layer_at,
     may_precede,
-    refuse_unfit,
-    set_matrix,
     start_together,
 )
 from ebflow_plugin.closed_form.marginals import MarginalMap, fit_marginals
@@ -141,24 +138,23 @@ class Link:
 
     Attributes:
         place: Its index in the plan.
-        step: The layer.
+        layer: The layer.
         bend: The nonlinearity right after it, if it has the same parameters for each row of the layer's output.
     """
 
     place: int
-    step: FullStep
+    layer: FullLayer
     bend: ElementwiseStep | None
 
     @classmethod
     def at(cls, plan: Plan, place: int) -> Link:
         """The link of the full layer with this index."""
-        step, after = plan.steps[place], plan.steps[place + 1] if place + 1 < len(plan.steps) else None
-        assert isinstance(step, FullStep)
-        features = -1 if isinstance(step.module, FullLinear) else -3
+        layer, after = layer_at(plan, place), next(iter(plan.steps[place + 1 :]), None)
+        features = -1 if isinstance(layer.module, FullLinear) else -3
         if not isinstance(after, ElementwiseStep):
-            return cls(place, step, None)
+            return cls(place, layer, None)
         per_column = isinstance(after.module, SinhArcsinh) and after.module.dim != features
-        return cls(place, step, None if per_column else after)
+        return cls(place, layer, None if per_column else after)
 
 
 def chain(plan: Plan) -> list[Link]:
@@ -170,7 +166,7 @@ def chain(plan: Plan) -> list[Link]:
     links = [Link.at(plan, first_full_layer(plan))]
     while (following := _next_link(plan, links)) is not None:
         links.append(following)
-    first = links[0].step
+    first = links[0].layer
     if first.module.bias is None:
         raise InputError(
             "gaussianize=True needs a full layer with a bias, so that its features have scales and shifts of their "
@@ -192,26 +188,27 @@ def _next_link(plan: Plan, links: list[Link]) -> Link | None:
     for place in range(last.place + 1 + (last.bend is not None), len(plan.steps)):
         step = plan.steps[place]
         if isinstance(step, FullStep):
-            return Link.at(plan, place) if _is_free(step, links) else None
+            following = Link.at(plan, place)
+            return following if _is_free(following.layer, links) else None
         if not (isinstance(step, LinearStep) and step.n_in == step.n_out == 1 and may_precede(step)):
             return None
     return None
 
 
-def _is_free(step: FullStep, links: list[Link]) -> bool:
+def _is_free(layer: FullLayer, links: list[Link]) -> bool:
     """Whether a later full layer can be set to a whitening map, with parameters of its own."""
     try:
-        refuse_unfit(step)
+        layer.refuse_unfit()
     except InputError:
         return False
-    return step.module.bias is not None and not any(share_memory(step.module, link.step.module) for link in links)
+    return layer.module.bias is not None and not any(share_memory(layer.module, link.layer.module) for link in links)
 
 
 class Saved:
     """The state of the steps that a start may write to, to put it back."""
 
     def __init__(self, plan: Plan, links: list[Link]) -> None:
-        steps: list[Step | None] = [step for link in links for step in (link.step, link.bend)]
+        steps: list[Step | None] = [step for link in links for step in (link.layer.step, link.bend)]
         steps += [step for step in plan.steps if isinstance(step, InitialisedAffineStep)]
         modules = [step.module for step in steps if step is not None and hasattr(step.module, "state_dict")]
         self._states = [(module, copy.deepcopy(module.state_dict())) for module in modules]
@@ -267,8 +264,8 @@ def _fit(passes: Passes, links: list[Link], progress: bool) -> list[LayerStart]:
     shape: tuple[int, ...] | None = None
     judged: tuple[Arrived, float] | None = None  # the last layer, and the whitening of it that was judged
     for number, link in enumerate(with_progress(links, progress, "Gaussianising start")):
-        step, last = link.step, link is links[-1]
-        arrived = Arrived(step, passes.to(link.place))
+        layer, last = link.layer, link is links[-1]
+        arrived = Arrived(layer, passes.to(link.place))
         linear -= float(plan[since : link.place].log_z(shape or passes.event_shape, arrived.fit.mean))
         rho, nll = arrived.judge()
         nll -= linear
@@ -291,16 +288,16 @@ def _fit(passes: Passes, links: list[Link], progress: bool) -> list[LayerStart]:
             arrived.whiten(arrived.everything(), rho)  # the model is judged: no row is left to hold out for
             if aimed:
                 passes.fit_to_base(link.place)
-            return [*started, LayerStart(step.where, nll, rho, None)]
+            return [*started, LayerStart(layer.where, nll, rho, None)]
         fitted_features = None
         if link.bend is not None:
-            matrix, bias = matrix_of(step), step.module.bias
+            matrix, bias = layer.matrix, layer.module.bias
             sample, others = (functional.linear(rows, matrix, bias) for rows in (arrived.sample, arrived.others))
             own = fit_marginals(link.bend, sample, others)
             fitted = MarginalMap(*broadcast(own.scale, own.shift, own.log_tail, own.skewness, own.helps))
-            linear += arrived.times * fitted.write(link.bend, step.module)
+            linear += arrived.times * fitted.write(link.bend, layer.module)
             fitted_features = int(fitted.helps.sum())
-        started.append(LayerStart(step.where, nll, rho, fitted_features))
+        started.append(LayerStart(layer.where, nll, rho, fitted_features))
         since, shape = link.place + 1, arrived.shape
     raise AssertionError("a chain has a last layer")
 
@@ -311,7 +308,7 @@ def _settle(passes: Passes, link: Link) -> tuple[float, bool]:
     Returns:
         The NLL, and whether the layer was aimed: before nonlinear steps it may be better left as it was.
     """
-    plan, layer = passes.plan, link.step.module
+    plan, layer = passes.plan, link.layer.module
     assert passes.first is not None
     start_together(plan, *passes.first)
     linear = is_linear(plan, link.place + 1)
@@ -325,7 +322,7 @@ def _settle(passes: Passes, link: Link) -> tuple[float, bool]:
     return unaimed, False
 
 
-def _straighten(links: list[Link], passes: Passes, shape: tuple[int, ...], first: LayerStart) -> list[LayerStart]:
+def _straighten(links: list[Link], passes: Passes, shape: tuple[int, ...], start: LayerStart) -> list[LayerStart]:
     """Makes the marginal maps after some layers nearly affine.
 
     The first layer whitens. Each later layer undoes the steps since the one before it, up to a rotation of what is
@@ -335,37 +332,38 @@ def _straighten(links: list[Link], passes: Passes, shape: tuple[int, ...], first
         links: The layers.
         passes: The data.
         shape: The event shape of the input of the first.
-        first: The start of the first so far.
+        start: The start of the first so far.
 
     Returns:
         The starts of these layers.
     """
-    started = [replace(first, fitted_features=None if links[0].bend is None else 0)]
+    started = [replace(start, fitted_features=None if links[0].bend is None else 0)]
     assert passes.first is not None
     for before, link in pairwise(links):
-        layer, step = before.step.module, link.step
-        scale, shift = torch.ones_like(layer.bias), torch.zeros_like(layer.bias)
+        module, layer = before.layer.module, link.layer
+        scale, shift = torch.ones_like(module.bias), torch.zeros_like(module.bias)
         if before.bend is not None:
-            straight = MarginalMap.nearly_linear(before.bend, layer.bias)
-            straight.write(before.bend, layer)
+            straight = MarginalMap.nearly_linear(before.bend, module.bias)
+            straight.write(before.bend, module)
             scale, shift = straight.scale, straight.shift
-        if isinstance(layer, FullConv2d):
+        if isinstance(module, FullConv2d):
             scale, shift = scale[:, None, None], shift[:, None, None]
         start_together(passes.plan[: link.place], *passes.first)
-        part, white = passes.plan[before.place + 1 : link.place], scale.new_zeros(1, *layer.output_shape(shape))
+        part, white = passes.plan[before.place + 1 : link.place], scale.new_zeros(1, *module.output_shape(shape))
         (ends,), _ = part.encode(torch.cat([white + shift, white + shift + scale]))
-        size, cell = (ends[1] - ends[0]).abs().mean(), cells_of(step).to(white.device)
+        size, cell = (ends[1] - ends[0]).abs().mean(), layer.cells.to(white.device)
         unit = size * torch.eye(len(cell)).to(white)
         probes = ends[:1].repeat(len(cell) + 1, *(1 for _ in ends.shape[1:]))
-        first_cell(step, probes[1:]).add_(unit.view_as(first_cell(step, probes[1:])))
+        first = layer.first_cell(probes[1:])
+        first.add_(unit.view_as(first))
         sources = part.decode((probes,))  # a step away from the centre shows a row of the inverse of A
         inverse = ((sources[1:] - sources[:1]) / (size * scale)).flatten(1).double()
         values, vectors = torch.linalg.eigh(inverse @ inverse.T)
         undoing = (vectors * values.clamp_min(0.0).sqrt()) @ vectors.T
-        matrix = values.new_zeros(matrix_of(step).shape)
+        matrix = values.new_zeros(layer.matrix.shape)
         matrix[:, cell] = undoing
-        set_matrix(step, matrix, -undoing @ first_cell(step, ends[:1]).flatten().double())
+        layer.set(matrix, -undoing @ layer.first_cell(ends[:1]).flatten().double())
         straightened = link.bend is not None and link is not links[-1]
-        started.append(LayerStart(step.where, first.nll, 0.0, 0 if straightened else None))
+        started.append(LayerStart(layer.where, start.nll, 0.0, 0 if straightened else None))
         shape = tuple(ends.shape[1:])
     return started

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ebflow_plugin.chunks import rows_in_chunks, with_progress
 from ebflow_plugin.errors import EstimateWarning, warn
 
-__all__ = ["Estimate", "log_mean_exp", "pareto_k", "rounding_error"]
+__all__ = ["Estimate", "log_mean_exp", "pareto_k", "weigh"]
 
 # The smallest effective sample size for which a standard error can be trusted: this many, and this share of all draws.
 TRUSTED, TRUSTED_SHARE = 10.0, 0.01
@@ -117,17 +119,33 @@ def log_mean_exp(
     return Estimate(float(value), error, "importance", size)
 
 
-def rounding_error(log_weights: Tensor, sizes: Tensor, dtype: torch.dtype) -> float:
-    """The rounding error of log Z: of the logarithm of each weight, by the size of its terms, as far as it counts.
+def weigh(
+    draw: Callable[[int], tuple[Tensor, Tensor]], count: int, batch_size: int | None, progress: bool
+) -> tuple[Tensor, float]:
+    """Draws in chunks, and returns log f - log q of each draw, and the size of the rounding errors of log Z.
 
-    Draws far from the model have energies of any size, and no weight.
+    Draws far from the target have densities of any size, and no weight: their rounding does not count.
+
+    Arguments:
+        draw: Makes this many draws; returns log f and log q of each, as they were computed.
+        count: The number of all draws.
+        batch_size: The largest number at a time.
+        progress: Shows a progress bar.
 
     Example:
-        >>> rounding_error(torch.tensor([0.0, -1e300]), torch.tensor([2.0, 1e300]), torch.float64) < 1e-15
+        >>> weights, rounding = weigh(lambda n: (torch.tensor([2.0, -1e30]), torch.zeros(n)), 2, None, False)
+        >>> rounding == 2.0 * torch.finfo(torch.float32).eps
         True
     """
-    shares = log_weights.detach().double().softmax(0)
-    return torch.finfo(dtype).eps * float(torch.where(shares == 0, 0.0, shares * sizes.detach().double()).sum())
+    parts = [
+        draw(part.stop - part.start)
+        for part in with_progress(list(rows_in_chunks(count, batch_size)), progress, "importance sampling")
+    ]
+    log_f, log_q = (torch.cat(each) for each in zip(*parts, strict=True))
+    eps, log_f, log_q = torch.finfo(log_q.dtype).eps, log_f.double(), log_q.double()
+    shares = (log_f - log_q).softmax(0)
+    rounding = eps * float(torch.where(shares == 0, 0.0, shares * (log_f.abs() + log_q.abs())).sum())
+    return log_f - log_q, rounding
 
 
 def _variance(log_ratio: Tensor, other: Tensor) -> float:

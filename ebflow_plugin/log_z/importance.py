@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any, Protocol
 
 import torch
 from torch import Generator, Tensor
+from torch.distributions import Distribution
 
-from ebflow_plugin.chunks import over_rows, rows_in_chunks, with_progress
+from ebflow_plugin.chunks import over_rows
 from ebflow_plugin.errors import InputError, NoInverseError
-from ebflow_plugin.log_z.estimate import Estimate, log_mean_exp, rounding_error
-from ebflow_plugin.log_z.proposals import Gaussian, Proposal, draw_from, log_density
+from ebflow_plugin.linalg.random import gaussian_like, seeded_by
+from ebflow_plugin.log_z.estimate import Estimate, log_mean_exp, weigh
 from ebflow_plugin.options import at_least, check_generator
 from ebflow_plugin.plan.inverse import draw
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.step import Shape
 
-__all__ = ["importance"]
+__all__ = ["Gaussian", "Proposal", "importance"]
 
 
 @torch.no_grad()
@@ -84,13 +86,11 @@ def importance(
     def energy(x: Tensor) -> Tensor:
         return core.energy(x, None if context is None else context.expand(len(x), *context.shape[1:]))
 
-    weights, sizes = [], []
-    for part in with_progress(list(rows_in_chunks(count, batch_size)), progress, "importance sampling"):
-        x, log_q = draw_from(q, part.stop - part.start, shape, like, generator)
-        cost = energy(x)
-        weights.append(-cost - log_q)
-        sizes.append(cost.abs() + log_q.abs())
-    log_weights = torch.cat(weights)
+    def drawn(rows: int) -> tuple[Tensor, Tensor]:
+        x, log_q = draw_from(q, rows, shape, like, generator)
+        return -energy(x), log_q
+
+    log_weights, rounding = weigh(drawn, count, batch_size, progress)
     _refuse_weights(log_weights)
     try:
         draws = draw(core, count, context, generator, like, batch_size=batch_size).reshape(count, *shape)
@@ -98,7 +98,6 @@ def importance(
         model_weights = None
     else:
         model_weights = over_rows(lambda x, _: -energy(x) - log_density(q, x), draws, None, batch_size)
-    rounding = rounding_error(log_weights, torch.cat(sizes), like.dtype)
     estimate = log_mean_exp(log_weights, model_weights, rounding)
     fixed = sum(float(log_det) for _, log_det in prefix.log_dets(event_shape, like))  # of the preprocessing
     return replace(estimate, value=estimate.value - fixed)
@@ -114,3 +113,123 @@ def _refuse_weights(log_weights: Tensor) -> None:
         )
     if bool((log_weights == -math.inf).all()):
         raise InputError("the energy is infinite at all draws: the proposal misses the model's support")
+
+
+class Proposal(Protocol):
+    """Any object with these two methods over complete events, such as a ``torch.distributions.Distribution``."""
+
+    def sample(self, sample_shape: Any) -> Tensor:
+        """Draws samples with shape ``(*sample_shape, *event_shape)``."""
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """The log-density of each sample, with shape ``sample_shape``."""
+
+
+class Gaussian:
+    r"""A Gaussian over events of any shape, with mean m and covariance :math:`L L^\top`.
+
+    Arguments:
+        mean: The mean m, with the event shape.
+        scale: The standard deviations, with shape ``(D,)``, or the lower triangle L, with shape ``(D, D)``.
+
+    Example:
+        >>> Gaussian(torch.zeros(2), torch.ones(2)).log_prob(torch.zeros(1, 2)).exp() * 2 * torch.pi
+        tensor([1.0000])
+    """
+
+    def __init__(self, mean: Tensor, scale: Tensor) -> None:
+        self.mean, self.scale = mean, scale
+
+    @classmethod
+    def standard(cls, shape: tuple[int, ...], like: Tensor) -> Gaussian:
+        """N(0, I), on the device and in the dtype of ``like``."""
+        return cls(like.new_zeros(shape), like.new_ones(math.prod(shape)))
+
+    @classmethod
+    def fit(cls, data: Tensor) -> Gaussian:
+        """The Gaussian with the moments of data ``(N, *)``: with a full covariance if N ≥ 2 D, else a diagonal one.
+
+        Cost: O(N·D² + D³) for a full covariance, O(N·D) for a diagonal one.
+        """
+        rows = data.detach().flatten(1)
+        if len(rows) < 2:
+            raise InputError(f"a Gaussian is fitted to at least 2 data points, got {len(rows)}")
+        mean, dim = rows.mean(0), rows.shape[1]
+        spread = rows.std(0)
+        if not bool(((spread > 0) & torch.isfinite(spread)).all()):
+            raise InputError("no Gaussian fits the data: a feature is constant, or not finite")
+        if len(rows) < 2 * dim:
+            return cls(mean.reshape(data.shape[1:]), spread)
+        scaled = (rows - mean) / spread  # correlations, so that features of any scale are treated alike
+        lower, failed = torch.linalg.cholesky_ex(scaled.mT @ scaled / (len(rows) - 1))
+        if bool(failed):
+            raise InputError("no Gaussian fits the data: its features are linearly dependent")
+        return cls(mean.reshape(data.shape[1:]), lower * spread[:, None])
+
+    def draw(self, count: int, generator: Generator | None) -> tuple[Tensor, Tensor]:
+        """Draws samples and their log-densities."""
+        noise = gaussian_like(self.mean.new_empty(count, self.mean.numel()), generator)
+        flat = noise * self.scale if self.scale.dim() == 1 else noise @ self.scale.mT
+        return flat.reshape(count, *self.mean.shape) + self.mean, self._density(noise)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """The log-density of each row."""
+        flat = (value - self.mean).flatten(1)
+        if self.scale.dim() == 1:
+            return self._density(flat / self.scale)
+        return self._density(torch.linalg.solve_triangular(self.scale, flat.mT, upper=False).mT)
+
+    def _density(self, noise: Tensor) -> Tensor:
+        """Log N(z; 0, I) - log|det L| of each row z."""
+        diagonal = self.scale if self.scale.dim() == 1 else self.scale.diagonal()
+        return -0.5 * (noise.square().sum(1) + noise.shape[1] * math.log(2 * math.pi)) - diagonal.log().sum()
+
+
+def draw_from(
+    proposal: Gaussian | Proposal, count: int, shape: tuple[int, ...], like: Tensor, generator: Generator | None
+) -> tuple[Tensor, Tensor]:
+    """Draws samples ``(count, *shape)`` and their log-densities ``(count,)``, and raises on other shapes.
+
+    Example:
+        >>> normal = torch.distributions.Normal(torch.zeros(2), torch.ones(2))
+        >>> x, log_q = draw_from(torch.distributions.Independent(normal, 1), 3, (2,), torch.empty(0), None)
+        >>> x.shape, log_q.shape
+        (torch.Size([3, 2]), torch.Size([3]))
+    """
+    if isinstance(proposal, Gaussian):
+        return proposal.draw(count, generator)
+    with seeded_by(generator, like.device):
+        x = proposal.sample((count,)).to(like)
+    if x.shape != (count, *shape):
+        raise InputError(f"the proposal draws samples of shape {tuple(x.shape[1:])}, the model takes {shape}")
+    return x, log_density(proposal, x)
+
+
+def log_density(proposal: Gaussian | Proposal, x: Tensor) -> Tensor:
+    """The log-density of each row of x, ``(B,)``: -inf outside the support of a ``torch.distributions`` proposal.
+
+    Example:
+        >>> unit = torch.distributions.Uniform(torch.zeros(2), torch.ones(2))
+        >>> log_density(torch.distributions.Independent(unit, 1), torch.tensor([[0.5, 0.5], [0.5, 1.5]]))
+        tensor([0., -inf])
+    """
+    rows, inside = x, _inside(proposal, x)
+    if inside is not None and inside.shape == x.shape[:1]:
+        rows = x[inside]
+    density = proposal.log_prob(rows)
+    if density.shape != (len(rows),):
+        raise InputError(
+            f"the proposal's log_prob returns shape {tuple(density.shape)} for {len(rows)} samples, not "
+            f"({len(rows)},): wrap it in torch.distributions.Independent"
+        )
+    if rows is x or inside is None:
+        return density.to(x)
+    return x.new_full((len(x),), -math.inf).masked_scatter(inside, density.to(x))
+
+
+def _inside(proposal: Gaussian | Proposal, x: Tensor) -> Tensor | None:
+    """Where x lies in the support; None if the proposal does not define it."""
+    try:
+        return None if not isinstance(proposal, Distribution) else proposal.support.check(x)  # type: ignore[union-attr]
+    except NotImplementedError:  # a Distribution that does not define one
+        return None

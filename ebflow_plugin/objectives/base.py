@@ -1,11 +1,11 @@
-r"""The base of all objectives: the map from data to the matched variable, weighted sums, and their generators."""
+r"""The base of all objectives: the map from data to the matched variable, and weighted sums."""
 
 from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from numbers import Real
 from typing import Any, ClassVar, Self, TypedDict
 
@@ -14,7 +14,6 @@ from torch import Generator, Tensor, nn
 
 from ebflow_plugin.errors import InputError, UnknownNameError, suggest
 from ebflow_plugin.linalg.memo import transformed
-from ebflow_plugin.linalg.random import derive_seed
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives.compiling import CompiledLoss, Prepared
 from ebflow_plugin.objectives.schedule import AddedNoise
@@ -22,7 +21,7 @@ from ebflow_plugin.options import check_generator, is_number
 from ebflow_plugin.plan.inputs import check_weights, counted_rows, resampled_rows, usable
 from ebflow_plugin.plan.plan import Plan
 
-__all__ = ["Common", "DrawnObjective", "Objective", "WeightedSum", "noise_of", "terms_of", "use_generators"]
+__all__ = ["Common", "DrawnObjective", "Objective", "WeightedSum"]
 
 
 class Common(TypedDict, total=False):
@@ -376,42 +375,6 @@ class WeightedSum(Objective):
     def extra_repr(self) -> str:
         """Describes the weights."""
         return f"weights={self.weights}"
-
-
-def terms_of(objective: Objective) -> list[Objective]:
-    """The objectives that draw noise: the terms of a sum, or the objective itself."""
-    return [part for part in objective.modules() if isinstance(part, Objective) and not isinstance(part, WeightedSum)]
-
-
-def noise_of(objective: Objective, seed: int, rank: int, device: torch.device) -> dict[Objective, Generator]:
-    """The generator of each term in this process.
-
-    The first process uses a term's own generator. Each other process uses a new one with a seed derived from it, so
-    that no two processes draw the same noise, and the user's generator is not reseeded. Terms without a generator
-    share one.
-    """
-    shared = Generator(device).manual_seed(derive_seed(seed, "noise", rank))
-    copies: dict[int, Generator] = {}
-    generators = {}
-    for term in terms_of(objective):
-        own = term.generator
-        if own is not None and rank:
-            own = copies.setdefault(id(own), Generator(own.device).manual_seed(derive_seed(own.initial_seed(), rank)))
-        generators[term] = shared if own is None else own
-    return generators
-
-
-@contextmanager
-def use_generators(noise: Mapping[Objective, Generator]) -> Iterator[None]:
-    """Replaces the generators of the terms inside a ``with`` block."""
-    own = {term: term.generator for term in noise}
-    for term, generator in noise.items():
-        term.generator = generator
-    try:
-        yield
-    finally:
-        for term in noise:
-            term.generator = own[term]
 
 
 def _graphs_allowed() -> AbstractContextManager[object]:

@@ -125,7 +125,7 @@ def _end(
         if gaussian is not None:
             total = plan.energy_from(start, points, context)[0] if energy else points[0]
             return *_of_gaussian(gaussian, points, tangents), total, points
-    if transformed():  # neither torch.compile nor transforms of torch.func take a double backward
+    if transformed():  # neither dynamo nor transforms of torch.func trace torch.autograd.grad
         return _by_transforms(plan, start, points, context, tangents)
     graph = torch.is_grad_enabled()
     with torch.enable_grad():

@@ -97,6 +97,11 @@ class ActivationStep(ElementwiseStep):
 
     smoothness = Smoothness.SMOOTH
 
+    def encode(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
+        if self.inverted:
+            return super().encode(x, context)
+        return self.module.transform(x), self.module.log_det(x)
+
     def forward_map(self, x: Tensor, context: Tensor | None) -> ElementwiseMap:
         return ElementwiseMap(
             self.module.transform(x), lambda: self.module.slope(x).log(), lambda: self.module.slopes(x)

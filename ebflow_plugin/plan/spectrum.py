@@ -22,7 +22,7 @@ from ebflow_plugin.plan.matrices import FullConvStep, MatrixStep
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.step import LinearStep, Shape, Shapes
 
-__all__ = ["ConditionWatch", "FullLayer", "Spectrum", "conditioning_penalty", "estimate_spectrum", "full_layers"]
+__all__ = ["ConditionWatch", "Placed", "Spectrum", "conditioning_penalty", "estimate_spectrum", "full_layers"]
 
 LANCZOS_STEPS = 32
 CG_STEPS = 12
@@ -30,23 +30,7 @@ NEAR_SINGULAR = 1e4  # the condition number above which a ConditionWatch warns
 SMALL = 0.01  # the penalty acts on singular values below this fraction of their root mean square
 
 
-@dataclass(frozen=True)
-class FullLayer:
-    """A full layer of a plan.
-
-    Attributes:
-        step: The step of the plan.
-        shapes: The event shapes of its input.
-    """
-
-    step: LinearStep
-    shapes: Shapes
-
-    def operator(self) -> LinearOperator:
-        """Its linear part at the current parameters, which may be swapped at any time."""
-        operator = self.step.operator(self.shapes)
-        assert operator is not None
-        return operator
+Placed = tuple[LinearStep, Shapes]  # a full layer of a plan, and the event shapes of its input
 
 
 @dataclass(frozen=True)
@@ -66,12 +50,12 @@ class ConditionWatch:
     """Estimates the condition number of each full layer, and warns once about each that is nearly singular.
 
     Arguments:
-        layers: The layers.
+        layers: The layers (:func:`full_layers`).
         limit: The condition number above which it warns.
         advice: The last line of the warning.
     """
 
-    def __init__(self, layers: Sequence[FullLayer], limit: float = NEAR_SINGULAR, advice: str = "") -> None:
+    def __init__(self, layers: Sequence[Placed], limit: float = NEAR_SINGULAR, advice: str = "") -> None:
         self.layers, self.limit, self.advice = list(layers), limit, advice
         self._warned: set[str] = set()
 
@@ -79,14 +63,15 @@ class ConditionWatch:
         """Estimates the spectrum of each layer, by path, at a training step, and warns."""
         spectra: dict[str, Spectrum] = {}
         lines = []
-        for layer in self.layers:
-            path = layer.step.path
-            spectrum = spectra[path] = estimate_spectrum(layer)
+        for layer, shapes in self.layers:
+            path, operator = layer.path, layer.operator(shapes)
+            assert operator is not None
+            spectrum = spectra[path] = estimate_spectrum(operator)
             near = isnan(spectrum.condition) or spectrum.condition > self.limit
             if near and path not in self._warned:
                 self._warned.add(path)
                 lines.append(
-                    f"{layer.step.where}: smallest singular value about {spectrum.smallest:.1e}, condition number at "
+                    f"{layer.where}: smallest singular value about {spectrum.smallest:.1e}, condition number at "
                     f"least {spectrum.condition:.1e}"
                 )
         if lines:
@@ -98,7 +83,7 @@ class ConditionWatch:
         return spectra
 
 
-def full_layers(plan: Plan, event_shape: Shape) -> list[FullLayer]:
+def full_layers(plan: Plan, event_shape: Shape) -> list[Placed]:
     """The steps of a plan that are full, unconstrained matrices or convolutions.
 
     Arguments:
@@ -110,17 +95,17 @@ def full_layers(plan: Plan, event_shape: Shape) -> list[FullLayer]:
         >>> from ebflow_nflows import FullLinear
         >>> from nflows import distributions, flows
         >>> model = ebf.wrap(flows.Flow(FullLinear(3), distributions.StandardNormal([3])))
-        >>> [layer.step.path for layer in full_layers(model.plan, (3,))]
-        ['_transform']
+        >>> [(layer.path, shapes) for layer, shapes in full_layers(model.plan, (3,))]
+        [('_transform', ((3,),))]
     """
     return [
-        FullLayer(step, shapes)
+        (step, shapes)
         for step, shapes in plan.shapes(event_shape)
         if isinstance(step, (MatrixStep, FullConvStep)) and any(True for _ in step.module.parameters())
     ]
 
 
-def estimate_spectrum(layer: FullLayer, steps: int = LANCZOS_STEPS) -> Spectrum:
+def estimate_spectrum(operator: LinearOperator, steps: int = LANCZOS_STEPS) -> Spectrum:
     r"""Estimates the largest and the smallest singular value by Golub-Kahan bidiagonalisation.
 
     It takes k products with W and k with its transpose, :math:`O(k D^2)`, and no factorisation. It is exact for D ≤ k,
@@ -128,17 +113,10 @@ def estimate_spectrum(layer: FullLayer, steps: int = LANCZOS_STEPS) -> Spectrum:
     of small singular values is detected, but the smallest of them is overestimated.
 
     Example:
-        >>> import ebflow_plugin as ebf
-        >>> from ebflow_nflows import FullLinear
-        >>> from nflows import distributions, flows
-        >>> flow = flows.Flow(FullLinear(3), distributions.StandardNormal([3]))
-        >>> with torch.no_grad():
-        ...     _ = flow._transform.weight.copy_(torch.tensor([4.0, 1.0, 0.5]).diag())
-        >>> (layer,) = full_layers(ebf.wrap(flow).plan, (3,))
-        >>> round(estimate_spectrum(layer).condition, 3)
+        >>> from ebflow_plugin.linalg.operators import DenseOperator
+        >>> round(estimate_spectrum(DenseOperator(torch.tensor([4.0, 1.0, 0.5]).diag())).condition, 3)
         8.0
     """
-    operator = layer.operator()
     size = prod(operator.shape)
     start = gaussian_like(operator.like.new_empty(1, size), Generator("cpu").manual_seed(0))
     bands = bidiagonalise(operator, start, min(steps, size))
@@ -149,7 +127,7 @@ def estimate_spectrum(layer: FullLayer, steps: int = LANCZOS_STEPS) -> Spectrum:
     return Spectrum(float(values[0]), float(values[-1]))
 
 
-def conditioning_penalty(layers: list[FullLayer], generator: Generator | None = None) -> Tensor:
+def conditioning_penalty(layers: list[Placed], generator: Generator | None = None) -> Tensor:
     r"""A smooth count of the singular values near zero, as a penalty, estimated with one probe for each layer.
 
     .. math:: \sum_{\text{layers}} \operatorname{tr}\left[\delta\,(W^T W + \delta I)^{-1}\right]
@@ -163,15 +141,16 @@ def conditioning_penalty(layers: list[FullLayer], generator: Generator | None = 
     few steps of conjugate gradients, clustered small singular values are undercounted.
 
     Arguments:
-        layers: The layers.
+        layers: The layers (:func:`full_layers`).
         generator: Draws the probes.
 
     Returns:
         A scalar, differentiable in the parameters of the layers.
     """
     total: Tensor | None = None
-    for layer in layers:
-        operator = layer.operator()
+    for layer, shapes in layers:
+        operator = layer.operator(shapes)
+        assert operator is not None
         probe = signs_like(operator.like.new_empty(1, *operator.shape), generator)
         with torch.no_grad():
             image = operator.apply(probe)

@@ -11,11 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Generator, Tensor
 
-from ebflow_plugin.chunks import over_rows, rows_in_chunks, with_progress
+from ebflow_plugin.chunks import over_rows
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.linalg.memo import free_to_read
 from ebflow_plugin.linalg.random import uniform_like
-from ebflow_plugin.log_z.estimate import Estimate, log_mean_exp, pareto_k, rounding_error
+from ebflow_plugin.log_z.estimate import Estimate, log_mean_exp, pareto_k, weigh
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.options import at_least, check_generator
 from ebflow_plugin.plan.inputs import refuse_other_models
@@ -188,27 +188,25 @@ def importance(
     check_generator(generator)
     count = at_least(2, "n", n)
 
-    def both(x: Tensor) -> tuple[Tensor, Tensor]:
-        return log_density_of(log_density, x, support=True).double(), model.log_prob(x).double()
+    samples = []
+
+    def densities(x: Tensor) -> tuple[Tensor, Tensor]:
+        return log_density_of(log_density, x, support=True), model.log_prob(x)
+
+    def drawn(rows: int) -> tuple[Tensor, Tensor]:
+        samples.append(model.sample(rows, generator=generator))
+        return densities(samples[-1])
 
     def log_weight(x: Tensor, _: Tensor | None) -> Tensor:
-        log_f, log_q = both(x)
-        return log_f - log_q
+        log_f, log_q = densities(x)
+        return log_f.double() - log_q.double()
 
-    samples, weights, sizes = [], [], []
-    for part in with_progress(list(rows_in_chunks(count, batch_size)), progress, "importance sampling"):
-        x = model.sample(part.stop - part.start, generator=generator)
-        samples.append(x)
-        log_f, log_q = both(x)
-        weights.append(log_f - log_q)
-        sizes.append(log_f.abs() + log_q.abs())
-    log_weights = torch.cat(weights)
+    log_weights, rounding = weigh(drawn, count, batch_size, progress)
     if bool((log_weights == -math.inf).all()):
         raise InputError("log_density is -inf at all samples of the model: the model misses the target's support")
     judge = None
     if reference is not None:
         judge = over_rows(log_weight, model.check(reference), None, batch_size)
-    rounding = rounding_error(log_weights, torch.cat(sizes), model.like().dtype)
     return WeightedSamples(torch.cat(samples), log_weights, judge, rounding)
 
 

@@ -149,7 +149,9 @@ def once(loader: Any) -> Iterator[Batch]:
     return batches_of(loader)
 
 
-def loader_of(name: str, data: Any, size: int, seed: int | None, model: EBFlow) -> tuple[Any, Batch]:
+def loader_of(
+    name: str, data: Any, size: int, seed: int | None, model: EBFlow, device: torch.device
+) -> tuple[Any, Batch]:
     """The batches of some data, shuffled if there is a seed, and the first of them, which is checked.
 
     Raises:
@@ -169,7 +171,7 @@ def loader_of(name: str, data: Any, size: int, seed: int | None, model: EBFlow) 
         first = next(once(loader), None) if known else None
     if first is None:
         raise InputError(f"{name}: the DataLoader is empty: its dataset has no rows, or drop_last leaves none")
-    first = to_device(first, model.like().device)
+    first = to_device(first, device)
     x, context, weights = first
     try:
         model.check(x, context)

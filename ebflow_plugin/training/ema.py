@@ -28,7 +28,8 @@ class EMA:
     :meth:`applied` they are the model's current ones.
 
     An update is a few fused operations on all parameters at once, and never synchronises with the device. Averages of
-    half-precision parameters are in single precision.
+    half-precision parameters are in single precision. (``torch.optim.swa_utils.AveragedModel`` copies the whole model
+    with its buffers, averages in the precision of the parameters, and reads its count from the device.)
 
     Arguments:
         model: A wrapped flow (:func:`~ebflow_plugin.wrap`).

@@ -92,11 +92,7 @@ def read(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
-        if damaged is not None:
-            raise InputError(f"{path} is damaged ({damaged} has a wrong checksum)")
-        content = torch.load(path, map_location=map_location, weights_only=True)
-    except InputError:
-        raise
+        content = None if damaged else torch.load(path, map_location=map_location, weights_only=True)
     except pickle.UnpicklingError:
         raise InputError(
             f"{path} cannot be read: it holds more than tensors, numbers, strings, lists and dictionaries, and could "
@@ -107,6 +103,8 @@ def read(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
     except Exception as error:
         reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
         raise InputError(f"{path} cannot be read ({reason})") from None
+    if damaged is not None:
+        raise InputError(f"{path} is damaged ({damaged} has a wrong checksum)")
     if not isinstance(content, dict) or "ebflow_plugin" not in content or "state_dict" not in content:
         raise InputError(f"{path} is no checkpoint of ebflow_plugin")
     return content

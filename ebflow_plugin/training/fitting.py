@@ -21,8 +21,8 @@ from ebflow_plugin.errors import EBFlowError, InputError, TrainingError
 from ebflow_plugin.linalg.random import derive_seed, kept_random_state
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives import Objective, ReverseKL
-from ebflow_plugin.objectives.base import noise_of, terms_of, use_generators
 from ebflow_plugin.objectives.evaluation import LikelihoodSum, calibrated
+from ebflow_plugin.objectives.noise import noise_of, terms_of, use_generators
 from ebflow_plugin.options import as_integer, at_least, flag, one_of, positive
 from ebflow_plugin.plan.inputs import to_device
 from ebflow_plugin.training.batches import batches_of, loader_of, once, process
@@ -196,9 +196,9 @@ def fit(
         loader: Any = None
         first, held_out = None, None
         if data is not None:
-            loader, first = loader_of("data", data, batch_size, seed, model)
+            loader, first = loader_of("data", data, batch_size, seed, model, device)
         if validation is not None:
-            held_out, _ = loader_of("validation", validation, max(batch_size, VALIDATION_BATCH), None, model)
+            held_out, _ = loader_of("validation", validation, max(batch_size, VALIDATION_BATCH), None, model, device)
         total = int(steps) if epochs is None else epochs * len(loader)  # type: ignore[arg-type]
         every = evaluate_every or evaluate_every_default(total)
         optimiser = optimizer_of(objective, optimizer)
@@ -307,19 +307,20 @@ class Judge:
     ) -> None:
         self.model, self.held_out, self.training, self.kind = model, held_out, training, kind
         self.average, self.seed, self.stale = average, seed, 0
+        self._device = model.like().device
         self.nll: float | None = None
         self.step: int | None = None
         self.state: dict[str, Tensor] | None = None
 
     def __call__(self, step: int) -> Record:
         """Returns what is recorded of the weights of a step."""
-        model, device = self.model, self.model.like().device
+        model = self.model
         with (
-            kept_random_state(device),  # calibrating draws noise
+            kept_random_state(self._device),  # calibrating draws noise
             nullcontext() if self.average is None else self.average.applied(),
             calibrated(model, self.training() if self.kind else None, self.kind),
         ):
-            likelihood = LikelihoodSum(model, Generator(device).manual_seed(self.seed))
+            likelihood = LikelihoodSum(model, Generator(self._device).manual_seed(self.seed))
             for batch in once(self.held_out):
                 likelihood.add(*batch)
             nll, bits, uncalibrated = likelihood.mean()

@@ -15,14 +15,14 @@ from torch.utils.data import DistributedSampler
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.linalg.random import derive_seed, kept_random_state, random_state, set_random_state
 from ebflow_plugin.objectives import Objective
-from ebflow_plugin.objectives.base import noise_of, use_generators
 from ebflow_plugin.objectives.evaluation import Likelihood, LikelihoodSum, calibrated
+from ebflow_plugin.objectives.noise import noise_of, use_generators
 from ebflow_plugin.options import integer, is_number, one_of
 from ebflow_plugin.plan.inputs import batch_of
 from ebflow_plugin.plan.spectrum import (
     NEAR_SINGULAR,
     ConditionWatch,
-    FullLayer,
+    Placed,
     Spectrum,
     conditioning_penalty,
     full_layers,
@@ -143,7 +143,7 @@ class LitObjective(LightningModule):
             loss = self.objective(x, context, *weighted, generator=generator)
             self.log("val_loss", loss, batch_size=len(x), sync_dist=True)
 
-    def full_layers(self) -> list[FullLayer]:
+    def full_layers(self) -> list[Placed]:
         """The full layers of the model, at the shape of the last batch."""
         model = self.objective.model
         plan, u, _ = model.match(batch_of(self.last[0])[0][:1], None, Generator(self.device).manual_seed(0))

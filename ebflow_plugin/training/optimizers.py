@@ -76,26 +76,16 @@ def optimizer_of(
         raise InputError("the model has no parameters that require a gradient: there is nothing to train")
     if optimizer is None:
         return Adam(parameter_groups(objective.model, 1e-3), fused=fusible(parameters))
-    built = optimizer if isinstance(optimizer, Optimizer) else None
-    if built is None:
-        if not callable(optimizer):
-            raise InputError(f"optimizer must be an Optimizer, or a function that builds one, got {optimizer!r}")
-        built = optimizer(parameters)
-        if not isinstance(built, Optimizer):
-            raise InputError(f"the function passed as optimizer must return a torch.optim.Optimizer, got {built!r}")
+    built = optimizer(parameters) if callable(optimizer) else optimizer  # an Optimizer is no function
+    if not isinstance(built, Optimizer):
+        raise InputError(f"optimizer must be an Optimizer, or a function that returns one, got {built!r}")
     held = {id(parameter) for group in built.param_groups for parameter in group["params"]}
     missing = [name for name, parameter in named.items() if id(parameter) not in held]
-    if len(missing) == len(parameters):
-        raise InputError("the optimizer holds none of the model's parameters; build it from objective.parameters()")
-    if missing:
+    if missing or held - known:
         raise InputError(
-            f"the optimizer lacks {len(missing)} of {len(parameters)} trainable parameters of the model: "
-            f"{_some(missing)}. Build it from objective.parameters(), or freeze the others: requires_grad_(False)."
-        )
-    if held - known:
-        raise InputError(
-            f"the optimizer holds {len(held - known)} parameters that are not the model's, which fit does not train; "
-            "put them in the flow (an embedding_net, say), or train them in a loop of your own"
+            f"the optimizer must hold the {len(parameters)} trainable parameters of the model and no others: it lacks "
+            f"{f'{len(missing)} of them ({_some(missing)})' if missing else 'none'}, and holds {len(held - known)} "
+            "others. Build it from objective.parameters(); freeze what shall stay as it is, requires_grad_(False)."
         )
     closure = inspect.signature(type(built).step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:

@@ -43,28 +43,21 @@ class ModelInfo:
         return {item.name: item.default for item in parameters if item.kind is item.KEYWORD_ONLY}
 
 
-def fc(
-    shape: Shape,
-    linear: str,
-    *,
-    layers: int = 2,
-    alpha: float = 0.3,
-    init: str = "negative_identity",
-) -> nn.Module:
+def fc(shape: Shape, linear: str, *, layers: int = 2, alpha: float = 0.3, init: str = "negative_identity") -> nn.Module:
     """The paper's FC-based model: fully-connected layers with a smooth leaky ReLU between them."""
-    (features,) = shape
-    steps = [linear_layer(features, linear, init)]
-    for _ in range(layers - 1):
-        steps += [SmoothLeakyReLU(alpha), linear_layer(features, linear, init)]
-    return _flow(steps, shape)
+    return _between(shape, linear, init, layers, lambda: SmoothLeakyReLU(alpha))
 
 
 def deep(shape: Shape, linear: str, *, layers: int = 4, init: str = "identity") -> nn.Module:
     """Full layers with sinh-arcsinh maps between them, which a Gaussianising start fits in closed form."""
-    (features,) = shape
-    steps = [linear_layer(features, linear, init)]
+    return _between(shape, linear, init, layers, lambda: SinhArcsinh(*shape))
+
+
+def _between(shape: Shape, linear: str, init: str, layers: int, make: Callable[[], nn.Module]) -> nn.Module:
+    """Linear layers on vectors, with what make returns between them."""
+    steps = [linear_layer(shape[0], linear, init)]
     for _ in range(layers - 1):
-        steps += [SinhArcsinh(features), linear_layer(features, linear, init)]
+        steps += [make(), linear_layer(shape[0], linear, init)]
     return _flow(steps, shape)
 
 
@@ -135,43 +128,47 @@ def glow(
     if not images and kernel is not None:
         raise InputError(f"glow has convolutions on images alone, not on vectors of {shape[0]}; leave out kernel")
     size = _kernel(kernel, 1, linear)
-    finished, steps = [], []
+    parts: list[tuple[list[nn.Module], Shape]] = []  # steps, and the shape of the latents that they finish
+    steps: list[nn.Module] = []
     for level in range(levels if images else 1):
         if images:
             steps.append(transforms.SqueezeTransform())
             shape = _squeezed(shape, "glow", f"levels={level}")
-        for block in range(count):
-            mixing = convolution(shape[0], size, linear, init) if images else linear_layer(shape[0], linear, init)
-            steps += [transforms.ActNorm(shape[0]), mixing, coupling(shape, block % 2 == 1, net)]
+        steps += _blocks(shape, linear, init, count, lambda flip: coupling(shape, flip, net), size)  # noqa: B023
         if split and images and level < levels - 1:
             # A coupling that moves the half that is finished: on a standard normal, log p(z₁ | z₂) of a normal prior.
-            finished.append(([*steps, coupling(shape, True, net)], shape))
+            parts.append(([*steps, coupling(shape, True, net)], shape))
             steps, shape = [], (shape[0] // 2, *shape[1:])
-    if not finished:
+    if not parts:
         return _flow(steps, shape)
-    transform = transforms.MultiscaleCompositeTransform(len(finished) + 1)
-    for level_steps, level_shape in [*finished, (steps, shape)]:
-        transform.add_transform(transforms.CompositeTransform(level_steps), level_shape)
-    size = sum(prod(part) for part in transform._output_shapes)
-    flow: nn.Module = flows.Flow(transform, distributions.StandardNormal([size]))
-    return flow
+    transform = transforms.MultiscaleCompositeTransform(len(parts) + 1)
+    for part, latent in [*parts, (steps, shape)]:
+        transform.add_transform(transforms.CompositeTransform(part), latent)
+    return _on_normal(transform, (sum(prod(latent) for latent in transform._output_shapes),))
+
+
+def _blocks(
+    shape: Shape, linear: str | None, init: str, count: int, make: Callable[[bool], nn.Module], kernel: int = 1
+) -> list[nn.Module]:
+    """Blocks of ActNorm, a linear layer if there is one, and what make returns, which turns about each time."""
+    steps: list[nn.Module] = []
+    for block in range(count):
+        steps.append(transforms.ActNorm(shape[0]))
+        if linear is not None:
+            images = len(shape) == 3
+            steps.append(
+                convolution(shape[0], kernel, linear, init) if images else linear_layer(shape[0], linear, init)
+            )
+        steps.append(make(block % 2 == 1))
+    return steps
 
 
 def realnvp(
-    shape: Shape,
-    linear: str,
-    *,
-    blocks: int = 8,
-    hidden: int = 64,
-    depth: int = 2,
-    activation: str = "silu",
+    shape: Shape, linear: str, *, blocks: int = 8, hidden: int = 64, depth: int = 2, activation: str = "silu"
 ) -> nn.Module:
     """RealNVP on vectors: affine couplings of alternating halves, each after an ActNorm."""
     net = Conditioner(hidden, depth, activation)
-    steps: list[nn.Module] = []
-    for block in range(blocks):
-        steps += [transforms.ActNorm(shape[0]), coupling(shape, block % 2 == 1, net)]
-    return _flow(steps, shape)
+    return _flow(_blocks(shape, None, "", blocks, lambda flip: coupling(shape, flip, net)), shape)
 
 
 def maf(
@@ -187,15 +184,15 @@ def maf(
     """A masked autoregressive flow: ActNorm, a linear layer and an affine autoregressive step, in turn."""
     (features,) = shape
     net = Conditioner(hidden, depth, activation)
-    steps: list[nn.Module] = []
-    for _ in range(blocks):
-        steps += [transforms.ActNorm(features), linear_layer(features, linear, init)]
-        steps.append(
-            transforms.MaskedAffineAutoregressiveTransform(
-                features, max(net.hidden, features), num_blocks=net.blocks, activation=net.function
-            )
+
+    def step(flip: bool) -> nn.Module:
+        width = max(net.hidden, features)
+        made: nn.Module = transforms.MaskedAffineAutoregressiveTransform(
+            features, width, num_blocks=net.blocks, activation=net.module()
         )
-    return _flow(steps, shape)
+        return made
+
+    return _flow(_blocks(shape, linear, init, blocks, step), shape)
 
 
 def nsf(
@@ -211,15 +208,15 @@ def nsf(
     init: str = "orthogonal",
 ) -> nn.Module:
     """A neural spline flow: ActNorm, a linear layer and a coupling by rational-quadratic splines, in turn."""
-    (features,) = shape
     net = Conditioner(hidden, depth, activation)
-    steps: list[nn.Module] = []
-    for block in range(blocks):
-        spline = transforms.PiecewiseRationalQuadraticCouplingTransform(
-            mask(features, block % 2 == 1), net.residual, num_bins=bins, tails="linear", tail_bound=bound
+
+    def step(flip: bool) -> nn.Module:
+        made: nn.Module = transforms.PiecewiseRationalQuadraticCouplingTransform(
+            mask(shape[0], flip), net.residual, num_bins=bins, tails="linear", tail_bound=bound
         )
-        steps += [transforms.ActNorm(features), linear_layer(features, linear, init), spline]
-    return _flow(steps, shape)
+        return made
+
+    return _flow(_blocks(shape, linear, init, blocks, step), shape)
 
 
 MODELS: dict[str, ModelInfo] = {
@@ -238,7 +235,11 @@ MODELS: dict[str, ModelInfo] = {
 
 def _flow(steps: list[nn.Module], latent: Shape) -> nn.Module:
     """The model: layers from data to noise, on a standard normal base with the shape of the latents."""
-    flow: nn.Module = flows.Flow(transforms.CompositeTransform(steps), distributions.StandardNormal(latent))
+    return _on_normal(transforms.CompositeTransform(steps), latent)
+
+
+def _on_normal(transform: nn.Module, latent: Shape) -> nn.Module:
+    flow: nn.Module = flows.Flow(transform, distributions.StandardNormal(latent))
     return flow
 
 

@@ -13,6 +13,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import typer
@@ -23,7 +24,9 @@ __all__ = [
     "INTERRUPTED",
     "REFUSED",
     "Commands",
+    "Grid",
     "first_process",
+    "markdown",
     "note",
     "say",
     "say_json",
@@ -32,16 +35,8 @@ __all__ = [
 ]
 
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
-EXTRA = (
-    "lightning",
-    "matplotlib",
-    "nflows",
-    "normflows",
-    "rich",
-    "safetensors",
-    "sklearn",
-    "torchvision",
-)  # of [examples]
+# Of [examples].
+EXTRA = ("lightning", "matplotlib", "nflows", "normflows", "rich", "safetensors", "sklearn", "torchvision")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -157,6 +152,29 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1, rem
         ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The same cells for a Markdown file."""
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rows))
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table of text. The first ``left`` columns are names."""
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    left: int = 1
+
+    def markdown(self) -> str:
+        """For a Markdown file."""
+        return f"**{self.title}**\n\n{markdown(self.head, self.rows)}"
+
+    def screen(self) -> str:
+        """For a terminal."""
+        return f"{self.title}\n{table(self.head, self.rows, left=self.left)}"
 
 
 def _quiet_libraries() -> None:

@@ -76,7 +76,7 @@ class DataSet:
         """Whether these are rows of numbers of the user's: in units that nobody knows, and of unknown density."""
         return self.levels is None and self.truth is None
 
-    def with_progress(self, rows: Tensor) -> Tensor:
+    def pixels(self, rows: Tensor) -> Tensor:
         """Pixels as pictures show them, in [0, 1]: levels from black to white; of other numbers, nearly all of them."""
         if self.levels is not None:
             return rows / (self.levels - 1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import log
 from pathlib import Path
 from typing import Any
@@ -40,14 +39,6 @@ ROWS = 100  # that the race is evaluated with
 WRONG = 0.5  # samples whose spread is off by more are visibly so
 
 
-@dataclass(frozen=True)
-class Small:
-    """What the small case came to with one objective: the NLL of each test row; and a step, to be timed."""
-
-    nll: Tensor
-    step: Callable[[], None]
-
-
 def run_demo(out: Path, seed: int = 0, quick: bool = False) -> list[dict[str, Any]]:
     """Trains, prints and draws; gives the rows of the table of the race, which ``demo.json`` holds too."""
     writable(out)
@@ -59,8 +50,8 @@ def _tour(out: Path, seed: int, quick: bool) -> list[dict[str, Any]]:
     started = time.monotonic()
     say("\n1. Where energies do not pay: small layers. Handwritten digits, two full layers of nflows, D = 64.\n")
     ml, dsm = (small_case(loss, 4 if quick else SMALL_STEPS, seed) for loss in ("ml", "dsm"))
-    times = interleaved({"ml": ml.step, "dsm": dsm.step}, seconds=TIMING)
-    say(_verdict(ml.nll, dsm.nll, times["ml"].median / times["dsm"].median))
+    times = interleaved({"ml": ml[1], "dsm": dsm[1]}, seconds=TIMING)
+    say(_verdict(ml[0], dsm[0], times["ml"].median / times["dsm"].median))
     seconds = QUICK_SECONDS if quick else SECONDS
     data = load("textures16" if quick else "textures", seed=seed)
     size = data.train[0].numel()
@@ -71,16 +62,20 @@ def _tour(out: Path, seed: int, quick: bool) -> list[dict[str, Any]]:
     )
     with drawing_from(seed, "weights"):
         say(f"{ebf.wrap(flow_for('cnn', data)[0]).report}\n")
-    laps = {name: _lap(CONTENDERS[name], data, seconds, seed) for name in RACE}
-    drawn = {name: lap.model.sample(SAMPLES, generator=stream(seed, "samples")) for name, lap in laps.items()}
-    rows = [_row(name, lap, seconds, spread(drawn[name], data)) for name, lap in laps.items()]
+    rows, drawn = [], {}
+    for name in RACE:
+        contender = CONTENDERS[name]
+        lap = _lap(contender, data, seconds, seed)
+        drawn[name] = lap.model.sample(SAMPLES, generator=stream(seed, "samples"))
+        told = {"objective": name, "name": contender.name, "rate": contender.rate, "start": lap.curve[0][1]}
+        rows.append({**told, **lap.facts(), "seconds": seconds, "spread": spread(drawn[name], data)})
     (out / "demo.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
     picture = out / "demo.png"
     racing.draw(
         picture,
         f"The same model, {seconds:g} seconds of one core: how far from the best possible",
-        {name: [lap.curve] for name, lap in laps.items()},
-        {name: lap.steps for name, lap in laps.items()},
+        {row["objective"]: [row["curve"]] for row in rows},
+        {row["objective"]: row["steps"] for row in rows},
         drawn,
         data,
     )
@@ -93,8 +88,8 @@ def _tour(out: Path, seed: int, quick: bool) -> list[dict[str, Any]]:
     return rows
 
 
-def small_case(loss: str, steps: int, seed: int) -> Small:
-    """Trains the paper's fully-connected model on digits, from a start in closed form."""
+def small_case(loss: str, steps: int, seed: int) -> tuple[Tensor, Callable[[], None]]:
+    """Trains the paper's fc on digits from a start in closed form: the NLL of each test row, and a step to be timed."""
     digits = load("digits", seed=seed)
     with drawing_from(seed, "weights"):
         flow, data = flow_for("fc", digits)
@@ -118,7 +113,7 @@ def small_case(loss: str, steps: int, seed: int) -> Small:
     result.load_best(model)
     nll = nll_of_rows(model, data.test, seed)
     objective.generator = stream(seed, "timing")
-    return Small(nll, training_step(model, objective, data.train[:100]))
+    return nll, training_step(model, objective, data.train[:100])
 
 
 def _verdict(ml: Tensor, dsm: Tensor, faster: float) -> str:
@@ -142,40 +137,14 @@ def _lap(contender: Contender, data: DataSet, seconds: float, seed: int) -> Lap:
             status.update(f"{contender.name}: {used:.1f} of {seconds:g} s, step {steps}")
 
         lap = racing.run(contender, data, data.test[:ROWS], seconds, seed=seed, tick=tick)
-    say(
-        f"{contender.name}, {lap.steps} steps in {lap.curve[-1][0]:.1f} s: {lap.curve[-1][1]:,.0f} nats above the floor"
-    )
+    used, above = lap.curve[-1]
+    say(f"{contender.name}, {lap.steps} steps in {used:.1f} s: {above:,.0f} nats above the floor")
     return lap
 
 
-def _row(name: str, lap: Lap, seconds: float, width: float) -> dict[str, Any]:
-    contender = CONTENDERS[name]
-    return {
-        "objective": name,
-        "name": contender.name,
-        "rate": contender.rate,
-        "seconds": seconds,
-        "steps": lap.steps,
-        "start": lap.curve[0][1],
-        "above_floor": lap.curve[-1][1],
-        "error": lap.error,
-        "spread": width,
-        "curve": lap.curve,
-    }
-
-
 def _summary(rows: Sequence[dict[str, Any]], size: int, seconds: float) -> str:
-    cells = [
-        (
-            row["name"],
-            f"{row['rate']:g}",
-            f"{row['steps']}",
-            f"{row['start']:,.0f}",
-            f"{row['above_floor']:,.0f} ± {row['error']:.0f}",
-            f"{row['spread']:.2f}",
-        )
-        for row in sorted(rows, key=lambda row: row["above_floor"])
-    ]
+    texts = "{name}|{rate:g}|{steps}|{start:,.0f}|{above_floor:,.0f} ± {error:.0f}|{spread:.2f}"
+    cells = [texts.format(**row).split("|") for row in sorted(rows, key=lambda row: row["above_floor"])]
     head = ("objective", "rate", "steps", "start", "nats above the floor", "spread of samples")
     return table(head, cells) + (
         f"\nD = {size}, {seconds:g} CPU seconds of one thread each, evaluations not counted; ± over {ROWS} images. "
@@ -192,10 +161,8 @@ def _finding(rows: Sequence[dict[str, Any]]) -> str:
         if row is exact:
             continue
         times, ratio = row["steps"] / exact["steps"], exact["above_floor"] / row["above_floor"]
-        place = (
-            f"{ratio:.1f} times as near to the floor" if ratio > 1 else f"{1 / ratio:.1f} times as far from the floor"
-        )
-        lines.append(f"{row['name']} takes {times:.1f} times as many steps as exact ML, and ends {place}.")
+        place = f"{ratio:.1f} times as near to" if ratio > 1 else f"{1 / ratio:.1f} times as far from"
+        lines.append(f"{row['name']} takes {times:.1f} times as many steps as exact ML, and ends {place} the floor.")
     widest = max(rows, key=lambda row: abs(log(row["spread"])))
     if widest["objective"] == "dsm" and abs(widest["spread"] - 1) > WRONG:
         lines.append("The score says little about the strength of the widest waves, so that DSM gets them right last.")

@@ -12,41 +12,33 @@ import ebflow_plugin as ebf
 
 __all__ = ["fisher_divergence", "kl_divergence"]
 
-Known = Tensor | Callable[[Tensor], Tensor]
 
-
-def fisher_divergence(
-    model: ebf.EBFlow, x: Tensor, true_score: Known, *, context: Tensor | None = None, batch_size: int | None = None
-) -> ebf.Estimate:
+def fisher_divergence(model: ebf.EBFlow, x: Tensor, true_score: Tensor, batch_size: int | None = None) -> ebf.Estimate:
     r"""Estimates the Fisher divergence, :math:`\tfrac12\, \mathbb{E}_p \| \nabla \log p(x) - \nabla \log q(x) \|^2`.
 
     Arguments:
         model: The model q.
         x: Samples of the true density p, with shape ``(B, *)``, at least two.
-        true_score: :math:`\nabla \log p(x)`: a tensor with the shape of x, or a function of a batch.
-        context: The context of the model, with ``B`` rows.
+        true_score: :math:`\nabla \log p(x)`, with the shape of x.
         batch_size: The largest number of samples at a time.
 
     Example:
         >>> from nflows import distributions, flows, transforms
         >>> model = ebf.wrap(flows.Flow(transforms.IdentityTransform(), distributions.StandardNormal([2])))
-        >>> fisher_divergence(model, torch.tensor([[0.0, 1.0], [2.0, 3.0]]), lambda x: 1.0 - x)
+        >>> x = torch.tensor([[0.0, 1.0], [2.0, 3.0]])
+        >>> fisher_divergence(model, x, 1.0 - x)
         Estimate(1 ± 0, monte carlo)
     """
-    gap = _difference(model.score, x, true_score, context, batch_size)
-    return _mean(0.5 * gap.flatten(1).square().sum(1))
+    return _mean(0.5 * _difference(model.score, x, true_score, batch_size).flatten(1).square().sum(1))
 
 
-def kl_divergence(
-    model: ebf.EBFlow, x: Tensor, true_log_prob: Known, *, context: Tensor | None = None, batch_size: int | None = None
-) -> ebf.Estimate:
+def kl_divergence(model: ebf.EBFlow, x: Tensor, true_log_prob: Tensor, batch_size: int | None = None) -> ebf.Estimate:
     r"""Estimates the Kullback-Leibler divergence, :math:`\mathbb{E}_p [ \log p(x) - \log q(x) ]`.
 
     Arguments:
         model: The model q.
         x: Samples of the true density p, with shape ``(B, *)``, at least two.
-        true_log_prob: :math:`\log p(x)`: a tensor with shape ``(B,)``, or a function of a batch.
-        context: The context of the model, with ``B`` rows.
+        true_log_prob: :math:`\log p(x)`, with shape ``(B,)``.
         batch_size: The largest number of samples at a time.
 
     Example:
@@ -56,22 +48,13 @@ def kl_divergence(
         >>> kl_divergence(model, x, model.log_prob(x))
         Estimate(0 ± 0, monte carlo)
     """
-    return _mean(_difference(model.log_prob, x, true_log_prob, context, batch_size))
+    return _mean(_difference(model.log_prob, x, true_log_prob, batch_size))
 
 
 @torch.no_grad()
-def _difference(
-    function: Callable[[Tensor, Tensor | None], Tensor],
-    x: Tensor,
-    known: Known,
-    context: Tensor | None,
-    batch_size: int | None,
-) -> Tensor:
+def _difference(function: Callable[[Tensor], Tensor], x: Tensor, truth: Tensor, batch_size: int | None) -> Tensor:
     """The known values at x minus those of the model."""
-    size = batch_size or len(x)
-    contexts = [None] * -(-len(x) // size) if context is None else context.split(size)
-    ours = torch.cat([function(rows, given) for rows, given in zip(x.split(size), contexts, strict=True)])
-    truth = known if isinstance(known, Tensor) else torch.cat([known(rows) for rows in x.split(size)])
+    ours = torch.cat([function(rows) for rows in x.split(batch_size or len(x))])
     if truth.shape != ours.shape:
         raise ValueError(f"the known values must have shape {tuple(ours.shape)}, got {tuple(truth.shape)}")
     return truth.to(ours) - ours

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from nflows import distributions, flows, transforms
 from torch import Tensor, nn, optim
@@ -141,15 +142,9 @@ def settled(name: str, flags: dict[str, Any]) -> TrainConfig:
             f"--{idle[0].replace('_', '-')} has no meaning with --target {name}, which has no data, a flow of its own, "
             "and is trained by reverse KL; leave it out"
         )
-    config = TrainConfig().updated(flags)
+    config = TrainConfig(steps=1000, batch_size=256, lr=1e-2).updated(flags)
     check(replace(config, loss="ml"))  # whose log_det is that of reverse KL
-    return replace(
-        config,
-        steps=config.steps or 1000,
-        batch_size=config.batch_size or 256,
-        lr=config.lr or 1e-2,
-        evaluate_every=config.evaluate_every or max(1, (config.steps or 1000) // 10),
-    )
+    return replace(config, evaluate_every=config.evaluate_every or max(1, (config.steps or 0) // 10))
 
 
 def model_of(energy: Energy, seed: int) -> ebf.EBFlow:
@@ -174,6 +169,7 @@ def train_on(name: str, flags: dict[str, Any], out: Path, progress: bool = True)
         note(f"{name}: {energy.text}; {sum(p.numel() for p in model.parameters()):,} weights; into {out}")
         assert config.steps is not None
         assert config.batch_size is not None
+        assert config.lr is not None
         objective = ebf.objectives.ReverseKL(
             model, energy.log_density, n=config.batch_size, log_det=config.log_det or "exact"
         )
@@ -191,7 +187,7 @@ def train_on(name: str, flags: dict[str, Any], out: Path, progress: bool = True)
         ebf.fit(
             objective,
             steps=steps,
-            optimizer=lambda parameters: optim.Adam(parameters, lr=lr or 1e-2),
+            optimizer=lambda parameters: optim.Adam(parameters, lr=lr),
             scheduler=lambda made: LambdaLR(made, lambda step: 0.5 * (1.02 + math.cos(math.pi * step / steps))),
             clip_norm=config.clip_norm,
             evaluate_every=config.evaluate_every,
@@ -217,7 +213,7 @@ def train_on(name: str, flags: dict[str, Any], out: Path, progress: bool = True)
         files: dict[str, Callable[[Any], object]] = {
             "metrics.jsonl": lambda file: file.write(lines.encode()),
             "weights.pt": partial(torch.save, model.state_dict()),
-            "samples.npy": partial(_save, chain.samples),
+            "samples.npy": lambda file: np.save(file, chain.samples.numpy()),
             "summary.json": lambda file: file.write(f"{to_json(summary)}\n".encode()),
         }
         for file, write in files.items():
@@ -235,12 +231,6 @@ def judge(model: ebf.EBFlow, energy: Energy, count: int, seed: int, progress: bo
         )
         assert drawn.log_z is not None  # judged here, where it does not warn
     return drawn
-
-
-def _save(samples: Tensor, file: Any) -> None:
-    import numpy as np
-
-    np.save(file, samples.numpy())
 
 
 def report(summary: dict[str, Any], out: Path) -> str:

@@ -33,13 +33,12 @@ __all__ = [
 ]
 
 LINEAR = ("full", "lu", "lower", "upper", "qr", "svd")
-# As a function, and as a module: nflows wants both.
-ACTIVATIONS: dict[str, tuple[Callable[..., Any], Callable[[], nn.Module]]] = {
-    "tanh": (torch.tanh, nn.Tanh),
-    "silu": (F.silu, nn.SiLU),
-    "softplus": (F.softplus, nn.Softplus),
-    "relu": (F.relu, nn.ReLU),
-    "leaky_relu": (partial(F.leaky_relu, negative_slope=0.1), partial(nn.LeakyReLU, 0.1)),
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "tanh": nn.Tanh,
+    "silu": nn.SiLU,
+    "softplus": nn.Softplus,
+    "relu": nn.ReLU,
+    "leaky_relu": partial(nn.LeakyReLU, 0.1),
 }
 Shape = tuple[int, ...]
 
@@ -70,20 +69,14 @@ class Conditioner:
         if self.hidden < 1 or self.blocks < 0:
             raise InputError(f"a network needs hidden >= 1 and depth >= 0, got {self.hidden} and {self.blocks}")
 
-    @property
-    def function(self) -> Callable[..., Any]:
-        """The activation as a function."""
-        return ACTIVATIONS[self.activation][0]
-
-    @property
-    def module(self) -> Callable[[], nn.Module]:
-        """Makes the activation as a module."""
-        return ACTIVATIONS[self.activation][1]
+    def module(self) -> nn.Module:
+        """The activation."""
+        return ACTIVATIONS[self.activation]()
 
     def residual(self, inputs: int, outputs: int) -> nn.Module:
         """A residual network on vectors."""
         made: nn.Module = nets.ResidualNet(
-            inputs, outputs, self.hidden, num_blocks=self.blocks, activation=self.function
+            inputs, outputs, self.hidden, num_blocks=self.blocks, activation=self.module()
         )
         return made
 

@@ -1,25 +1,52 @@
-"""Pictures: densities, samples and imputations, in one style.
+"""Pictures: densities, samples, imputations, and curves of several seeds, in one style.
 
 Functions of this module draw into an axes, or save one figure; none shows a window, and none touches pyplot.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 import torch
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 from torch import Tensor
 
-__all__ = ["COLOURS", "Panel", "density", "figure", "images", "save_images", "scatter", "strips"]
+__all__ = [
+    "COLOURS",
+    "OBJECTIVE_COLOURS",
+    "Panel",
+    "Points",
+    "density",
+    "figure",
+    "images",
+    "joined",
+    "labelled",
+    "objective_name",
+    "plain_log",
+    "save_images",
+    "save_panels",
+    "scatter",
+    "seed_curves",
+    "strips",
+]
 
 COLOURS = {"score": "#0072B2", "ml": "#D55E00", "ink": "#333333", "grid": "#DDDDDD"}  # told apart by all eyes
+OBJECTIVE_COLOURS = {  # in the order of tables
+    "ml": "#D55E00",
+    "sml": "#E69F00",
+    "ml_stochastic": "#000000",
+    "ml_relative": "#CC79A7",
+    "ssm": "#0072B2",
+    "dsm": "#009E73",
+    "fdssm": "#56B4E9",
+}
 DENSITY_MAP = "magma"
 STYLE: dict[Any, Any] = {
     "font.size": 9.0,
@@ -39,6 +66,13 @@ STYLE: dict[Any, Any] = {
 }
 SAME_UNITS = 4.0  # two coordinates whose ranges differ by less share one scale
 GAP = 1  # pixels between the images of a grid
+POINTS = 60  # of a mean of curves
+SMALL, LARGE = 1e-2, 1e5  # numbers between these are written out
+WIDEST = 0.95  # values above this quantile do not stretch the axis
+NEAREST = 0.13  # of the height of a picture: two labels of two lines each are at least so far from each other
+VEIL = (0.80, 0.86, 0.92)  # the colour of what is not known
+
+Points = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -145,10 +179,15 @@ def images(axes: Any, pictures: Tensor, columns: int, title: str = "") -> None:
 def tiled(pictures: Tensor, columns: int) -> Tensor:
     """One image of many: shape (H', W') for grey ones, (H', W', 3) for colour, white between them.
 
+    What is not known (NaN) is in the colour of none of the pixels.
+
     Example:
         >>> tiled(torch.zeros(4, 1, 8, 8), columns=2).shape
         torch.Size([17, 17])
     """
+    unknown = pictures.isnan().any(1, keepdim=True)
+    if bool(unknown.any()):
+        pictures = torch.where(unknown, torch.tensor(VEIL, device=pictures.device).reshape(3, 1, 1), pictures[:, :3])
     count, channels, height, width = pictures.shape
     rows = -(-count // columns)
     sheet = torch.ones(channels, rows * (height + GAP) - GAP, columns * (width + GAP) - GAP)
@@ -165,6 +204,20 @@ def save_images(path: Path, pictures: Tensor, columns: int, title: str) -> None:
         images(drawn.subplots(), pictures, columns, title)
 
 
+def save_panels(path: Path, files: Mapping[str, Path], columns: int, size: float) -> None:
+    """Saves grids of images beside one another, each from its .npy file, by title."""
+    with figure(path, size * max(1, len(files)), size + 0.3) as drawn:
+        for place, (title, file) in enumerate(files.items(), start=1):
+            images(drawn.add_subplot(1, len(files), place), torch.from_numpy(np.load(file)), columns, title)
+
+
+def plain_log(axis: Any) -> None:
+    """Gives a logarithmic axis ticks at 1, 2 and 5 times powers of ten, written out: powers alone may be two."""
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
 def strips(path: Path, columns: Sequence[tuple[str, Tensor]], title: str) -> None:
     """Saves one row for each image, one column for each state of its chain.
 
@@ -173,25 +226,123 @@ def strips(path: Path, columns: Sequence[tuple[str, Tensor]], title: str) -> Non
         columns: A heading and images with shape (N, C, H, W) and values in [0, 1], NaN where nothing is known.
         title: What it is.
     """
-    count = len(columns[0][1])
+    count, width = len(columns[0][1]), columns[0][1].shape[-1] + GAP
+    pictures = torch.stack([each.cpu().float() for _, each in columns], 1).flatten(0, 1)
     with figure(path, 0.95 * len(columns) + 0.3, 0.95 * count + 0.7) as drawn:
-        grid = drawn.subplots(count, len(columns), squeeze=False)
-        for row in range(count):
-            for place, (heading, pictures) in enumerate(columns):
-                axes = grid[row, place]
-                _hidden(axes, pictures[row])
-                if row == 0:
-                    axes.set_title(heading, fontsize=8, loc="center")
+        axes = drawn.subplots()
+        images(axes, pictures, len(columns))
+        for place, (heading, _) in enumerate(columns):
+            axes.text((place + 0.5) * width, -GAP, heading, fontsize=8, ha="center", va="bottom")
         drawn.suptitle(title, fontsize=10, x=0.01, ha="left")
 
 
-def _hidden(axes: Any, picture: Tensor) -> None:
-    """One image; what is not known (NaN) is in the colour of none of its pixels."""
-    picture = picture.cpu().float()
-    unknown = picture.isnan().any(0)
-    shown = picture.nan_to_num(0.0).clamp(0.0, 1.0)
-    rgb = shown.expand(3, -1, -1).clone() if len(shown) == 1 else shown[:3].clone()
-    veil = torch.tensor([0.80, 0.86, 0.92]).reshape(3, 1, 1)
-    rgb = torch.where(unknown, veil, rgb)
-    axes.imshow(rgb.movedim(0, -1).numpy())
-    axes.set_axis_off()
+def objective_name(loss: str) -> str:
+    """An objective as tables and pictures call it.
+
+    Example:
+        >>> objective_name("ml_relative"), objective_name("ssm")
+        ('ML, relative gradient', 'SSM')
+    """
+    return {"ml_relative": "ML, relative gradient", "ml_stochastic": "ML without determinants"}.get(loss, loss.upper())
+
+
+def joined(curves: Sequence[Points]) -> tuple[list[float], list[list[float]]]:
+    """Puts curves on the x that all of them reach: x, and each curve there.
+
+    Example:
+        >>> x, lines = joined([[(0.0, 1.0), (2.0, 3.0)], [(0.0, 1.0), (4.0, 5.0)]])
+        >>> x[-1], [line[-1] for line in lines]
+        (2.0, [3.0, 3.0])
+    """
+    low, high = max(curve[0][0] for curve in curves), min(curve[-1][0] for curve in curves)
+    x = np.linspace(low, max(low, high), POINTS)
+    return x.tolist(), [np.interp(x, *np.array(curve).T).tolist() for curve in curves]
+
+
+def seed_curves(
+    axes: Any,
+    lines: Mapping[str, tuple[str, Sequence[Points]]],
+    title: str,
+    x: str,
+    y: str,
+    *,
+    digits: int = 1,
+    log: bool = False,
+) -> None:
+    """Draws the mean over seeds, named with the value that it ends at, and thin lines for the seeds.
+
+    Arguments:
+        axes: Where to.
+        lines: Label -> colour and the curves of its seeds.
+        title: What it is.
+        x: What is to the right.
+        y: What is up.
+        digits: Of the values in the legend.
+        log: Whether y is logarithmic.
+    """
+    heights: list[float] = []
+    for label, (colour, curves) in lines.items():
+        along, seeds = joined(curves)
+        middle = np.mean(seeds, axis=0)
+        number = f"{middle[-1]:.{digits}f}" if SMALL < abs(middle[-1]) < LARGE else f"{middle[-1]:.2g}"
+        axes.plot(along, middle, color=colour, linewidth=1.8, label=f"{label}  {number}")
+        if len(seeds) > 1:
+            axes.plot(along, np.transpose(seeds), color=colour, linewidth=0.6, alpha=0.6)
+        heights += [value for line in seeds for value in line]
+    if log:
+        axes.set_yscale("log")
+        if heights and max(heights) < 100 * min(heights):  # powers of ten alone would leave two ticks
+            plain_log(axes.yaxis)
+    elif heights:
+        low, high = min(heights), float(np.quantile(heights, WIDEST))
+        room = 0.08 * max(high - low, 1e-6)
+        axes.set_ylim(low - room, high + room)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), labelcolor="linecolor", fontsize=8)  # hides no line
+    axes.grid(axis="y", color=COLOURS["grid"], linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.set(title=title, xlabel=x, ylabel=y)
+
+
+def labelled(
+    axes: Any, curves: Mapping[str, Sequence[Points]], words: Callable[[str, float], str], size: float
+) -> None:
+    """Draws the mean over seeds and a thin line for each, from 0 on; words at the end of a line, not on one another.
+
+    Arguments:
+        axes: Where to; if its y is logarithmic already, the words are apart on that scale.
+        curves: Objective -> the curves of its seeds.
+        words: What stands at the end of a line, by the objective and its last value.
+        size: Of the words, in points; lines are a fifth of it wide.
+    """
+    ends: dict[str, float] = {}
+    for loss, seeds in curves.items():
+        along, lines = joined(seeds)
+        axes.plot(along, np.mean(lines, axis=0), color=OBJECTIVE_COLOURS[loss], linewidth=size / 5)
+        axes.plot(along, np.transpose(lines), color=OBJECTIVE_COLOURS[loss], linewidth=0.6, alpha=0.6)
+        ends[loss] = float(np.mean(lines, axis=0)[-1])
+    last = max(curve[-1][0] for seeds in curves.values() for curve in seeds)
+    axes.set_xlim(0.0, last)
+    axes.grid(axis="y", color=COLOURS["grid"], linewidth=0.6)
+    low, high = axes.get_ylim()
+    for loss, place in apart(ends, low, high, axes.get_yscale() == "log").items():
+        axes.annotate(
+            words(loss, ends[loss]), (last, ends[loss]), (last * 1.05, place), color=OBJECTIVE_COLOURS[loss],
+            fontsize=size, fontweight="bold", va="center", annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": OBJECTIVE_COLOURS[loss], "linewidth": 0.8, "relpos": (0.0, 0.5)},
+        )  # fmt: skip
+
+
+def apart(ends: Mapping[str, float], low: float, high: float, log: bool = False) -> dict[str, float]:
+    """Places for labels on an axis from low to high: near their values, and not on one another.
+
+    Example:
+        >>> apart({"a": 1.0, "c": 5.0, "b": 1.1}, 0.0, 10.0)
+        {'a': 1.0, 'b': 2.3, 'c': 5.0}
+    """
+    to, back = (np.log, np.exp) if log else (float, float)
+    places: dict[str, float] = {}
+    before = -np.inf
+    for name in sorted(ends, key=ends.__getitem__):
+        before = max(float(to(ends[name])), before + NEAREST * float(to(high) - to(low)))
+        places[name] = float(back(before))
+    return places

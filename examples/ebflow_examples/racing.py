@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 from torch import Tensor
 from torch.optim import Adam
 
@@ -20,7 +18,7 @@ import ebflow_plugin as ebf
 from ebflow_examples import clock, plots
 from ebflow_examples.data import DataSet
 from ebflow_examples.models import flow_for, preprocessing
-from ebflow_examples.reproduce.curves import COLOURS, Points, joined
+from ebflow_examples.plots import OBJECTIVE_COLOURS, Points, labelled
 from ebflow_examples.runs import above_truth
 from ebflow_examples.streams import drawing_from
 from ebflow_plugin.errors import TrainingError
@@ -73,6 +71,11 @@ class Lap:
     curve: list[tuple[float, float]]
     error: float
     steps: int
+
+    def facts(self) -> dict[str, Any]:
+        """All but the model, and what the curve ends at."""
+        seconds, above = self.curve[-1]
+        return {"above_floor": above, "error": self.error, "steps": self.steps, "seconds": seconds, "curve": self.curve}
 
 
 def run(
@@ -151,44 +154,21 @@ def draw(
         samples: Contender -> samples of its model.
         data: The data.
     """
-    ends = {name: float(np.mean([curve[-1][1] for curve in seeds])) for name, seeds in curves.items()}
     columns = -(-(1 + len(samples)) // 2)
     with plots.figure(path, 6.6 + 2.7 * columns, 5.6) as figure:
         parts: Any = figure.subfigures(1, 2, width_ratios=(6.6, 2.7 * columns))
         left, right = parts
         axes = left.subplots()
-        for name, seeds in curves.items():
-            x, lines = joined(seeds)
-            axes.plot(x, np.mean(lines, axis=0), color=COLOURS[name], linewidth=2.4)
-            if len(lines) > 1:
-                axes.plot(x, np.transpose(lines), color=COLOURS[name], linewidth=0.6, alpha=0.6)
-        last = max(curve[-1][0] for seeds in curves.values() for curve in seeds)
         axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
-        axes.yaxis.set_minor_formatter(NullFormatter())
-        axes.set_xlim(0, 1.45 * last)
-        axes.set_xticks([round(last / 5) * part for part in range(6)] if last >= 5 else [])
-        axes.grid(axis="y", color=plots.COLOURS["grid"], linewidth=0.6)
+        labelled(
+            axes, curves, lambda name, end: f"{CONTENDERS[name].name}\n{end:,.0f} nats, {steps[name]:,.0f} steps", 9
+        )
+        plots.plain_log(axes.yaxis)
         axes.set(title=title, xlabel="CPU seconds of training, one thread", ylabel="nats above the floor (log scale)")
-        for name, place in _apart(ends, axes.get_ylim()).items():
-            words = f"{CONTENDERS[name].name}\n{ends[name]:,.0f} nats, {steps[name]:,.0f} steps"
-            axes.text(1.03 * last, place, words, color=COLOURS[name], va="center", fontsize=9)
         panels = right.subplots(2, columns, squeeze=False).flatten()
-        plots.images(panels[0], data.with_progress(data.test[:SAMPLES]), 3, f"the data, D = {data.train[0].numel()}")
+        plots.images(panels[0], data.pixels(data.test[:SAMPLES]), 3, f"the data, D = {data.train[0].numel()}")
         for place in panels[1:]:
             place.set_axis_off()
-        for place, name in zip(panels[1:], sorted(samples, key=ends.__getitem__), strict=False):
-            plots.images(place, data.with_progress(samples[name]), 3)
-            place.set_title(f"by {CONTENDERS[name].name}", color=COLOURS[name])
-
-
-def _apart(ends: Mapping[str, float], limits: tuple[float, float]) -> dict[str, float]:
-    """Places for labels on a logarithmic axis: near where the curves end, and a tenth of the axis apart at least."""
-    least = (np.log(limits[1]) - np.log(limits[0])) / 10
-    places: dict[str, float] = {}
-    before = -np.inf
-    for name in sorted(ends, key=ends.__getitem__):
-        before = max(float(np.log(ends[name])), before + least)
-        places[name] = float(np.exp(before))
-    return places
+        for place, name in zip(panels[1:], sorted(samples, key=lambda name: curves[name][0][-1][1]), strict=False):
+            plots.images(place, data.pixels(samples[name]), 3)
+            place.set_title(f"by {CONTENDERS[name].name}", color=OBJECTIVE_COLOURS[name])

@@ -38,21 +38,20 @@ class Records(Callback):
     def __init__(self, folder: Path, progress: bool) -> None:
         self.history: list[Record] = []
         self._path, self._progress = folder / METRICS, progress
-        self._seconds, self._counted, self._loss = 0.0, 0, 0.0
-        self._sum: Tensor | None = None
+        self._seconds, self._counted = 0.0, 0
+        self._sum: Tensor | float = 0.0  # of the losses, on the device
         self._lines: JsonLines | None = None
         self._context: AbstractContextManager[object] = nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
         """All but what is shown."""
-        loss = self._loss + (0.0 if self._sum is None else float(self._sum))
         seconds = self._seconds + (time.monotonic() - self._mark[0] if self._counted else 0.0)
-        return {"history": self.history, "seconds": seconds, "counted": self._counted, "loss": loss}
+        return {"history": self.history, "seconds": seconds, "counted": self._counted, "loss": float(self._sum)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on from there."""
         self.history, self._seconds = state_dict["history"], state_dict["seconds"]
-        self._counted, self._loss = state_dict["counted"], state_dict["loss"]
+        self._counted, self._sum = state_dict["counted"], state_dict["loss"]
 
     def on_fit_start(self, trainer: Trainer, module: Any) -> None:
         """Writes the file anew, with the records so far: a killed run may have written more."""
@@ -66,14 +65,13 @@ class Records(Callback):
         if self._progress and trainer.is_global_zero:
             self._show, self._context = display()
             self._context.__enter__()
-        start = next(c.start_nll for c in trainer.callbacks if isinstance(c, ExactNLL))  # type: ignore[attr-defined]
+        start = _piece(trainer, ExactNLL).start_nll
         if start is not None and not trainer.global_step:
             self._show(Event(0, {"nll": start}, module.objective.model, steps=trainer.max_steps))
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, index: int) -> None:
         """Sums the loss, on the device."""
-        loss = module.last[1].double()
-        self._sum = loss if self._sum is None else self._sum + loss
+        self._sum = module.last[1].double() + self._sum
         self._counted += 1
 
     def on_validation_start(self, trainer: Trainer, module: Any) -> None:
@@ -84,18 +82,16 @@ class Records(Callback):
 
     def on_validation_end(self, trainer: Trainer, module: Any) -> None:
         """Makes the record."""
-        pieces: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         found, calibration = module.evaluated[1:]
-        loss = self._loss + (0.0 if self._sum is None else float(self._sum))
-        sums = trainer.strategy.reduce(torch.tensor([loss, float(self._counted)], dtype=torch.float64), reduce_op="sum")
-        norms = next(piece.norms for piece in pieces if isinstance(piece, FiniteGuard))
-        start = next(piece.start_nll for piece in pieces if isinstance(piece, ExactNLL))
+        counted = torch.tensor([float(self._sum), float(self._counted)], dtype=torch.float64)
+        sums = trainer.strategy.reduce(counted, reduce_op="sum")
+        start = _piece(trainer, ExactNLL).start_nll
         best = min(each for each in (start, found.nll, *(r["nll"] for r in self.history)) if each is not None)
         record: Record = {
             "step": trainer.global_step,
             "epoch": trainer.current_epoch,
             "loss": float(sums[0] / sums[1]),
-            "grad_norm": float(torch.linalg.vector_norm(norms)),
+            "grad_norm": float(torch.linalg.vector_norm(_piece(trainer, FiniteGuard).norms)),
             "lr": float(trainer.optimizers[0].param_groups[0]["lr"]),
             "nll": found.nll,
             "bits_per_dim": found.bits_per_dim,
@@ -105,10 +101,10 @@ class Records(Callback):
         }
         if calibration is not None:
             record["nll_uncalibrated"] = found.uncalibrated
-        spectra = next((piece.spectra for piece in pieces if isinstance(piece, ConditionGuard)), {})
-        if spectra:
+        guard = _piece(trainer, ConditionGuard)
+        if guard is not None and guard.spectra:
             record["condition"] = {
-                path: {"smallest": one.smallest, "condition": one.condition} for path, one in spectra.items()
+                path: {"smallest": one.smallest, "condition": one.condition} for path, one in guard.spectra.items()
             }
         record.update(module.objective.metrics())
         self.history.append(record)
@@ -118,7 +114,7 @@ class Records(Callback):
         left = passed / taken * (trainer.max_steps - trainer.global_step)
         event = Event(trainer.global_step, record, module.objective.model, None, trainer.max_steps, left)
         self._show(event)
-        self._sum, self._counted, self._loss = None, 0, 0.0
+        self._sum, self._counted = 0.0, 0
         self._mark = time.monotonic(), trainer.global_step
 
     def teardown(self, trainer: Trainer, module: Any, stage: str) -> None:
@@ -129,6 +125,12 @@ class Records(Callback):
     def on_exception(self, trainer: Trainer, module: Any, exception: BaseException) -> None:
         """The same."""
         self.teardown(trainer, module, "fit")
+
+
+def _piece(trainer: Trainer, kind: type[Callback]) -> Any:
+    """The callback of a kind; None without one."""
+    pieces: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return next((piece for piece in pieces if isinstance(piece, kind)), None)
 
 
 class LiveDisplay:

@@ -90,7 +90,7 @@ class Run:
         """Rows of the data as images with shape (N, C, H, W) and values in [0, 1]."""
         if self.image_shape is None:
             raise InputError(f"{self.config.data} has no images, but rows of shape {self.data.event_shape}")
-        return self.data.with_progress(rows).reshape(-1, *self.image_shape)
+        return self.data.pixels(rows).reshape(-1, *self.image_shape)
 
     def generator(self, seed: int, name: str) -> Generator:
         """The generator of a stream, on the device of the model."""

@@ -46,6 +46,14 @@ class Truth(Protocol):
         """Its entropy in nats, the least NLL that any model can have; None if no formula tells it."""
 
 
+def score_of(log_prob: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """The gradient of a log-density at rows, computed in double precision, with the shape of ``x``."""
+    with torch.enable_grad():
+        rows = x.detach().double().requires_grad_()
+        (score,) = torch.autograd.grad(log_prob(rows).sum(), rows)
+    return score.to(x.dtype)
+
+
 class SmoothedSet:
     r"""Points of some set, smoothed by a Gaussian: the mixture :math:`\sum_i w_i \prod_d k_d(x_d - c_{id})`.
 
@@ -86,17 +94,9 @@ class SmoothedSet:
         parts = [self._log_terms(rows[some]).logsumexp(1) for some in self._chunks(len(rows))]
         return torch.cat(parts).to(x.dtype)
 
-    @torch.no_grad()
     def score(self, x: Tensor) -> Tensor:
-        """The gradient of :meth:`log_prob`, with the shape of ``x``: that of each term's logarithm, averaged."""
-        rows = self._rows(x)
-        score = torch.empty_like(rows)
-        for some in self._chunks(len(rows)):
-            share = self._log_terms(rows[some]).softmax(1)
-            for place, (width, deviation) in enumerate(zip(self.widths, self.deviations, strict=True)):
-                slope = _log_kernel_slope(self._offsets(rows[some], place), width, deviation)
-                score[some, place] = (share * slope).sum(1)
-        return score.to(x.dtype)
+        """The gradient of :meth:`log_prob`, with the shape of ``x``."""
+        return torch.cat([score_of(self.log_prob, x[some]) for some in self._chunks(len(x))])
 
     def sample(self, count: int, generator: Generator | None = None) -> Tensor:
         """Draws rows, shape (count, D), in double precision: points of the set, and noise."""
@@ -130,14 +130,11 @@ class SmoothedSet:
         size = max(1, CHUNK // len(self.centres))
         return (slice(start, start + size) for start in range(0, max(1, count), size))
 
-    def _offsets(self, rows: Tensor, place: int) -> Tensor:
-        return rows[:, place, None] - self.centres[:, place].to(rows)
-
     def _log_terms(self, rows: Tensor) -> Tensor:
         """The logarithm of each term at each row: shape (B, M)."""
         terms = self.weights.to(rows).log()
         for place, (width, deviation) in enumerate(zip(self.widths, self.deviations, strict=True)):
-            terms = terms + _log_kernel(self._offsets(rows, place), width, deviation)
+            terms = terms + _log_kernel(rows[:, place, None] - self.centres[:, place].to(rows), width, deviation)
         return terms
 
 
@@ -150,16 +147,6 @@ def _log_kernel(offset: Tensor, width: float, deviation: float) -> Tensor:
     upper = torch.special.log_ndtr((width / 2 - distance) / deviation)
     lower = torch.special.log_ndtr((-width / 2 - distance) / deviation)
     return upper + torch.log(-torch.expm1(lower - upper)) - math.log(width)
-
-
-def _log_kernel_slope(offset: Tensor, width: float, deviation: float) -> Tensor:
-    """The derivative of :func:`_log_kernel`."""
-    if width == 0.0:
-        return -offset / deviation**2
-    log_kernel = _log_kernel(offset, width, deviation)
-    ends = (_log_kernel(offset + side * width / 2, 0.0, deviation) - log_kernel for side in (1, -1))
-    far, near = (end.exp() for end in ends)
-    return (far - near) / width
 
 
 def _nodes(edges: Tensor) -> tuple[Tensor, Tensor]:
@@ -274,10 +261,7 @@ class Autoregressive:
 
     def score(self, x: Tensor) -> Tensor:
         """The gradient of :meth:`log_prob`, with the shape of ``x``."""
-        with torch.enable_grad():
-            rows = x.detach().double().requires_grad_()
-            (score,) = torch.autograd.grad(self.log_prob(rows).sum(), rows)
-        return score.to(x.dtype)
+        return score_of(self.log_prob, x)
 
     def entropy(self) -> None:
         """Not known: a mean of log |x + d 2^i| over the whole chain before."""

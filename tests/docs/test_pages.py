@@ -9,7 +9,7 @@ from matplotlib import pyplot as plt
 
 import ebflow_plugin.lightning
 from documents import DOCUMENTS, ROOT, Block, blocks_of
-from ebflow_plugin import objectives
+from ebflow_plugin.objectives import registration
 
 README = ROOT / "README.md"
 PAGES = [README, *(file for file in DOCUMENTS if file.parent == ROOT / "docs")]
@@ -30,7 +30,7 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
     assert bool(blocks) == (page.name not in WITHOUT_CODE)
     assert sum(block.kind == "skip" for block in blocks) <= NOT_RUN
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(objectives, "_OBJECTIVES", copy.deepcopy(objectives._OBJECTIVES))  # pages register their own
+    monkeypatch.setattr(registration, "OBJECTIVES", copy.deepcopy(registration.OBJECTIVES))  # pages register their own
     plt.switch_backend("Agg")
     scope: dict = {"__name__": page.stem}
     if page == README:  # whose reader has data

@@ -58,10 +58,10 @@ def test_score_is_the_gradient_of_the_density(truth):
     x = truth.sample(20, rng(1))
     if not isinstance(truth, Autoregressive):
         x = torch.cat([x, torch.tensor([[60.0, -80.0], [0.0, 0.0]], dtype=torch.float64)])
-    x.requires_grad_()
-    (expected,) = torch.autograd.grad(truth.log_prob(x).sum(), x)
-    assert expected.isfinite().all()
-    torch.testing.assert_close(truth.score(x), expected, rtol=1e-9, atol=1e-9)
+    step, score = 1e-5, truth.score(x)
+    for place, unit in enumerate(step * torch.eye(x.shape[1], dtype=torch.float64)):
+        expected = (truth.log_prob(x + unit) - truth.log_prob(x - unit)) / (2 * step)
+        torch.testing.assert_close(score[:, place], expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", PLANE)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import ebflow_plugin as ebf
+from commands import ebflow
 from ebflow_examples import demo, racing
 from ebflow_examples.config import TrainConfig
 from ebflow_examples.data import OF_TEXTURES, load
@@ -99,7 +100,7 @@ def test_the_data_set(textures16):
     again, other = load("textures16"), load("textures16", seed=1)
     assert torch.equal(again.test, textures16.test)
     assert not torch.equal(other.test, textures16.test)
-    shown = textures16.with_progress(textures16.test)
+    shown = textures16.pixels(textures16.test)
     assert shown.min() == 0
     assert shown.max() == 1
     assert 0.4 < shown.mean() < 0.6
@@ -152,11 +153,11 @@ def test_a_race_that_fails_says_so(textures16):
     assert failed.value.__notes__ == ["It was DSM, with a rate of 1e+30."]
 
 
-def test_the_demo(tmp_path, capsys):
-    rows = demo.run_demo(tmp_path, quick=True)
-    words = capsys.readouterr().out
+def test_the_demo(tmp_path):
+    words = ebflow("demo", "--quick", "--out", tmp_path).stdout
+    rows = json.loads((tmp_path / "demo.json").read_text())
     assert [row["objective"] for row in rows] == list(demo.RACE)
-    assert json.loads((tmp_path / "demo.json").read_text()) == json.loads(json.dumps(rows))
+    assert "nats above the floor" in words
     assert (tmp_path / "demo.png").stat().st_size > 50_000
     assert "After as many steps the test NLL is" in words
     assert "banded 768 × 768 determinant" in words

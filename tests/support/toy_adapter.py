@@ -51,9 +51,9 @@ class ToyAdapter(Adapter):
 
     def plan(self, flow, overrides=None):
         self.refuse_own_density(flow)
-        self.check_overrides(overrides or {}, flow)
+        overrides = self.check_overrides(overrides, flow)
         members = ((f"layers.{index}", layer) for index, layer in enumerate(flow.layers))
-        steps = [step for path, layer in members for step in self.walk(layer, path, False, overrides or {})]
+        steps = [step for path, layer in members for step in self.walk(layer, path, False, overrides)]
         return Plan(tuple(steps), NormalBase(flow.base, "base", ((flow.base.features,),)), adapter=self.name)
 
     def full_layer(self, features, images):  # for unconstrain() and its `constrained` classes, of which there are none

@@ -9,7 +9,7 @@ from typing import Any
 import ebflow_plugin as ebf
 from ebflow_examples.bench.contenders import objective, training_step
 from ebflow_examples.bench.memory import METHOD, peak_bytes
-from ebflow_examples.bench.results import Settings, Table, goal
+from ebflow_examples.bench.results import Settings, Table, goal, milliseconds
 from ebflow_examples.bench.timing import exponent, ratio
 from ebflow_examples.models import build
 
@@ -39,7 +39,7 @@ def _time_against_size(settings: Settings, sizes: tuple[int, ...]) -> Table:
         rows.append(
             {
                 "objective": name,
-                **{f"D = {size}, ms": 1e3 * samples.median for size, samples in zip(sizes, series, strict=True)},
+                **milliseconds(sizes, series),
                 f"over DSM, D = {sizes[-1]}": ratio(series[-1], times[f"DSM {sizes[-1]}"]),
                 "exponent, all sizes": fitted,
                 "exponent, last doubling": exponent(sizes[-2:], series[-2:]),

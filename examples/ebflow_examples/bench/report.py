@@ -15,7 +15,7 @@ import torch
 
 from ebflow_examples.bench.results import Table, Target
 from ebflow_examples.bench.timing import Spread
-from ebflow_examples.console import table as lined_up
+from ebflow_examples.console import Grid, markdown
 
 __all__ = ["as_markdown", "as_text", "draw", "machine", "write_json"]
 
@@ -27,21 +27,17 @@ NOTES = (
 
 def as_text(table: Table) -> str:
     """A table for the terminal."""
-    head, rows = cells(table)
     words = sum(isinstance(value, str) for value in table.rows[0].values())
-    return "\n".join(
-        part for part in (f"{table.group}: {table.title}", lined_up(head, rows, left=words), table.note) if part
-    )
+    shown = Grid(f"{table.group}: {table.title}", *cells(table), words).screen()
+    return f"{shown}\n{table.note}".rstrip()
 
 
 def as_markdown(tables: Iterable[Table], about: dict[str, Any]) -> str:
     """All tables for a Markdown file."""
     lines = ["# Benchmark", "", ", ".join(f"{key} {value}" for key, value in about.items()) + ".", "", NOTES, ""]
     for table in tables:
-        head, rows = cells(table)
-        lines += [f"## {table.group}: {table.title}", ""]
-        lines += [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rows)]
-        lines += ["", *([table.note, ""] if table.note else [])]
+        lines += [f"## {table.group}: {table.title}", "", markdown(*cells(table)), ""]
+        lines += [table.note, ""] if table.note else []
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -99,26 +95,20 @@ def write_json(path: Path, tables: Iterable[Table], about: dict[str, Any], optio
 
 def draw(table: Table, path: Path) -> None:
     """Draws step time against D, with its exponents over all sizes and over the last doubling."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import LogLocator, NullLocator
+    from ebflow_examples import plots  # and with it matplotlib
 
-    figure = Figure(figsize=(7, 5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
     columns = [key for key in table.rows[0] if key.startswith("D = ")]
     sizes = [int(key.removeprefix("D = ").removesuffix(", ms")) for key in columns]
-    for row, marker in zip(table.rows, cycle("osD^v"), strict=False):
-        fit, last = (row[f"exponent, {over}"].value for over in ("all sizes", "last doubling"))
-        label = f"{row['objective']}: $D^{{{fit:.2f}}}$, last doubling $D^{{{last:.2f}}}$"
-        style = "--" if row["objective"] in ("ML", "SML") else "-"
-        axes.loglog(sizes, [row[key] for key in columns], style, marker=marker, label=label)
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xticks(sizes, [str(size) for size in sizes])
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.set(xlabel="D", ylabel="milliseconds a training step", title=table.title)
-    axes.grid(alpha=0.3)
-    axes.legend(title=f"time ~ $D^p$ over D = {sizes[0]} … {sizes[-1]}")
-    figure.savefig(path, dpi=130)
+    with plots.figure(path, 7.0, 5.0) as figure:
+        axes = figure.subplots()
+        for row, marker in zip(table.rows, cycle("osD^v"), strict=False):
+            fit, last = (row[f"exponent, {over}"].value for over in ("all sizes", "last doubling"))
+            label = f"{row['objective']}: $D^{{{fit:.2f}}}$, last doubling $D^{{{last:.2f}}}$"
+            style = "--" if row["objective"] in ("ML", "SML") else "-"
+            axes.loglog(sizes, [row[key] for key in columns], style, marker=marker, label=label)
+        axes.minorticks_off()
+        axes.set_xticks(sizes, [str(size) for size in sizes])
+        plots.plain_log(axes.yaxis)
+        axes.set(xlabel="D", ylabel="milliseconds a training step", title=table.title)
+        axes.grid(alpha=0.3)
+        axes.legend(title=f"time ~ $D^p$ over D = {sizes[0]} … {sizes[-1]}")

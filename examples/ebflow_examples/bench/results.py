@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from ebflow_examples.bench.timing import Samples, Spread, interleaved, ratio
 from ebflow_examples.streams import stream
 
-__all__ = ["Settings", "Table", "Target", "compare", "goal"]
+__all__ = ["Settings", "Table", "Target", "compare", "goal", "milliseconds"]
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,11 @@ def compare(what: str, ours: Samples, other: Samples, target: float | None = Non
         "ratio": spread,
         "target": goal(spread, target),
     }
+
+
+def milliseconds(sizes: Sequence[int], series: Sequence[Samples]) -> dict[str, float]:
+    """Cells with the milliseconds at each size."""
+    return {f"D = {size}, ms": 1e3 * samples.median for size, samples in zip(sizes, series, strict=True)}
 
 
 def goal(spread: Spread, limit: float | None) -> Target | None:

@@ -207,16 +207,12 @@ def run(options: Options, made: Experiment) -> list[CellResult]:
     for path in options.folder.glob(f"{START}-*") if options.fresh else ():
         path.unlink()
     found = _round(options, made, [cell for cell in cells if not cell.best_of])
-    waiting = [cell for cell in cells if cell.best_of]
-    rates = {cell.name: _best_rate(cell, found) for cell in waiting}
-    ready = [
-        replace(cell, settings={**cell.settings, "lr": rates[cell.name]})
-        for cell in waiting
-        if rates[cell.name] is not None
-    ]
-    hopeless = [cell for cell in waiting if rates[cell.name] is None]
-    if not options.kept:
-        found |= {cell.name: CellResult(cell, {}, "training failed at every rate of the grid") for cell in hopeless}
+    ready = []
+    for cell in cells:
+        if cell.best_of and (rate := _best_rate(cell, found)) is not None:
+            ready.append(replace(cell, settings={**cell.settings, "lr": rate}))
+        elif cell.best_of and not options.kept:
+            found[cell.name] = CellResult(cell, {}, "training failed at every rate of the grid")
     found |= _round(options, made, ready)
     if not found:
         raise InputError(f"no cell of {options.what} is in {options.folder}; leave out --kept to compute them")
@@ -328,12 +324,7 @@ def compute(
         result = work(cell, options.folder, options.data_root)
     except (TrainingError, SingularError) as error:
         failed = str(error)
-    facts = {
-        "command": options.command,
-        "commit": code,
-        "threads": torch.get_num_threads(),
-        "versions": versions(),
-    }
+    facts = {"command": options.command, "commit": code, "threads": torch.get_num_threads(), "versions": versions()}
     found = CellResult(cell, result, failed, round(time.monotonic() - started, 2), facts)
     path = options.folder / f"{cell.name}.json"
     partial = path.with_suffix(".part")  # a run that is stopped while it writes leaves no half of a cell

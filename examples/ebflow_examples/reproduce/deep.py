@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from ebflow_examples import plots
 from ebflow_examples.config import TrainConfig
@@ -36,18 +35,8 @@ def compute(cell: Cell, folder: Path, data_root: str | None) -> dict[str, Any]:
     """Fits a model to the training rows in closed form, and draws from it. The seed is that of all noise."""
     kind, seed, quick = (cell.settings[key] for key in ("kind", "seed", "quick"))
     model, layers = MODELS[kind]
-    limit = 1000 if quick else None
-    run = build(
-        TrainConfig(
-            data=cell.settings["data"],
-            model=model,
-            layers=layers,
-            seed=seed,
-            device="cpu",
-            data_root=data_root,
-            limit=limit,
-        )
-    )
+    told = {"data": cell.settings["data"], "model": model, "layers": layers, "seed": seed, "data_root": data_root}
+    run = build(TrainConfig(**told, device="cpu", limit=1000 if quick else None))
     cpu, wall = time.process_time(), time.perf_counter()
     started = run.model.initialize(start_rows(run), gaussianize=True, generator=run.generator(seed, "start"))
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
@@ -55,31 +44,23 @@ def compute(cell: Cell, folder: Path, data_root: str | None) -> dict[str, Any]:
     drawn = run.model.sample(COUNT, generator=run.generator(seed, "samples"))
     np.save(folder / f"{cell.name}.npy", run.as_images(drawn).numpy())
     found = likelihood(run.model, run.data.test[:50] if quick else run.data.test, seed)
-    return {
-        "nll": found.nll,
-        "nll_error": found.nll_error,
-        "bits_per_dim": found.bits_per_dim,
-        "cpu_seconds": cpu,
-        "seconds": wall,
-        "held_out": [layer.nll for layer in started.layers],
-    }
+    held_out = [layer.nll for layer in started.layers]
+    return {**found.to_dict(), "cpu_seconds": cpu, "seconds": wall, "held_out": held_out}
 
 
 def report(options: Options, found: Sequence[CellResult], path: Path) -> Report:
     """NLL of test data and seconds by model, and samples of each."""
     groups = grouped(found, "kind")
     kinds = [kind for kind in MODELS if (kind,) in groups]
-    lines, rows = [], []
+    lines, rows, panels = [], [], {}
     for kind in kinds:
         nll, bits, cpu = (column(groups[kind,], key) for key in ("nll", "bits_per_dim", "cpu_seconds"))
         model, layers = MODELS[kind]
         lines.append([f"{model}, {layers} layers", nll.text(1), bits.text(3), f"{cpu.value:.0f} s"])
         rows.append({"model": model, "layers": layers, "nll": nll, "bits_per_dim": bits, "cpu_seconds": cpu})
-    with plots.figure(path, 3.6 * max(1, len(kinds)), 3.9) as figure:
-        for place, kind in enumerate(kinds, start=1):
-            images = torch.from_numpy(np.load(options.folder / f"{groups[kind,][0].cell.name}.npy"))
-            title = f"{MODELS[kind][0]}, {MODELS[kind][1]} layers: {column(groups[kind,], 'nll').value:.0f} nats"
-            plots.images(figure.add_subplot(1, len(kinds), place), images, COLUMNS, title)
+        title = f"{model}, {layers} layers: {nll.value:.0f} nats"
+        panels[title] = options.folder / f"{groups[kind,][0].cell.name}.npy"
+    plots.save_panels(path, panels, COLUMNS, 3.6)
     notes = [
         "No gradient step was taken. Each full layer whitens what reaches it, and the nonlinearity after it makes each "
         "feature as Gaussian as it can: a smooth leaky ReLU in fc, a sinh-arcsinh map in deep. The layers of conv are "

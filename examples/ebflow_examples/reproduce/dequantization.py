@@ -6,17 +6,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
 
-from ebflow_examples import plots
 from ebflow_examples.config import CHOICES
+from ebflow_examples.plots import objective_name
 from ebflow_examples.reproduce import table2
 from ebflow_examples.reproduce.common import Cell, CellResult, Options
-from ebflow_examples.reproduce.curves import COLOURS, objective_name, seed_curves
-from ebflow_examples.reproduce.output import Grid, Mean, Report, column, grouped, mean
-from ebflow_examples.reproduce.table2_report import STOCHASTIC
+from ebflow_examples.reproduce.output import Grid, Mean, Report, columns, grouped, mean
+from ebflow_examples.reproduce.table2_report import STOCHASTIC, draw
 
 MINUTES = 40.0
+compute = table2.compute  # as in Table 2
 NOISES = CHOICES["dequantize"]
 LOSSES = {"fc": ("ml", "ssm", "dsm"), "cnn": (STOCHASTIC, "ssm", "dsm")}
 
@@ -41,11 +40,6 @@ def _with_noise(cell: Cell, noise: str) -> Cell:
     )
 
 
-def compute(cell: Cell, folder: Path, data_root: str | None) -> dict[str, Any]:
-    """As in Table 2."""
-    return table2.compute(cell, folder, data_root)
-
-
 def report(options: Options, found: Sequence[CellResult], path: Path) -> Report:
     """The bounds of both noises at the start and at the end, and their difference, paired by seed; curves."""
     runs = [each for each in found if not each.cell.settings["search"]]
@@ -60,20 +54,18 @@ def report(options: Options, found: Sequence[CellResult], path: Path) -> Report:
             lines.append([*line, "", "", "", "", "failed", ""])
             continue
         start = mean(each.result["curve"][0][1] for each in group)
-        raw, nll, steps = (column(group, key) for key in ("raw_nll", "nll", "steps"))
+        means = columns(group, "raw_nll", "nll", "steps")
         rate = group[0].result["recipe"]["lr"]
         apart = _paired(groups.get((model, loss, NOISES[0]), ()), group) if noise != NOISES[0] else None
-        rows.append(
-            {"model": model, "loss": loss, "noise": noise, "lr": rate, "start_nll": start, "raw_nll": raw, "nll": nll,
-             "steps": steps, "difference": apart}
-        )  # fmt: skip
-        texts = [f"{steps.value:.0f}", f"{start.value:.1f}", raw.text(1), nll.text(1), apart.text(1) if apart else ""]
-        lines.append([*line, f"{rate:g}", *texts])
+        told = {"model": model, "loss": loss, "noise": noise, "lr": rate}
+        rows.append({**told, "start_nll": start, **means, "difference": apart})
+        nlls = [means["raw_nll"].text(1), means["nll"].text(1), apart.text(1) if apart else ""]
+        lines.append([*line, f"{rate:g}", f"{means['steps'].value:.0f}", f"{start.value:.1f}", *nlls])
     head = (
         "model", "objective", "noise", "rate", "steps", "NLL of the start", "NLL, raw", "NLL, calibrated",
         "smooth − uniform, calibrated",
     )  # fmt: skip
-    _draw(options, groups, path)
+    draw(options, runs, path, "dequantize", {noise: f"{noise} noise, a bound" for noise in NOISES})
     grid = Grid(f"{options.data}, test data: bounds on the NLL of the grey levels", head, lines, 3)
     return Report([grid], rows, _notes(), [path])
 
@@ -83,26 +75,6 @@ def _paired(uniform: Sequence[CellResult], smooth: Sequence[CellResult]) -> Mean
     before = {each["seed"]: each.result["nll"] for each in uniform}
     both = [each.result["nll"] - before[each["seed"]] for each in smooth if each["seed"] in before]
     return mean(both) if both else None
-
-
-def _draw(options: Options, groups: dict[tuple[Any, ...], list[CellResult]], path: Path) -> None:
-    """NLL of validation data against training time: a row for each model, a column for each noise, the same heights."""
-    models = [model for model in LOSSES if any(key[0] == model for key in groups)]
-    with plots.figure(path, 13.2, 3.6 * max(1, len(models))) as figure:
-        axes = figure.subplots(max(1, len(models)), len(NOISES), squeeze=False)
-        for line, model in zip(axes, models, strict=False):
-            for place, noise in zip(line, NOISES, strict=True):
-                runs = {loss: groups.get((model, loss, noise), ()) for loss in LOSSES[model]}
-                curves = {
-                    objective_name(loss): (COLOURS[loss], [each.result["curve"] for each in group])
-                    for loss, group in runs.items()
-                    if group
-                }
-                title = f"{model} on {options.data}, {noise} noise: bound on the NLL, validation data"
-                seed_curves(place, curves, title, "CPU seconds of training, one core", "nats")
-            lows, highs = zip(*(place.get_ylim() for place in line), strict=True)
-            for place in line:
-                place.set_ylim(min(lows), max(highs))
 
 
 def _notes() -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from ebflow_examples.bench.timing import Spread
 from ebflow_examples.reproduce import table2
 from ebflow_examples.reproduce.common import Cell, CellResult, Options, kept_cells
 from ebflow_examples.reproduce.output import Grid, Report
+from ebflow_examples.reproduce.table2_report import draw
 
 MINUTES = 15.0
 GROWTH = "growth"
@@ -20,16 +22,10 @@ GROWTH = "growth"
 
 def cells(options: Options) -> list[Cell]:
     """The measurement of step times; and fc our way, unless Table 2 has curves."""
-    runs = table2.with_rates(
-        options,
-        [
-            table2.cell_of(options, "fig2", "ours", "fc", loss, seed)
-            for seed in range(options.seeds)
-            for loss in table2.LOSSES
-        ],
-    )
     timing = Cell("fig2", GROWTH, {"quick": options.quick, "seed": 0, "search": False}, timed=False)
-    return [timing] if _borrowed(options) else [timing, *runs]
+    pairs = [] if _borrowed(options) else product(range(options.seeds), table2.LOSSES)
+    runs = [table2.cell_of(options, "fig2", "ours", "fc", loss, seed) for seed, loss in pairs]
+    return [timing, *table2.with_rates(options, runs)]
 
 
 def compute(cell: Cell, folder: Path, data_root: str | None) -> dict[str, Any]:
@@ -54,7 +50,7 @@ def report(options: Options, found: Sequence[CellResult], path: Path) -> Report:
     curves = borrowed or [each for each in found if each.cell.name != GROWTH and not each.cell.settings["search"]]
     if curves:
         pictures.append(path.with_stem(f"{path.stem}b"))
-        table2.draw(options, curves, pictures[-1])
+        draw(options, curves, pictures[-1])
     notes = [
         "(a) A step is loss, backward and Adam, of two dense layers, interleaved on one core; in brackets the 90 % "
         "interval over rounds. The paper's Fig. 2 (a) has no exponents; it says O(D³) for ML and SML, "

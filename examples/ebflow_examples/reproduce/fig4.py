@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from ebflow_examples import plots
 from ebflow_examples.config import TrainConfig
 from ebflow_examples.reproduce import paper
 from ebflow_examples.reproduce.common import Cell, CellResult, Options
-from ebflow_examples.reproduce.output import Grid, Report, beside, column, grouped
+from ebflow_examples.reproduce.output import Grid, Report, beside, columns, grouped
 from ebflow_examples.reproduce.timed import train_for
 from ebflow_examples.runs import build, likelihood
 from ebflow_examples.streams import drawing_from
@@ -77,33 +76,23 @@ def compute(cell: Cell, folder: Path, data_root: str | None) -> dict[str, Any]:
         )
         np.save(folder / f"{cell.name}-{name}.npy", run.as_images(drawn).numpy())
     np.save(folder / f"{cell.name}-data.npy", run.as_images(run.data.test[:count]).numpy())
-    return {
-        "raw_nll": raw.nll,
-        "nll": calibrated.nll,
-        "nll_error": calibrated.nll_error,
-        "bits_per_dim": calibrated.bits_per_dim,
-        **trained.facts(),
-    }
+    return {"raw_nll": raw.nll, **calibrated.to_dict(), **trained.facts()}
 
 
 def report(options: Options, found: Sequence[CellResult], path: Path) -> Report:
     """NLL, and grids of images for each objective, beside the data."""
     lines, rows, panels = [], [], {}
     for (objective,), group in grouped(found, "objective").items():
-        nll, raw, steps, seconds = (column(group, key) for key in ("nll", "raw_nll", "steps", "seconds"))
+        means = columns(group, "raw_nll", "nll", "steps", "seconds")
         theirs = paper.GLOW if options.data == "mnist" and objective == "dsm" else None
-        lines.append([WORDS[objective], raw.text(1), beside(nll.text(1), theirs, 0), f"{steps.value:.0f}",
-                      f"{seconds.value:.0f} s"])  # fmt: skip
-        rows.append({"objective": objective, "raw_nll": raw, "nll": nll, "steps": steps, "seconds": seconds,
-                     "paper": theirs})  # fmt: skip
+        nlls = [means["raw_nll"].text(1), beside(means["nll"].text(1), theirs, 0)]
+        lines.append([WORDS[objective], *nlls, f"{means['steps'].value:.0f}", f"{means['seconds'].value:.0f} s"])
+        rows.append({"objective": objective, **means, "paper": theirs})
         name = group[0].cell.name
         panels["test data"] = f"{name}-data.npy"
         for kind, temperature in TEMPERATURES.items():
             panels[f"by {WORDS[objective]}, temperature {temperature:g}"] = f"{name}-{kind}.npy"
-    with plots.figure(path, 3.2 * max(1, len(panels)), 3.5) as figure:
-        for place, (title, file) in enumerate(panels.items(), start=1):
-            images = torch.from_numpy(np.load(options.folder / file))
-            plots.images(figure.add_subplot(1, len(panels), place), images, COLUMNS, title)
+    plots.save_panels(path, {title: options.folder / file for title, file in panels.items()}, COLUMNS, 3.2)
     head = ("objective", "NLL", "calibrated (the paper's)", "steps", "training")
     return Report([Grid(f"Glow on {options.data}", head, lines)], rows, _notes(found), [path] if panels else [])
 

@@ -7,6 +7,7 @@ step. The Gaussian is what its first layer alone is.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,12 @@ import ebflow_plugin as ebf
 from ebflow_examples import plots
 from ebflow_examples.config import TrainConfig
 from ebflow_examples.defaults import settle
-from ebflow_examples.gaussian import Gaussian
 from ebflow_examples.pictures import missing
 from ebflow_examples.reproduce.common import Cell, CellResult, Options
 from ebflow_examples.reproduce.output import Grid, Report
 from ebflow_examples.runs import Run, build, likelihood, standard_error
 from ebflow_examples.streams import stream
+from ebflow_plugin.closed_form.moments import Moments
 
 MINUTES = 10.0
 LAYERS = 4
@@ -74,6 +75,60 @@ def compute(cell: Cell, folder: Path, data_root: str | None) -> dict[str, Any]:
         pictures = torch.stack([run.as_images(shown[name][:SHOWN].float()) for name in LABELS])
         np.save(folder / f"{cell.name}-{kind}.npy", pictures.numpy())
     return found
+
+
+@dataclass(frozen=True)
+class Gaussian:
+    """The density that the whitening start of a fully-connected flow has.
+
+    Attributes:
+        mean: With shape ``(D,)``, in double precision.
+        covariance: With shape ``(D, D)``.
+    """
+
+    mean: Tensor
+    covariance: Tensor
+
+    @classmethod
+    def of(cls, model: ebf.EBFlow, rows: Tensor, generator: torch.Generator | None = None) -> Gaussian:
+        """Fits the matched variable of rows of the data, flattened; by maximum likelihood."""
+        moments = Moments()
+        for part in rows.split(1000):
+            moments.add(model.preprocess(part, generator)[0].flatten(1))
+        return cls(moments.mean, moments.covariance(unbiased=False))
+
+    def conditional(self, u: Tensor, missing: Tensor) -> tuple[Tensor, Tensor]:
+        r"""Mean and covariance of the missing entries given the others.
+
+        .. math::
+            m_M + C_{MO} C_{OO}^{-1} (u_O - m_O), \qquad C_{MM} - C_{MO} C_{OO}^{-1} C_{OM}
+
+        Arguments:
+            u: Rows with shape ``(B, D)``; their missing entries are not looked at.
+            missing: True where an entry is missing, for all rows, with shape ``(D,)``.
+
+        Returns:
+            Means with shape ``(B, M)`` and one covariance with shape ``(M, M)``.
+
+        Example:
+            >>> pair = Gaussian(torch.zeros(2), torch.tensor([[4.0, 1.0], [1.0, 1.0]]))
+            >>> pair.conditional(torch.tensor([[0.0, 2.0]]), torch.tensor([True, False]))
+            (tensor([[2.]]), tensor([[3.]]))
+        """
+        seen = ~missing
+        cross = self.covariance[missing][:, seen]
+        gain = torch.linalg.solve(self.covariance[seen][:, seen], cross.mT).mT
+        centre = self.mean[missing] + (u[:, seen].to(self.mean) - self.mean[seen]) @ gain.mT
+        return centre, self.covariance[missing][:, missing] - gain @ cross.mT
+
+    def draw(self, u: Tensor, missing: Tensor, generator: torch.Generator) -> Tensor:
+        """Rows with their missing entries drawn from the conditional, with shape ``(B, D)``."""
+        centre, spread = self.conditional(u, missing)
+        factor = torch.linalg.cholesky(0.5 * (spread + spread.mT))
+        noise = torch.randn(centre.shape, generator=generator, dtype=factor.dtype)
+        filled = u.clone()
+        filled[:, missing] = (centre + noise @ factor.mT).to(u)
+        return filled
 
 
 def _mask(run: Run, kind: str, count: int) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from math import log, prod
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ import ebflow_plugin as ebf
 from ebflow_examples import clock, plots
 from ebflow_examples.data import DataSet, load
 from ebflow_examples.models import build
+from ebflow_examples.plots import joined
 from ebflow_examples.reproduce.common import Cell, CellResult, Options
-from ebflow_examples.reproduce.curves import joined
 from ebflow_examples.reproduce.output import Grid, Mean, Report, column, grouped, mean
 from ebflow_examples.runs import likelihood
 from ebflow_examples.streams import drawing_from, stream
@@ -31,6 +30,7 @@ STARTING_ROWS = 256  # that ActNorm is started with
 EVALUATIONS = 10
 VALIDATION_ROWS = 1000
 SAMPLES, COLUMNS = 64, 8
+SHARES = (0.2, 0.4, 0.6, 0.8, 1.0)  # of a run: what tables show
 LENGTHS = {"long": 1.0, "half": 0.5}  # parts of the seconds
 PLAIN = {"data": "cifar10-jpeg", "library": "nflows", "kernel": 1, "padding": "zeros", "hidden": 32}
 ARMS: dict[str, dict[str, Any]] = {
@@ -73,18 +73,18 @@ def compute(cell: Cell, folder: Path, data_root: str | None) -> dict[str, Any]:
     exact = told["kernel"] == 1  # as the library does it
     objective = ebf.objectives.ML(model, log_det="exact" if exact else "auto")
     validation = data.validation[: 20 if quick else VALIDATION_ROWS]
-    trained = train(objective, data, cell.seconds, seed, lambda step: bits(model, data, validation, seed)[0])
-    found, error = bits(model, data, data.test[:20] if quick else data.test, seed)
+    trained = train(objective, data, cell.seconds, seed, lambda step: likelihood(model, validation, seed).bits_per_dim)
+    found = likelihood(model, data.test[:20] if quick else data.test, seed)
     taken = []
     for place in range(2):  # the first call factorises
         began = time.process_time()
         drawn = model.sample(SAMPLES, generator=stream(seed, "samples", place))
         taken.append(time.process_time() - began)
-    np.save(folder / f"{cell.name}.npy", data.with_progress(drawn).numpy())
+    np.save(folder / f"{cell.name}.npy", data.pixels(drawn).numpy())
     save_file(model.state_dict(), folder / f"{cell.name}.safetensors")
     return {
-        "bits_per_dim": found,
-        "error": error,
+        "bits_per_dim": found.bits_per_dim,
+        "error": found.bits_error,
         "curve": trained.curve,
         "seconds": trained.seconds,
         "steps": trained.result.steps,
@@ -128,21 +128,11 @@ def train(
     )
 
 
-def bits(model: ebf.EBFlow, data: DataSet, rows: torch.Tensor, seed: int) -> tuple[float, float]:
-    """Exact bits per dimension of images, with the same noise each time, and the standard error over the images."""
-    found = likelihood(model, rows, seed)
-    return found.bits_per_dim, found.nll_error / (prod(data.event_shape) * log(2))
-
-
 def report(options: Options, found: Sequence[CellResult], path: Path) -> Report:
     """Bits per dimension by CPU seconds, of validation images on the way and of test images; curves and samples."""
     groups = {(arm, length): group for (arm, length), group in grouped(found, "arm", "length").items()}
     rows = [_row(arm, length, group) for (arm, length), group in groups.items()]
-    grids = [
-        Grid(_title(length, rows), _head(length, rows), [_line(row) for row in rows if row["length"] == length])
-        for length in LENGTHS
-        if any(row["length"] == length for row in rows)
-    ]
+    grids = [_grid(own) for length in LENGTHS if (own := [row for row in rows if row["length"] == length])]
     pictures = []
     lengths = [length for length in LENGTHS if any((arm, length) in groups for arm in MAIN)]
     if lengths:
@@ -160,7 +150,7 @@ def _row(arm: str, length: str, group: Sequence[CellResult]) -> dict[str, Any]:
         "length": length,
         "seeds": len(group),
         "seconds": seconds,
-        **{f"at_{share:.0%}": mean(_at(each, share) for each in group) for share in (0.2, 0.4, 0.6, 0.8, 1.0)},
+        **{f"at_{share:.0%}": mean(_at(each, share) for each in group) for share in SHARES},
         "test": column(group, "bits_per_dim"),
         "steps": column(group, "steps"),
         "ms_a_step": mean(1e3 * each["seconds"] / each["steps"] for each in group),
@@ -173,15 +163,12 @@ def _at(each: CellResult, share: float) -> float:
     return float(np.interp(share * each["seconds"], x, y))
 
 
-def _title(length: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    seconds = next(row["seconds"].value for row in rows if row["length"] == length)
-    return f"Bits per dimension in runs of {seconds:,.0f} CPU seconds"
-
-
-def _head(length: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    seconds = next(row["seconds"].value for row in rows if row["length"] == length)
-    at = [f"{share * seconds:,.0f} s" for share in (0.2, 0.4, 0.6, 0.8, 1.0)]
-    return ["model", "seeds", *at, "test", "steps", "ms a step", "64 samples, s"]
+def _grid(rows: Sequence[Mapping[str, Any]]) -> Grid:
+    """The table of runs of one length."""
+    seconds = rows[0]["seconds"].value
+    at = [f"{share * seconds:,.0f} s" for share in SHARES]
+    head = ["model", "seeds", *at, "test", "steps", "ms a step", "64 samples, s"]
+    return Grid(f"Bits per dimension in runs of {seconds:,.0f} CPU seconds", head, [_line(row) for row in rows])
 
 
 def _line(row: Mapping[str, Any]) -> list[str]:

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from ebflow_examples.bench.report import machine
-from ebflow_examples.console import note, say, table
-from ebflow_examples.reproduce import EXPERIMENTS
+from ebflow_examples.console import Grid, note, say
 from ebflow_examples.reproduce.common import CellResult, Experiment, Options, commits
+from ebflow_examples.reproduce.contents import EXPERIMENTS
 from ebflow_examples.reproduce.provenance import recipe
 
-__all__ = ["Grid", "Mean", "Report", "assemble", "beside", "column", "grouped", "mean", "write"]
+__all__ = ["Grid", "Mean", "Report", "assemble", "beside", "column", "columns", "grouped", "mean", "write"]
 
 RESULTS = "RESULTS.md"
 FEW_STEPS = 30  # of a search: below, its rate may be chance
@@ -64,7 +64,7 @@ def mean(values: Iterable[float]) -> Mean:
     return Mean(float(kept.mean()), interval, tuple(kept.tolist()))
 
 
-def beside(ours: str, paper: tuple[float, float] | float | None, digits: int = 2) -> str:
+def beside(ours: str, paper: Sequence[float] | float | None, digits: int = 2) -> str:
     """A cell of a table: ours, and the paper's in brackets.
 
     Example:
@@ -73,7 +73,7 @@ def beside(ours: str, paper: tuple[float, float] | float | None, digits: int = 2
     """
     if paper is None:
         return ours
-    theirs = Mean(*paper).text(digits) if isinstance(paper, tuple) else f"{paper:.{digits}f}"
+    theirs = f"{paper:.{digits}f}" if isinstance(paper, float) else Mean(paper[0], paper[1]).text(digits)
     return f"{ours} ({theirs})"
 
 
@@ -84,25 +84,6 @@ def grouped(found: Iterable[CellResult], *keys: str) -> dict[tuple[Any, ...], li
         if not each.failed:
             groups.setdefault(tuple(each.cell.settings.get(key) for key in keys), []).append(each)
     return groups
-
-
-@dataclass(frozen=True)
-class Grid:
-    """A table of text. The first ``left`` columns are names."""
-
-    title: str
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    left: int = 1
-
-    def markdown(self) -> str:
-        """For a Markdown file."""
-        lines = [f"| {' | '.join(line)} |" for line in (self.head, ["---"] * len(self.head), *self.rows)]
-        return "\n".join([f"**{self.title}**", "", *lines])
-
-    def screen(self) -> str:
-        """For a terminal."""
-        return f"{self.title}\n{table(self.head, self.rows, left=self.left)}"
 
 
 @dataclass(frozen=True)
@@ -239,6 +220,11 @@ def _number(value: Any) -> Any:
             "values": list(value.values),
         }
     return value
+
+
+def columns(found: Sequence[CellResult], *keys: str) -> dict[str, Mean]:
+    """The means of several of the results over seeds, by name."""
+    return {key: column(found, key) for key in keys}
 
 
 def column(found: Sequence[CellResult], key: str) -> Mean:

@@ -11,8 +11,8 @@ import torch
 
 from ebflow_examples import racing
 from ebflow_examples.data import load
-from ebflow_examples.racing import CONTENDERS, SAMPLES, Contender
-from ebflow_examples.reproduce.common import Cell, CellResult, Options, tries, try_names
+from ebflow_examples.racing import CONTENDERS, SAMPLES
+from ebflow_examples.reproduce.common import Cell, CellResult, Options, tries
 from ebflow_examples.reproduce.output import Grid, Report, column, grouped, mean
 from ebflow_examples.streams import stream
 
@@ -26,29 +26,28 @@ CHOOSING = 100  # validation images that a rate is chosen by
 def cells(options: Options) -> list[Cell]:
     """One for each objective and seed, and those that try learning rates, with two seeds."""
     told = {"data": "textures16" if options.quick else "textures", "quick": options.quick}
-    search = [
-        each
+    search = {
+        loss: [
+            each
+            for rate in RATES
+            for each in tries(
+                Cell("race", f"{loss}-rate{rate:g}", {**told, "loss": loss, "search": True, "lr": rate}, part=SEARCH),
+                options.quick,
+            )
+        ]
         for loss in CONTENDERS
-        for rate in RATES
-        for each in tries(
-            Cell("race", _search_name(loss, rate), {**told, "loss": loss, "search": True, "lr": rate}, part=SEARCH),
-            options.quick,
-        )
-    ]
-    return search + [
+    }
+    runs = [
         Cell(
             "race",
             f"{loss}-seed{seed}",
             {**told, "loss": loss, "seed": seed, "search": False},
-            best_of=tuple(name for rate in RATES for name in try_names(_search_name(loss, rate), options.quick)),
+            best_of=tuple(each.name for each in search[loss]),
         )
         for seed in range(options.seeds)
         for loss in CONTENDERS
     ]
-
-
-def _search_name(loss: str, rate: float) -> str:
-    return f"{loss}-rate{rate:g}"
+    return [*(each for tried in search.values() for each in tried), *runs]
 
 
 def compute(cell: Cell, folder: Path, data_root: str | None) -> dict[str, Any]:
@@ -58,14 +57,7 @@ def compute(cell: Cell, folder: Path, data_root: str | None) -> dict[str, Any]:
     data = load(settings["data"], seed=seed)
     rows = data.validation[:CHOOSING] if settings["search"] else data.test[:ROWS]
     lap = racing.run(contender, data, rows, cell.seconds, rate=settings["lr"], seed=seed)
-    found = {
-        "judge": "above_floor",
-        "above_floor": lap.curve[-1][1],
-        "error": lap.error,
-        "steps": lap.steps,
-        "seconds": lap.curve[-1][0],
-        "curve": lap.curve,
-    }
+    found = {"judge": "above_floor", **lap.facts()}
     if settings["search"]:
         return found
     drawn = lap.model.sample(SAMPLES, generator=stream(seed, "samples"))
@@ -89,19 +81,23 @@ def report(options: Options, found: Sequence[CellResult], path: Path) -> Report:
         above, steps, width = (column(group, key) for key in ("above_floor", "steps", "spread"))
         quarter, half = (mean(_at(each["curve"], share * each["seconds"]) for each in group) for share in (0.25, 0.5))
         rate = f"{group[0]['lr']:g}"
-        rows.append(
-            {"loss": loss, "above_floor": above, "at_a_quarter": quarter, "at_half": half, "steps": steps,
-             "rate": rate, "spread": width, "floor": floor}
-        )  # fmt: skip
-        lines.append(
-            [CONTENDERS[loss].name, rate, f"{steps.value:.0f}", f"{quarter.value:,.0f}", f"{half.value:,.0f}",
-             above.text(1), width.text(2)]
-        )  # fmt: skip
+        told = {"loss": loss, "above_floor": above, "at_a_quarter": quarter, "at_half": half, "steps": steps}
+        rows.append({**told, "rate": rate, "spread": width, "floor": floor})
+        way = [f"{each.value:,.0f}" for each in (quarter, half)]
+        lines.append([CONTENDERS[loss].name, rate, f"{steps.value:.0f}", *way, above.text(1), width.text(2)])
     seconds = mean(each["seconds"] for group in groups.values() for each in group).value
     head = ("objective", "rate", "steps", f"{seconds / 4:.0f} s", f"{seconds / 2:.0f} s", f"{seconds:.0f} s", "spread")
     size = 3 * SIDES[name] ** 2
     grid = Grid(f"{name}, D = {size}: nats above the entropy of {floor:,.1f}, by CPU seconds of training", head, lines)
-    _draw(options, groups, path, name, seconds)
+    drawn = {loss: options.folder / f"{group[0].cell.name}.npy" for loss, group in groups.items()}
+    racing.draw(
+        path,
+        f"The same model, {seconds:.0f} seconds of one core: how far from the best possible",
+        {loss: [each["curve"] for each in group] for loss, group in groups.items()},
+        {loss: column(group, "steps").value for loss, group in groups.items()},
+        {loss: torch.from_numpy(np.load(file)) for loss, file in drawn.items()},
+        load(name, seed=0),
+    )
     return Report([grid], rows, _notes(), [path])
 
 
@@ -111,7 +107,11 @@ def _at(curve: Sequence[tuple[float, float]], seconds: float) -> float:
 
 
 def _notes() -> list[str]:
-    settings = ", ".join(_setting(each) for each in CONTENDERS.values() if each.options)
+    settings = ", ".join(
+        f"{each.name}: {', '.join(f'{key} = {value}' for key, value in each.options.items())}"
+        for each in CONTENDERS.values()
+        if each.options
+    )
     return [
         f"`cnn` of one block (two 7 × 7 convolutions, zeros around the image), which can reach the floor, from the "
         f"paper's start; Adam, batches of {racing.BATCH}, a cosine schedule by CPU time of one thread, evaluations not "
@@ -122,20 +122,3 @@ def _notes() -> list[str]:
         "With padding by wrapping around (`circular`) determinants come from Fourier transforms and cost next to "
         "nothing: exact ML is then the one to use.",
     ]
-
-
-def _setting(contender: Contender) -> str:
-    return f"{contender.name}: {', '.join(f'{key} = {value}' for key, value in contender.options.items())}"
-
-
-def _draw(options: Options, groups: dict[str, list[CellResult]], path: Path, name: str, seconds: float) -> None:
-    first = {loss: group[0] for loss, group in groups.items()}
-    data = load(name, seed=0)
-    racing.draw(
-        path,
-        f"The same model, {seconds:.0f} seconds of one core: how far from the best possible",
-        {loss: [each["curve"] for each in group] for loss, group in groups.items()},
-        {loss: column(group, "steps").value for loss, group in groups.items()},
-        {loss: torch.from_numpy(np.load(options.folder / f"{each.cell.name}.npy")) for loss, each in first.items()},
-        data,
-    )

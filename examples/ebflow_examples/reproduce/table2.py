@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -15,34 +16,20 @@ from ebflow_examples.config import TrainConfig
 from ebflow_examples.data import DataSet, load
 from ebflow_examples.models import preprocessing
 from ebflow_examples.reproduce.common import MARGIN, START, Cell, Options, tries, try_names
-from ebflow_examples.reproduce.table2_report import (
-    GAUSSIAN,
-    MODELS,
-    RELATIVE,
-    STOCHASTIC,
-    TEMPERATURES,
-    WAYS,
-    draw,
-    notes,
-    report,
-)
+from ebflow_examples.reproduce.table2_report import GAUSSIAN, MODELS, RELATIVE, STOCHASTIC, TEMPERATURES, WAYS, report
 from ebflow_examples.reproduce.timed import Trained, train_for
-from ebflow_examples.runs import Likelihood, Run, build, likelihood
+from ebflow_examples.runs import Likelihood, build, likelihood
 from ebflow_examples.streams import drawing_from, stream
 from ebflow_plugin.objectives.evaluation import calibrated
 
 __all__ = [
-    "GAUSSIAN",
     "LOSSES",
     "MINUTES",
-    "MODELS",
     "cell_of",
     "cells",
     "compute",
-    "draw",
     "gaussian_cell",
     "losses",
-    "notes",
     "recipe",
     "report",
     "with_rates",
@@ -118,11 +105,8 @@ def _search_name(model: str, loss: str, rate: float) -> str:
 
 def gaussian_cell(options: Options, what: str) -> Cell:
     """What every model must beat: a Gaussian in the variable that is matched."""
-    settings = {
-        "data": options.data, "margin": options.margin, "model": GAUSSIAN, "loss": GAUSSIAN, "seed": 0,
-        "quick": options.quick, "search": False,
-    }  # fmt: skip
-    return Cell(what, GAUSSIAN, settings, timed=False, always=True)
+    told = {"data": options.data, "margin": options.margin, "model": GAUSSIAN, "loss": GAUSSIAN, "seed": 0}
+    return Cell(what, GAUSSIAN, {**told, "quick": options.quick, "search": False}, timed=False, always=True)
 
 
 def gaussian(cell: Cell, data_root: str | None) -> dict[str, Any]:
@@ -136,12 +120,7 @@ def gaussian(cell: Cell, data_root: str | None) -> dict[str, Any]:
     test = data.test[: rows_of(data, cell.settings["quick"]).test]
     found = likelihood(model, test, seed)
     _, log_det = model.preprocess(test, stream(seed, "test"))
-    return {
-        "nll": found.nll,
-        "nll_error": found.nll_error,
-        "bits_per_dim": found.bits_per_dim,
-        "nll_logits": found.nll + float(log_det.mean()),
-    }
+    return {**found.to_dict(), "nll_logits": found.nll + float(log_det.mean())}
 
 
 @dataclass(frozen=True)
@@ -175,35 +154,21 @@ def recipe(cell: Cell, data_root: str | None) -> TrainConfig:
     settings = cell.settings
     log_det = {STOCHASTIC: "stochastic", RELATIVE: "relative"}.get(settings["loss"])
     model, cifar = settings["model"], settings["data"].startswith("cifar10")
+    loss = "ml" if log_det else settings["loss"]
     config = TrainConfig(
-        data=settings["data"],
-        data_root=data_root,
-        model=model,
-        layers=2 if model == "fc" else None,
-        loss="ml" if log_det else settings["loss"],
-        log_det=log_det,
-        alpha=settings.get("margin", MARGIN),
-        dequantize=settings.get("dequantize"),
-        batch_size=None if settings["data"] == "digits" else 100,
-        seed=settings["seed"],
-        device="cpu",
-    )
-    if settings["way"] == "paper":
-        config = replace(
-            config, optimizer="rmsprop", lr=1e-4, schedule="multistep", whiten=False, calibrate="none",
-            temperature=TEMPERATURES[model], residual=True if model == "cnn" else None,
-            clip_norm=5.0 if settings["loss"] == "fdssm" and not cifar else None,
-            energy_weight=0.001 if cifar else 0.0,
-        )  # fmt: skip
-        return _with_noise(config, 0.1 if cifar or model == "cnn" else 1.0)
-    return replace(config, lr=settings.get("lr"), calibrate="diagonal" if cifar else "full")
-
-
-def _with_noise(config: TrainConfig, length: float) -> TrainConfig:
-    """The configuration with this σ of DSM or ε of FDSSM."""
+        data=settings["data"], data_root=data_root, model=model, layers=2 if model == "fc" else None, loss=loss,
+        log_det=log_det, alpha=settings.get("margin", MARGIN), dequantize=settings.get("dequantize"),
+        batch_size=None if settings["data"] == "digits" else 100, seed=settings["seed"], device="cpu",
+    )  # fmt: skip
+    if settings["way"] == "ours":
+        return replace(config, lr=settings.get("lr"), calibrate="diagonal" if cifar else "full")
+    noise = 0.1 if cifar or model == "cnn" else 1.0
     return replace(
-        config, sigma=length if config.loss == "dsm" else None, eps=length if config.loss == "fdssm" else None
-    )
+        config, optimizer="rmsprop", lr=1e-4, schedule="multistep", whiten=False, calibrate="none",
+        temperature=TEMPERATURES[model], residual=True if model == "cnn" else None,
+        clip_norm=5.0 if loss == "fdssm" and not cifar else None, energy_weight=0.001 if cifar else 0.0,
+        sigma=noise if loss == "dsm" else None, eps=noise if loss == "fdssm" else None,
+    )  # fmt: skip
 
 
 def compute(cell: Cell, folder: Path, data_root: str | None) -> dict[str, Any]:
@@ -212,25 +177,17 @@ def compute(cell: Cell, folder: Path, data_root: str | None) -> dict[str, Any]:
     if settings["model"] == GAUSSIAN:
         return gaussian(cell, data_root)
     run = build(recipe(cell, data_root))
-    rows = rows_of(run.data, settings["quick"])
-    search = settings["search"]
-    count = 2 if settings["quick"] else EVALUATIONS[settings["way"]]
+    rows, ours = rows_of(run.data, settings["quick"]), settings["way"] == "ours"
+    count = 1 if settings["search"] else 2 if settings["quick"] else EVALUATIONS[settings["way"]]
     trained = train_for(
-        run, cell.seconds, evaluations=1 if search else count, validation=rows.validation, calibration=rows.calibration,
-        start_file=start_file(cell, folder) if settings["way"] == "ours" else None,
+        run, cell.seconds, evaluations=count, validation=rows.validation, calibration=rows.calibration,
+        start_file=start_file(cell, folder) if ours else None,
     )  # fmt: skip
     facts = {"validation_nll": trained.curve[-1][1], **trained.facts()}
-    if search:
+    if settings["search"]:
         return facts
-    raw, fitted = tested(trained, rows, of_best=settings["way"] == "ours")
-    return {
-        "nll": fitted.nll,
-        "nll_error": fitted.nll_error,
-        "bits_per_dim": fitted.bits_per_dim,
-        "raw_nll": raw.nll,
-        "raw_bits_per_dim": raw.bits_per_dim,
-        **facts,
-    }
+    raw, fitted = tested(trained, rows, of_best=ours)
+    return {**fitted.to_dict(), "raw_nll": raw.nll, "raw_bits_per_dim": raw.bits_per_dim, **facts}
 
 
 def start_file(cell: Cell, folder: Path) -> Path:
@@ -243,19 +200,13 @@ def start_file(cell: Cell, folder: Path) -> Path:
 def tested(trained: Trained, rows: Rows, of_best: bool) -> tuple[Likelihood, Likelihood]:
     """The exact NLL of test data, without and with a calibration, of the best weights or of the last average."""
     run = trained.run
-    if of_best:
-        trained.result.load_best(run.model)
-        return _tested(run, rows)
-    assert trained.result.ema is not None
-    with trained.result.ema.applied():
-        return _tested(run, rows)
-
-
-def _tested(run: Run, rows: Rows) -> tuple[Likelihood, Likelihood]:
-    model, seed = run.model, run.config.seed
-    test = run.split("test")[: rows.test]
-    model.calibration.set()
-    raw = likelihood(model, test, seed)
+    model, seed, test = run.model, run.config.seed, run.split("test")[: rows.test]
     kind = "diagonal" if prod(run.data.event_shape) > LARGE else "full"
-    with drawing_from(seed, "calibration"), calibrated(model, run.split("train")[: rows.last], kind):
-        return raw, likelihood(model, test, seed)
+    if of_best:
+        trained.result.load_best(model)
+    assert trained.result.ema is not None
+    with nullcontext() if of_best else trained.result.ema.applied():
+        model.calibration.set()
+        raw = likelihood(model, test, seed)
+        with drawing_from(seed, "calibration"), calibrated(model, run.split("train")[: rows.last], kind):
+            return raw, likelihood(model, test, seed)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import isnan, log
 from pathlib import Path
 from typing import Any
 
 from ebflow_examples import plots
+from ebflow_examples.plots import OBJECTIVE_COLOURS, Points, labelled, objective_name, seed_curves
 from ebflow_examples.reproduce import paper
 from ebflow_examples.reproduce.common import MARGIN, CellResult, Options, judged
-from ebflow_examples.reproduce.curves import COLOURS, objective_name, race, seed_curves
-from ebflow_examples.reproduce.output import Grid, Mean, Report, beside, column, grouped, mean
+from ebflow_examples.reproduce.output import Grid, Mean, Report, beside, column, columns, grouped, mean
 
 __all__ = ["GAUSSIAN", "MODELS", "RELATIVE", "STOCHASTIC", "TEMPERATURES", "WAYS", "draw", "notes", "report"]
 
@@ -21,7 +21,12 @@ GAUSSIAN = "gaussian"
 STOCHASTIC, RELATIVE = "ml_stochastic", "ml_relative"  # ML(log_det="stochastic"), ML(log_det="relative")
 WAYS = {"paper": "the paper's way", "ours": "ours"}
 TEMPERATURES = {"fc": 0.5, "cnn": 0.75}  # of the logit, in the authors' code
-RACERS = ("ml", STOCHASTIC, "dsm", "ssm")
+RACERS = {
+    "ml": "exact likelihood",
+    STOCHASTIC: "likelihood without\ndeterminants",
+    "dsm": "denoising score\nmatching",
+    "ssm": "sliced score\nmatching",
+}
 
 Panel = tuple[Any, str, str, dict[str, list[CellResult]]]  # axes, model, way, and the runs of each objective
 
@@ -39,9 +44,12 @@ def report(options: Options, found: Sequence[CellResult], path: Path) -> Report:
     draw(options, runs, path)
     pictures = [path, path.with_stem(f"{path.stem}_test")]
     draw_test(options, runs, pictures[-1])
-    if _racing(runs):
-        pictures.append(path.with_stem("race"))
-        draw_race(options, runs, pictures[-1])
+    every = grouped(runs, "model", "way", "loss")
+    racing = {loss: [each["curve"] for each in every.get(("cnn", "ours", loss), ())] for loss in RACERS}
+    racing = {loss: curves for loss, curves in racing.items() if curves}
+    if racing:
+        pictures.append(path.with_stem(f"{path.stem}_race"))
+        draw_race(options, racing, pictures[-1])
     return Report(grids, rows, notes(options, runs), pictures)
 
 
@@ -54,29 +62,20 @@ def table_of(
     theirs_by_loss = {**paper.IMAGES.get(known, {}).get(model, {})}
     if (known, model) == ("mnist", "fc"):
         theirs_by_loss |= paper.RELATED
-    for way, loss in sorted(groups, key=lambda key: (list(WAYS).index(key[0]), list(COLOURS).index(key[1]))):
+    for way, loss in sorted(groups, key=lambda key: (list(WAYS).index(key[0]), list(OBJECTIVE_COLOURS).index(key[1]))):
         group = groups[way, loss]
-        nll, raw, bits, speed, steps = (
-            column(group, key) for key in ("nll", "raw_nll", "bits_per_dim", "steps_per_second", "steps")
-        )
+        means = columns(group, "nll", "raw_nll", "bits_per_dim", "steps_per_second", "steps", "seconds")
         start = mean(each.result["curve"][0][1] for each in group)
         theirs = theirs_by_loss.get(loss)
         pace = paper.THROUGHPUT.get(known, {}).get(model, {}).get(loss)
         rate = group[0].result["recipe"]["lr"]
-        rows.append(
-            {
-                "model": model, "way": way, "loss": loss, "lr": rate, "nll": nll, "raw_nll": raw, "bits_per_dim": bits,
-                "steps_per_second": speed, "steps": steps, "start_nll": start, "seconds": column(group, "seconds"),
-                "paper_nll": theirs, "paper_steps_per_second": pace,
-            }
-        )  # fmt: skip
-        lines.append(
-            [
-                WAYS[way], objective_name(loss), f"{rate:g}", f"{start.value:.1f}", raw.text(1), nll.text(1),
-                bits.text(3), "" if theirs is None else Mean(*theirs).text(1), f"{steps.value:.0f}",
-                beside(f"{speed.value:.2f}", pace, 2),
-            ]
-        )  # fmt: skip
+        told = {"model": model, "way": way, "loss": loss, "lr": rate, "start_nll": start}
+        rows.append({**told, **means, "paper_nll": theirs, "paper_steps_per_second": pace})
+        nlls = [f"{start.value:.1f}", means["raw_nll"].text(1), means["nll"].text(1), means["bits_per_dim"].text(3)]
+        quoted = "" if theirs is None else Mean(theirs[0], theirs[1]).text(1)
+        speed = beside(f"{means['steps_per_second'].value:.2f}", pace, 2)
+        steps = f"{means['steps'].value:.0f}"
+        lines.append([WAYS[way], objective_name(loss), f"{rate:g}", *nlls, quoted, steps, speed])
     lines += _anchors(known, found)
     head = (
         "", "objective", "rate", "NLL of the start", "NLL, raw", "NLL, calibrated", "bits/dim, calibrated",
@@ -113,7 +112,7 @@ def rate_grid(options: Options, model: str, found: Sequence[CellResult]) -> list
     for each in tried:
         by_place.setdefault((each["loss"], each["lr"]), []).append(each)
     lines = []
-    for loss in (loss for loss in COLOURS if any(key[0] == loss for key in by_place)):
+    for loss in (loss for loss in OBJECTIVE_COLOURS if any(key[0] == loss for key in by_place)):
         values = {rate: judged(by_place.get((loss, rate), ())) for rate in used}
         best = min((value for value in values.values() if value is not None), default=None)
         texts = [_rate_text(value, best) if (loss, rate) in by_place else "" for rate, value in values.items()]
@@ -194,28 +193,42 @@ def _starts(ours: Sequence[CellResult]) -> str:
     return ", ".join(f"{model}: {kind}" for model, kind in words.items()) or "none here"
 
 
-def draw(options: Options, found: Sequence[CellResult], path: Path) -> None:
-    """NLL against training time: a row for each model, a column for each way."""
-    with _panels(path, found, 3.6) as panels:
+def draw(
+    options: Options, found: Sequence[CellResult], path: Path, key: str = "way", ways: Mapping[str, str] = WAYS
+) -> None:
+    """NLL against training time: a row for each model, a column for each way, or each value of another setting."""
+    with _panels(path, found, 3.6, key, ways) as panels:
         for place, model, way, made in panels:
             curves = {
-                objective_name(loss): (COLOURS[loss], [each.result["curve"] for each in group])
+                objective_name(loss): (OBJECTIVE_COLOURS[loss], [each.result["curve"] for each in group])
                 for loss, group in made.items()
             }
-            title = f"{model} on {options.data}, {WAYS[way]}: NLL of validation data"
+            title = f"{model} on {options.data}, {ways[way]}: NLL of validation data"
             seed_curves(place, curves, title, "CPU seconds of training, one core", "nats", log=way == "paper")
+        for model in MODELS if key != "way" else ():  # all columns show one quantity, at the same heights
+            places = [place for place, name, *_ in panels if name == model]
+            lows, highs = zip(*(place.get_ylim() for place in places), strict=True) if places else ((), ())
+            for place in places:
+                place.set_ylim(min(lows), max(highs))
 
 
 @contextmanager
-def _panels(path: Path, found: Sequence[CellResult], height: float) -> Iterator[list[Panel]]:
+def _panels(
+    path: Path, found: Sequence[CellResult], height: float, by: str = "way", names: Mapping[str, str] = WAYS
+) -> Iterator[list[Panel]]:
     """A picture with a row for each model and a column for each way: its panels, with the runs of each objective."""
-    groups = grouped(found, "model", "way", "loss")
+    groups = grouped(found, "model", by, "loss")
     models = [model for model in MODELS if any(key[0] == model for key in groups)]
-    ways = [way for way in WAYS if any(key[1] == way for key in groups)]
+    ways = [way for way in names if any(key[1] == way for key in groups)]
     with plots.figure(path, 6.6 * max(1, len(ways)), height * max(1, len(models))) as figure:
         axes = figure.subplots(max(1, len(models)), max(1, len(ways)), squeeze=False)
         yield [
-            (place, model, way, {loss: groups[model, way, loss] for loss in COLOURS if (model, way, loss) in groups})
+            (
+                place,
+                model,
+                way,
+                {loss: groups[model, way, loss] for loss in OBJECTIVE_COLOURS if (model, way, loss) in groups},
+            )
             for line, model in zip(axes, models, strict=False)
             for place, way in zip(line, ways, strict=False)
         ]
@@ -228,7 +241,7 @@ def draw_test(options: Options, found: Sequence[CellResult], path: Path) -> None
             losses = sorted(made, key=lambda loss: -column(made[loss], "nll").value)
             for height, loss in enumerate(losses):
                 for key, full in (("raw_nll", False), ("nll", True)):
-                    _dot(place, column(made[loss], key), height, COLOURS[loss], full)
+                    _dot(place, column(made[loss], key), height, OBJECTIVE_COLOURS[loss], full)
             place.set_yticks(range(len(losses)), [objective_name(loss) for loss in losses])
             place.grid(axis="x", color=plots.COLOURS["grid"], linewidth=0.6)
             place.set_axisbelow(True)
@@ -245,14 +258,14 @@ def _dot(axes: Any, value: Mean, height: float, colour: str, full: bool) -> None
     axes.plot(value.value, height, "o", color=colour, markerfacecolor=colour if full else "white", markersize=6)
 
 
-def _racing(found: Sequence[CellResult]) -> dict[str, list[CellResult]]:
-    """The runs of the picture on the README's first screen: cnn, ours, four objectives."""
-    groups = grouped(found, "model", "way", "loss")
-    return {loss: groups["cnn", "ours", loss] for loss in RACERS if ("cnn", "ours", loss) in groups}
-
-
-def draw_race(options: Options, found: Sequence[CellResult], path: Path) -> None:
+def draw_race(options: Options, curves: Mapping[str, Sequence[Points]], path: Path) -> None:
     """NLL against seconds, readable on its own: cnn by exact ML, by ML without determinants, and by two scores."""
-    curves = {loss: [each.result["curve"] for each in group] for loss, group in _racing(found).items()}
     name = {"mnist": "MNIST", "cifar10": "CIFAR-10"}.get(known_data(options.data), options.data)
-    race(path, curves, f"{name}, held-out images: a flow of six 7 × 7 convolutions, one CPU core")
+    with plots.figure(path, 9.0, 5.0) as figure:
+        axes = figure.subplots()
+        labelled(axes, curves, lambda loss, end: f"{RACERS[loss]}: {end:,.0f}", 14)
+        axes.tick_params(labelsize=13)
+        axes.yaxis.set_major_formatter("{x:,.0f}")
+        axes.set_xlabel("CPU seconds of training", fontsize=15)
+        axes.set_ylabel("NLL in nats (lower is better)", fontsize=15)
+        axes.set_title(f"{name}, held-out images: a flow of six 7 × 7 convolutions, one CPU core", fontsize=15)

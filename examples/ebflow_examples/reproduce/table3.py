@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ebflow_examples import plots
+from ebflow_examples.plots import seed_curves
 from ebflow_examples.reproduce import paper, table2
 from ebflow_examples.reproduce.common import Cell, CellResult, Options
-from ebflow_examples.reproduce.curves import seed_curves
 from ebflow_examples.reproduce.output import Grid, Report, beside, column, grouped
+from ebflow_examples.reproduce.table2_report import MODELS
 from ebflow_examples.reproduce.timed import train_for
 from ebflow_examples.runs import build, likelihood
 
@@ -35,7 +36,7 @@ def cells(options: Options) -> list[Cell]:
              "quick": options.quick, "margin": options.margin},
         )
         for seed in range(options.seeds)
-        for model in table2.MODELS
+        for model in MODELS
         for loss in LOSSES
         for after in (False, True)
     ]  # fmt: skip
@@ -83,7 +84,7 @@ def report(options: Options, found: Sequence[CellResult], path: Path) -> Report:
 
 
 def _models(groups: Groups) -> list[str]:
-    return [model for model in table2.MODELS if any(key[0] == model for key in groups)]
+    return [model for model in MODELS if any(key[0] == model for key in groups)]
 
 
 def table_of(options: Options, model: str, groups: Groups) -> tuple[Grid, list[dict[str, Any]]]:
@@ -91,9 +92,10 @@ def table_of(options: Options, model: str, groups: Groups) -> tuple[Grid, list[d
     lines, rows = [], []
     for after, averaged in product((False, True), repeat=2):
         line = ["yes" if averaged else "no", "yes" if after else "no"]
+        way = "_".join(["ema"] * averaged + ["map"] * after) or "neither"
         for loss in LOSSES:
             group = groups.get((model, loss, after))
-            theirs = paper.ABLATION[model].get((averaged, after), {}).get(loss) if options.data == "mnist" else None
+            theirs = paper.ABLATION[model].get(way, {}).get(loss) if options.data == "mnist" else None
             ours = None if group is None else column(group, "nll" if averaged else "nll_last")
             line.append("" if ours is None else beside(ours.text(1), theirs, 1))
             rows.append({"model": model, "ema": averaged, "map": after, "loss": loss, "nll": ours, "paper": theirs})

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from ebflow_examples.plots import OBJECTIVE_COLOURS, objective_name
 from ebflow_examples.reproduce import paper, table2
 from ebflow_examples.reproduce.common import Cell, CellResult, Options, kept_cells
-from ebflow_examples.reproduce.curves import COLOURS, objective_name
 from ebflow_examples.reproduce.output import Grid, Report, beside, column, grouped
+from ebflow_examples.reproduce.table2_report import GAUSSIAN, notes
 
 MINUTES = 30.0
+compute = table2.compute  # as in Table 2
 COST = {"ml": "D³L", "sml": "D³L"}
 
 
@@ -27,27 +28,20 @@ def cells(options: Options) -> list[Cell]:
     return table2.with_rates(options, [gaussian, *runs])
 
 
-def compute(cell: Cell, folder: Path, data_root: str | None) -> dict[str, Any]:
-    """As in Table 2."""
-    return table2.compute(cell, folder, data_root)
-
-
 def report(options: Options, found: Sequence[CellResult], path: Path) -> Report:
     """NLL beside the paper's."""
     borrowed = _borrowed(options)
     runs = borrowed or [each for each in found if not each.cell.settings["search"]]
     groups = grouped(runs, "loss")
     lines, rows = [], []
-    for loss in (loss for loss in COLOURS if (loss,) in groups):
+    for loss in (loss for loss in OBJECTIVE_COLOURS if (loss,) in groups):
         nll, seconds = (column(groups[loss,], key) for key in ("nll", "seconds"))
         theirs = paper.RELATED[loss] if options.data == "mnist" else None
         lines.append(
             [objective_name(loss), COST.get(loss, "D²L"), beside(nll.text(1), theirs, 1), f"{seconds.value:.0f} s"]
         )
         rows.append({"loss": loss, "nll": nll, "seconds": seconds, "paper": theirs})
-    lines += [
-        ["a Gaussian on the logits", "", f"{each['nll']:.1f}", ""] for each in found if each["loss"] == table2.GAUSSIAN
-    ]
+    lines += [["a Gaussian on the logits", "", f"{each['nll']:.1f}", ""] for each in found if each["loss"] == GAUSSIAN]
     source = [f"The cells are those of Table 2: `{borrowed[0].facts['command']}`."] if borrowed else []
     note = (
         "The paper's number for the relative gradient is that of Gresele et al. (2020), whose training it quotes; here "
@@ -55,18 +49,11 @@ def report(options: Options, found: Sequence[CellResult], path: Path) -> Report:
         "quotes, with NICE on MNIST: SSM 3355, DSM 3398 ± 1343, FDSSM 1647 ± 306."
     )
     head = ("objective", "a step", "NLL (the paper's)", "training")
-    return Report(
-        [Grid(f"fc on {options.data}, ours, test data", head, lines, 2)],
-        rows,
-        [*table2.notes(options, runs), note, *source],
-        borrowed=borrowed,
-    )
+    grid = Grid(f"fc on {options.data}, ours, test data", head, lines, 2)
+    return Report([grid], rows, [*notes(options, runs), note, *source], borrowed=borrowed)
 
 
 def _borrowed(options: Options) -> list[CellResult]:
     """The cells of Table 2, if there are any of these data and this length."""
-    wanted = {
-        "data": options.data, "margin": options.margin, "model": "fc", "way": "ours", "quick": options.quick,
-        "search": False,
-    }  # fmt: skip
-    return kept_cells(options, table2, wanted)
+    told = {"data": options.data, "margin": options.margin, "quick": options.quick, "search": False}
+    return kept_cells(options, table2, {**told, "model": "fc", "way": "ours"})

@@ -1,7 +1,6 @@
 """ebflow bench: the timer compares only what took turns, the plain rivals compute what ours compute."""
 
 import json
-from importlib import import_module
 from itertools import count, product
 
 import pytest
@@ -10,7 +9,7 @@ from torch import Generator
 
 import ebflow_plugin as ebf
 from ebflow_examples import bench
-from ebflow_examples.bench import contenders, fc, growth, plain, report, rivals, timing, wrapper
+from ebflow_examples.bench import contenders, growth, models, plain, report, rivals, timing, wrapper
 from ebflow_examples.bench.memory import peak_bytes
 from ebflow_examples.bench.results import Settings, Table, Target, compare, goal
 from ebflow_examples.bench.timing import Samples, Spread, estimate, exponent, interleaved, ratio
@@ -209,7 +208,7 @@ def test_peak_memory_of_a_known_call():
 @pytest.fixture
 def small(monkeypatch):
     """Sizes at which a group takes no time."""
-    for module in (fc, rivals):
+    for module in (models, rivals):
         monkeypatch.setattr(module, "DIM", 8)
         monkeypatch.setattr(module, "BATCH", 4)
     monkeypatch.setattr(rivals, "CHANNELS", 2)
@@ -221,7 +220,7 @@ def small(monkeypatch):
 
 
 def test_fc_has_a_row_for_each_objective(small):
-    (table,) = fc.fc(Settings())
+    (table,) = models.fc(Settings())
     assert [row["what"] for row in table.rows] == ["SSM", "DSM", "FDSSM", "ML"]
     assert [row["target"] and row["target"].limit for row in table.rows] == [0.8, 1.05, 1.05, None]
 
@@ -260,17 +259,29 @@ def test_both_exponents_are_shown_with_the_sizes_they_are_over(small):
 
 def test_groups_are_there():
     for name in bench.GROUPS:
-        assert callable(getattr(import_module(f"ebflow_examples.bench.{name}"), name))
+        assert callable(bench.group(name))
 
 
-def test_convolutions_are_measured(small, monkeypatch):
+def test_convolutions_are_measured(small):
     """The first table of the group: its contenders are built as the command builds them."""
-    module = import_module("ebflow_examples.bench.cnn")
-    monkeypatch.setattr(module, "BATCH", 4)
-    first = next(module.cnn(Settings(quick=True)))
+    first = next(models.cnn(Settings(quick=True)))
     assert first.title == "training step of the paper's cnn on 1 x 28 x 28, batch 4"
     assert "Six 7 x 7 convolutions" in first.note
     assert len(first.rows) == 9
+
+
+def test_the_benchmark_has_every_objective_in_both_tables(monkeypatch):
+    monkeypatch.setattr(models, "QUICK_SIDES", (4, 8))
+    monkeypatch.setattr(models, "NEW_BATCH", 4)
+    monkeypatch.setattr(Settings, "time", lambda self, what, steps, **how: interleaved(steps, seconds=0, least=2))
+    step, growth = models.likelihood(Settings())
+    assert [row["against"] for row in step.rows] == ["ML", "DSM", "SSM"]
+    assert [row["target"] and row["target"].limit for row in step.rows] == [0.12, 1.0, None]
+    assert [row["objective"] for row in growth.rows] == ["ML stochastic", "ML", "DSM", "SSM"]
+    for row in growth.rows:
+        assert row["D = 48, ms"] > 0
+        assert row["D = 192, ms"] > 0
+    assert "time ~ D^p" in report.as_text(growth)
 
 
 def test_main_prints_and_writes(small, tmp_path, capsys):

@@ -3,27 +3,30 @@
 import json
 import math
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from matplotlib.text import Text
 from typer.testing import CliRunner
 
 import ebflow_examples.reproduce.common as common
 import ebflow_examples.reproduce.output as output
-from ebflow_examples import reproduce
+from ebflow_examples import plots, reproduce
 from ebflow_examples.bench import growth, results
 from ebflow_examples.cli import app
 from ebflow_examples.data import load
+from ebflow_examples.plots import NEAREST, apart, joined, labelled
 from ebflow_examples.reproduce import EXPERIMENTS, OWN_DATA, paper, table2
 from ebflow_examples.reproduce.common import Cell, CellResult, Options
-from ebflow_examples.reproduce.curves import joined, race
 from ebflow_examples.reproduce.output import Mean, beside, mean
 from ebflow_examples.reproduce.provenance import commit
 from ebflow_plugin.errors import InputError, UnknownNameError
 from randomness import rng
 
+SECONDS = 0.05  # of training in a cell: a few steps
 FIVE = {"ml", "sml", "ssm", "dsm", "fdssm"}
 # To save time, some cells of an experiment; the others differ in their data, objective or seed.
 SOME = {
@@ -43,6 +46,7 @@ def out(tmp_path_factory):
     """All experiments once, in the order of the paper, with the least that there is."""
     folder = tmp_path_factory.mktemp("reproduce")
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(common, "QUICK_SECONDS", SECONDS)
         real = results.interleaved
         patch.setattr(results, "interleaved", lambda steps, **given: real(steps, **{**given, "seconds": 0, "least": 2}))
         patch.setattr(growth, "growth", lambda settings: iter([growth._time_against_size(settings, (32, 64))]))
@@ -82,9 +86,9 @@ def test_every_experiment_leaves_json_markdown_and_a_picture(out, what):
         assert cell["facts"]["versions"]["torch"]
         assert cell["cell"]["settings"]["seed"] == 0
         if cell["cell"]["timed"]:
-            assert cell["cell"]["seconds"] == common.QUICK_SECONDS
+            assert cell["cell"]["seconds"] == SECONDS
             assert cell["result"]["steps"] >= 1
-            assert cell["result"]["seconds"] >= common.QUICK_SECONDS
+            assert cell["result"]["seconds"] >= SECONDS
 
 
 def test_the_results_are_put_together_in_the_order_of_the_paper(out):
@@ -136,10 +140,14 @@ def test_experiments_with_data_of_their_own_take_no_others(what, tmp_path):
         reproduce.main(what, quick=True, data="digits", out=tmp_path)
 
 
+OF_IMAGES = [what for what in EXPERIMENTS if what not in OWN_DATA]
+NO_IMAGES = ["autoregressive10", "textures", "rows.npy", "rows.csv", "vectors.npy"]
+
+
 @pytest.mark.parametrize(
-    "what", ["table2", "table3", "table4", "fig2", "fig4", "fig5", "deep", "dequantization", "all"]
+    ("what", "data"),
+    [*((what, "swirl") for what in [*OF_IMAGES, "all"]), *(("table2", data) for data in NO_IMAGES)],
 )
-@pytest.mark.parametrize("data", ["swirl", "autoregressive10", "textures", "rows.npy", "rows.csv", "vectors.npy"])
 def test_data_that_are_no_images_are_refused_by_what_the_user_gave(what, data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     np.save("rows.npy", np.zeros((40, 3)))
@@ -274,6 +282,15 @@ def test_the_papers_way_is_that_of_its_code(data, model, loss, expected):
     assert (made["alpha"], made["optimizer"], made["lr"], made["whiten"]) == (1e-6, "rmsprop", 1e-4, False)
 
 
+def test_likelihood_without_determinants_is_a_row_of_the_cnn():
+    words = {"ml_stochastic", "seed0"}
+    cells = [cell for cell in table2.cells(Options("table2", 1.0, seeds=1)) if words <= set(cell.name.split("-"))]
+    assert [cell.name for cell in cells] == ["cnn-ours-ml_stochastic-seed0"]
+    config = table2.recipe(cells[0], None)
+    assert (config.loss, config.log_det) == ("ml", "stochastic")
+    assert table2.recipe(table2.cell_of(Options("table2", 1.0), "table2", "ours", "cnn", "ml", 0), None).log_det is None
+
+
 def test_the_margin_and_large_images(tmp_path):
     options = Options("table2", 1.0, data="cifar10-jpeg", margin=0.05)
     cell = table2.cell_of(options, "table2", "ours", "cnn", "dsm", 0)
@@ -283,9 +300,24 @@ def test_the_margin_and_large_images(tmp_path):
 
 
 def test_labels_of_a_race_do_not_lie_on_one_another(tmp_path):
-    curve = [(1.0, 5.0), (9.0, 3.0)]
-    race(tmp_path / "race.png", {"ml": [curve], "dsm": [curve, [(1.0, 5.0), (8.0, 2.9)]]}, "a title")
-    assert (tmp_path / "race.png").read_bytes().startswith(b"\x89PNG")
+    curve, lower = [(1.0, 5.0), (9.0, 3.0)], [(1.0, 5.0), (8.0, 2.9)]
+    with plots.figure(tmp_path / "race.png", 9.0, 5.0) as figure:
+        axes = figure.subplots()
+        labelled(axes, {"ml": [curve], "dsm": [curve, lower]}, lambda loss, end: f"{loss}\n{end:.2f}", 14)
+        figure.draw_without_rendering()
+        first, second = (Text.get_window_extent(text).extents[1::2] for text in axes.texts)  # without the lines to them
+    assert [text.get_text() for text in axes.texts] == ["ml\n3.00", "dsm\n3.08"]
+    assert first[1] < second[0]
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_labels_are_apart_on_the_scale_of_the_axis(log):
+    places = apart({"a": 10.0, "b": 10.0, "c": 10.0, "d": 900.0}, 10.0, 1000.0, log)
+    ups = [math.log(value) if log else value for value in places.values()]
+    least = NEAREST * (math.log(100.0) if log else 990.0)
+    assert [high - low for low, high in pairwise(ups)][:2] == pytest.approx([least, least])
+    assert places["a"] == pytest.approx(10.0)
+    assert places["d"] == pytest.approx(900.0)
 
 
 def test_ours_starts_calibrated_and_the_papers_way_does_not(out):
@@ -317,6 +349,9 @@ def test_the_papers_numbers_are_complete():
     for numbers_of in (paper.IMAGES, paper.THROUGHPUT):
         assert set(numbers_of) == {"mnist", "cifar10"}
         assert all(set(by_loss) == FIVE for models in numbers_of.values() for by_loss in models.values())
+    assert set(paper.RELATED) == FIVE | {"ml_relative"}
+    assert all(set(rows) == {"neither", "ema", "ema_map"} for rows in paper.ABLATION.values())
+    assert paper.ABLATION["fc"]["ema_map"]["dsm"] == paper.IMAGES["mnist"]["fc"]["dsm"]
 
 
 # -- the command --

@@ -6,16 +6,15 @@ import math
 import normflows
 import pytest
 import torch
-import zuko
-from nflows import distributions, flows, transforms
+from nflows import transforms
 
 import ebflow_nflows
 import ebflow_normflows
 import ebflow_plugin as ebf
 import ebflow_zuko
+from chains import flow_in, harmful_marginals
 from ebflow_nflows import FullConv2d, SinhArcsinh, SmoothLeakyReLU
 from ebflow_plugin.closed_form import gaussianization
-from ebflow_plugin.closed_form.marginals import MarginalMap, fit_marginals
 from gaussian_models import nll
 from randomness import rng
 
@@ -42,13 +41,11 @@ def chain_of(library, squeeze, features=2):
 
 
 def nflows_model(base=None):
-    layers = chain_of(ebflow_nflows, transforms.SqueezeTransform())
-    return flows.Flow(transforms.CompositeTransform(layers), base or distributions.StandardNormal([8, 3, 3])).double()
+    return flow_in(ebflow_nflows, chain_of(ebflow_nflows, transforms.SqueezeTransform()), [8, 3, 3], base)
 
 
 def normflows_model():
-    base = normflows.distributions.DiagGaussian((8, 3, 3), trainable=False)
-    return normflows.NormalizingFlow(base, chain_of(ebflow_normflows, normflows.flows.Squeeze())[::-1]).double()
+    return flow_in(ebflow_normflows, chain_of(ebflow_normflows, normflows.flows.Squeeze()), [8, 3, 3])
 
 
 @pytest.mark.parametrize("make", [nflows_model, normflows_model])
@@ -68,16 +65,12 @@ def test_layer_by_layer_held_out_images_become_more_likely(make):
 
 
 def test_zuko_has_such_chains():
-    mean = torch.zeros(SHAPE).double()
-    base = zuko.lazy.UnconditionalDistribution(
-        zuko.distributions.DiagNormal, mean, torch.ones_like(mean), ndims=3, buffer=True
-    )
     layers = [
         ebflow_zuko.FullConv2d(2, kernel_size=1),
         ebflow_zuko.SinhArcsinh(2, dim=-3),
         ebflow_zuko.FullConv2d(2, kernel_size=3),
     ]
-    model = ebf.wrap(zuko.lazy.Flow(layers, base).double())
+    model = ebf.wrap(flow_in(ebflow_zuko, layers, SHAPE))
     report = model.initialize(heavy(), gaussianize=True)
     assert report.nll < report.layers[0].nll - 1.0
     assert report.nll == pytest.approx(nll(model, heavy()[4::5]), abs=0.5)
@@ -102,11 +95,6 @@ def test_the_base_that_is_there_is_fitted_to():
 def test_bends_that_harm_are_made_straight(bend, monkeypatch):
     """Through a squeeze too: the model is what the first layer alone makes it."""
 
-    def harmful(step, y, held_out):
-        fitted = fit_marginals(step, y, held_out)
-        scale, shift = torch.full_like(fitted.scale, 30.0), torch.zeros_like(fitted.shift)
-        return MarginalMap(scale, shift, fitted.log_tail - 2.0, fitted.skewness + 1.0, torch.ones_like(fitted.helps))
-
     def make():
         map_of = (lambda c: SinhArcsinh(c, dim=-3)) if bend == "sinh" else (lambda c: SmoothLeakyReLU(0.3))
         return [
@@ -120,12 +108,11 @@ def test_bends_that_harm_are_made_straight(bend, monkeypatch):
         ]
 
     x = torch.randn(800, *SHAPE, dtype=torch.float64, generator=rng()).cumsum(-1)
-    monkeypatch.setattr(gaussianization, "fit_marginals", harmful)
-    flow = flows.Flow(transforms.CompositeTransform(make()), distributions.StandardNormal([8, 3, 3]))
-    model = ebf.wrap(flow.double())
+    monkeypatch.setattr(gaussianization, "fit_marginals", harmful_marginals)
+    model = ebf.wrap(flow_in(ebflow_nflows, make(), [8, 3, 3]))
     report = model.initialize(x, gaussianize=True)
     assert [layer.fitted_features for layer in report.layers] == [0, 0, None]
-    alone = ebf.wrap(flows.Flow(FullConv2d(2, kernel_size=3), distributions.StandardNormal(SHAPE)).double())
+    alone = ebf.wrap(flow_in(ebflow_nflows, [FullConv2d(2, kernel_size=3)], SHAPE))
     alone.initialize(x, whiten=True)
     assert nll(model, x) == pytest.approx(nll(alone, x), abs=0.1)
 
@@ -159,7 +146,7 @@ def test_what_cannot_start():
     constant[:, 1] = 0.5
     dependent[:, 1] = dependent[:, 0]
     plain = [FullConv2d(2, kernel_size=3), SinhArcsinh(2, dim=-3), FullConv2d(2, kernel_size=3)]
-    flow = flows.Flow(transforms.CompositeTransform(plain), distributions.StandardNormal(SHAPE)).double()
+    flow = flow_in(ebflow_nflows, plain, SHAPE)
     before = copy.deepcopy(flow.state_dict())
     model = ebf.wrap(flow)
     with pytest.raises(ebf.SingularError, match=r"features \[1\].*constant"):
@@ -184,8 +171,7 @@ def test_the_papers_cnn_starts_too():
         SmoothLeakyReLU(0.3),
         FullConv2d(8, kernel_size=3),
     ]
-    flow = flows.Flow(transforms.CompositeTransform(layers), distributions.StandardNormal([8, 3, 3])).double()
-    model, x = ebf.wrap(flow), heavy()
+    model, x = ebf.wrap(flow_in(ebflow_nflows, layers, [8, 3, 3])), heavy()
     report = model.initialize(x, gaussianize=True)
     assert len(report.layers) == 4
     assert report.kept

@@ -2,18 +2,18 @@
 
 import copy
 import math
+from functools import partial
 
 import normflows
 import pytest
 import torch
 import zuko
-from nflows import distributions, flows, transforms
+from nflows import distributions, transforms
 from nflows.distributions.uniform import BoxUniform
 
-import ebflow_normflows
 import ebflow_plugin as ebf
-import ebflow_zuko
-from ebflow_nflows import FullLinear, SinhArcsinh, SmoothLeakyReLU
+from chains import LIBRARIES, flow_in, zuko_normal
+from ebflow_nflows import SinhArcsinh, SmoothLeakyReLU
 from ebflow_plugin.closed_form import gaussianization
 from gaussian_models import data, nll
 from randomness import rng
@@ -28,20 +28,12 @@ def heavy(n=3000, seed=0, shape=(D,)):
     return rows.reshape(n, *shape)
 
 
-def nflows_flow(base=None, tail=(), features=D):
-    layers = [FullLinear(features), SinhArcsinh(features), FullLinear(features), *tail]
-    base = distributions.StandardNormal([features]) if base is None else base
-    return flows.Flow(transforms.CompositeTransform(layers), base).double()
+def flow_of(library, base=None, tail=(), features=D):
+    layers = [library.FullLinear(features), library.SinhArcsinh(features), library.FullLinear(features), *tail]
+    return flow_in(library, layers, [features], base)
 
 
-def normflows_flow(base, features=D):
-    layers = [ebflow_normflows.FullLinear(features), ebflow_normflows.SinhArcsinh(features)]
-    return normflows.NormalizingFlow(base, [*layers, ebflow_normflows.FullLinear(features)][::-1]).double()
-
-
-def zuko_flow(family, *parameters):
-    base = zuko.lazy.UnconditionalDistribution(family, *parameters, buffer=True)
-    return zuko.lazy.Flow([ebflow_zuko.FullLinear(D), ebflow_zuko.SinhArcsinh(D), ebflow_zuko.FullLinear(D)], base)
+nflows_flow, normflows_flow, zuko_flow = (partial(flow_of, library) for library in LIBRARIES)
 
 
 def diagonal_normal(mean=MEAN, std=STD):
@@ -68,7 +60,7 @@ def diag_gaussian(shape=(D,), mean=MEAN, std=STD):
     [
         lambda: nflows_flow(diagonal_normal()),
         lambda: normflows_flow(diag_gaussian()),
-        lambda: zuko_flow(zuko.distributions.DiagNormal, MEAN, STD).double(),
+        lambda: zuko_flow(zuko_normal(MEAN, STD)),
     ],
     ids=["nflows", "normflows", "zuko"],
 )
@@ -87,7 +79,9 @@ def test_positions_that_share_a_layer_share_its_fit():
     """Two positions with Gaussians of their own: no shared layer fits both, and the best one is found."""
     x = heavy(shape=(2, 2))
     plain = ebf.wrap(normflows_flow(diag_gaussian((2, 2), torch.zeros(D), torch.ones(D)), features=2))
-    alike = ebf.wrap(normflows_flow(diag_gaussian((2, 2), torch.tensor([3.0, -1.0] * 2), torch.full((D,), 0.2)), 2))
+    alike = ebf.wrap(
+        normflows_flow(diag_gaussian((2, 2), torch.tensor([3.0, -1.0] * 2), torch.full((D,), 0.2)), features=2)
+    )
     for model in (plain, alike):
         model.initialize(x, gaussianize=True)
     assert nll(alike, x) == pytest.approx(nll(plain, x), abs=1e-9)
@@ -107,7 +101,11 @@ def test_positions_that_share_a_layer_share_its_fit():
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: zuko_flow(zuko.distributions.BoxUniform, torch.full((D,), -3.0), torch.full((D,), 3.0)).double(),
+        lambda: zuko_flow(
+            zuko.lazy.UnconditionalDistribution(
+                zuko.distributions.BoxUniform, torch.full((D,), -3.0), torch.full((D,), 3.0), buffer=True
+            )
+        ),
         lambda: normflows_flow(normflows.distributions.GaussianMixture(2, D)),
         lambda: normflows_flow(
             normflows.distributions.GaussianMixture(2, D, loc=[[0.0] * D, [60.0] * D], weights=[0.95, 0.05])

@@ -6,9 +6,10 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from nflows import distributions, flows, transforms
 
+import ebflow_nflows
 import ebflow_plugin as ebf
+from chains import flow_in
 from ebflow_nflows import FullConv2d
 from ebflow_plugin.closed_form.kernels import fit_kernel
 from ebflow_plugin.linalg.convolution import conv_matrix
@@ -19,8 +20,7 @@ from randomness import rng
 
 def one_layer(shape, **options):
     layer = FullConv2d(shape[0], **options)
-    base = distributions.StandardNormal(layer.output_shape(shape))
-    return ebf.wrap(flows.Flow(transforms.CompositeTransform([layer]), base).double())
+    return ebf.wrap(flow_in(ebflow_nflows, [layer], layer.output_shape(shape)))
 
 
 def smooth(shape, rows, seed=0, mode="circular"):
@@ -98,7 +98,7 @@ def test_the_output_is_white_and_no_less_likely_than_that_of_pixels(channels, he
     except ebf.InputError:  # more padding than such images have
         return
     x = torch.randn(200, *shape, dtype=torch.float64, generator=rng(seed)).cumsum(-1) * 3.0 + 1.0
-    model = ebf.wrap(flows.Flow(transforms.CompositeTransform([layer]), distributions.StandardNormal(shape)))
+    model = ebf.wrap(flow_in(ebflow_nflows, [layer], shape))
     model.initialize(x, whiten=True)
     pixels = one_layer(shape, kernel_size=1)
     pixels.initialize(x, whiten=True)
@@ -133,29 +133,29 @@ def images(rows=40, shape=(2, 5, 5), seed=0):
     return torch.randn(rows, *shape, dtype=torch.float64, generator=rng(seed))
 
 
-def test_a_constant_channel_is_named():
+def changed(channel, value):
     x = images()
-    x[:, 1] = 3.0
-    with pytest.raises(ebf.SingularError, match=r"features \[1\] of the input of .*FullConv2d.* are constant"):
-        one_layer((2, 5, 5), kernel_size=3).initialize(x, whiten=True)
+    x[:, channel] = value(x)
+    return x
 
 
-def test_channels_that_are_alike_are_refused():
-    x = images()
-    x[:, 1] = 2.0 * x[:, 0]
-    with pytest.raises(ebf.SingularError, match="linearly dependent"):
-        one_layer((2, 5, 5), kernel_size=3).initialize(x, whiten=True)
-
-
-def test_too_few_patches_are_refused():
-    with pytest.raises(ebf.SingularError, match="FullConv2d.*directions of its patches have no variance"):
-        one_layer((2, 5, 5), kernel_size=5).initialize(images(1), whiten=True)
-
-
-def test_images_without_structure_inside_are_refused():
-    x = images()[:, :, :1, :1].expand(-1, -1, 5, 5)
-    with pytest.raises(ebf.SingularError, match="directions of its patches have no variance"):
-        one_layer((2, 5, 5), kernel_size=3, padding_mode="circular").initialize(x, whiten=True)
+@pytest.mark.parametrize(
+    ("x", "options", "message"),
+    [
+        (changed(1, lambda x: 3.0), {}, r"features \[1\] of the input of .*FullConv2d.* are constant"),
+        (changed(1, lambda x: 2.0 * x[:, 0]), {}, "linearly dependent"),
+        (images(1), {"kernel_size": 5}, "FullConv2d.*directions of its patches have no variance"),
+        (
+            images()[:, :, :1, :1].expand(-1, -1, 5, 5),
+            {"padding_mode": "circular"},
+            "directions of its patches have no variance",
+        ),
+    ],
+    ids=["constant", "alike", "too few", "no structure inside"],
+)
+def test_what_no_kernel_can_whiten_is_refused(x, options, message):
+    with pytest.raises(ebf.SingularError, match=message):
+        one_layer((2, 5, 5), **{"kernel_size": 3, **options}).initialize(x, whiten=True)
 
 
 def test_nan_rows_are_refused():
@@ -175,8 +175,7 @@ def test_one_image_of_enough_pixels_is_fitted():
 
 def test_integer_images_are_taken_by_their_noise():
     x = torch.randint(0, 4, (200, 2, 5, 5), generator=rng(0))
-    layer = FullConv2d(2, kernel_size=3)
-    flow = flows.Flow(transforms.CompositeTransform([layer]), distributions.StandardNormal([2, 5, 5]))
+    flow = flow_in(ebflow_nflows, [FullConv2d(2, kernel_size=3)], [2, 5, 5]).float()
     plain, noisy = ebf.wrap(flow), ebf.wrap(flow, preprocess=[ebf.Dequantize(4)])
     with pytest.raises(ebf.InputError):
         plain.initialize(x, whiten=True)

@@ -5,13 +5,13 @@ import copy
 import normflows
 import pytest
 import torch
-import zuko
-from nflows import distributions, flows, transforms
+from nflows import transforms
 
+import ebflow_nflows
 import ebflow_normflows
 import ebflow_plugin as ebf
 import ebflow_zuko
-from ebflow_nflows import FullLinear, SinhArcsinh
+from chains import flow_in
 from ebflow_plugin.closed_form.moments import Moments, batches
 from gaussian_models import nll
 from randomness import rng
@@ -33,26 +33,21 @@ def skewed(n=300):
     return torch.randn(n, D, dtype=torch.float64, generator=rng()).exp() + 1.0
 
 
+def model_in(library, before=(), between=(), after=()):
+    layers = [*before, library.FullLinear(D), library.SinhArcsinh(D), *between, library.FullLinear(D), *after]
+    return ebf.wrap(flow_in(library, layers, [D]))
+
+
 def nflows_model(context=None):
-    layers = [transforms.ActNorm(D), FullLinear(D), SinhArcsinh(D), FullLinear(D)]
-    if context is not None:
-        layers.append(transforms.MaskedAffineAutoregressiveTransform(D, 8, context_features=2))
-    flow = flows.Flow(transforms.CompositeTransform(layers), distributions.DiagonalNormal([D]))
-    return ebf.wrap(flow.double())
+    conditional = transforms.MaskedAffineAutoregressiveTransform(D, 8, context_features=2)
+    return model_in(ebflow_nflows, [transforms.ActNorm(D)], after=[] if context is None else [conditional])
 
 
-def normflows_model():
-    layers = [ebflow_normflows.FullLinear(D), ebflow_normflows.SinhArcsinh(D), normflows.flows.ActNorm((D,))]
-    layers.append(ebflow_normflows.FullLinear(D))
-    return ebf.wrap(normflows.NormalizingFlow(normflows.distributions.DiagGaussian(D), layers[::-1]).double())
-
-
-def zuko_model():
-    base = zuko.lazy.UnconditionalDistribution(zuko.distributions.DiagNormal, torch.zeros(D), torch.ones(D))
-    layers = [ebflow_zuko.FullLinear(D), ebflow_zuko.SinhArcsinh(D), ebflow_zuko.FullLinear(D)]
-    return ebf.wrap(zuko.lazy.Flow(layers, base).double())
-
-
+MAKES = {
+    "nflows": nflows_model,
+    "normflows": lambda: model_in(ebflow_normflows, between=[normflows.flows.ActNorm((D,))]),
+    "zuko": lambda: model_in(ebflow_zuko),
+}
 CALLS = {
     "initialize": lambda model, data: model.initialize(*(data if isinstance(data, tuple) else (data,))),
     "whiten": lambda model, data: model.initialize(data, whiten=True),
@@ -97,7 +92,7 @@ def test_a_flow_without_storage_takes_batches_of_the_cpu():
 @pytest.mark.parametrize("made", [torch.enable_grad, torch.inference_mode])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("make", [nflows_model, normflows_model, zuko_model])
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
 def test_each_call_works_in_each_mode(make, call, mode, made):
     x = skewed()
     expected = make()

@@ -12,7 +12,7 @@ from torch import nn
 import ebflow_nflows
 import ebflow_normflows
 import ebflow_plugin as ebf
-from ebflow_plugin.log_z.proposals import Gaussian
+from ebflow_plugin.log_z.importance import Gaussian
 from ebflow_plugin.plan.plan import Plan
 from log_z_models import WIDE, assert_agrees, full, make_model
 from randomness import rng

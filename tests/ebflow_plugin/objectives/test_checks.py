@@ -19,7 +19,7 @@ import ebflow_plugin as ebf
 import nflows_small
 from ebflow_nflows import FullLinear, SmoothLeakyReLU
 from ebflow_plugin.adapting.rules import REGISTERED
-from ebflow_plugin.objectives import DSM, FDSSM, ML, SM, SML, SSM
+from ebflow_plugin.objectives import DSM, FDSSM, ML, SM, SML, SSM, LatentMatch
 from ebflow_plugin.plan.smoothness import REGISTERED_NETWORKS
 from nflows_small import OwnNetwork, spline
 from randomness import rng
@@ -189,10 +189,22 @@ def test_making_an_objective_does_no_work(make, monkeypatch):
 
 def test_noise_that_leaves_the_domain_is_told():
     model = ebf.wrap(flow_of(PiecewiseRationalQuadraticCDF([2], num_bins=4)))
-    for objective in (DSM(model, sigma=5.0, generator=rng()), FDSSM(model, eps=5.0, generator=rng())):
+    told = {
+        "DSM adds noise to the data (sigma=5.0)": lambda: DSM(model, sigma=5.0, generator=rng()),
+        "DSM adds noise to the data (sigma_range=(4.0, 9.0))": lambda: DSM(
+            model, sigma_range=(4.0, 9.0), generator=rng()
+        ),
+        "SSM adds noise to the data (sigma=5.0)": lambda: SSM(model, sigma=5.0, generator=rng()),
+        "FDSSM adds noise to the data (eps=5)": lambda: FDSSM(model, eps=5.0, generator=rng()),
+        "LatentMatch adds noise to the data (sigma=5.0)": lambda: LatentMatch(model, sigma=5.0, generator=rng()),
+    }
+    for words, make in told.items():
         with pytest.raises(Exception) as caught:  # noqa: PT011 - nflows' own error
-            messages(lambda objective=objective: objective(torch.rand(9, 2).double()))
-        assert any("adds noise to the data" in note and "Logit" in note for note in caught.value.__notes__)
+            messages(lambda make=make: make()(torch.rand(9, 2).double()))
+        assert any(words in note and "Logit" in note for note in caught.value.__notes__), words
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - rows that are outside by themselves
+        messages(lambda: SSM(model)(2.0 + torch.rand(9, 2).double()))
+    assert not any("adds noise" in note for note in caught.value.__notes__)
 
 
 # What the warnings claim, measured in one dimension

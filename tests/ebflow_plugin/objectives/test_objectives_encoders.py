@@ -10,7 +10,7 @@ import ebflow_plugin as ebf
 from case import perturb
 from ebflow_nflows import FullLinear, SmoothLeakyReLU
 from ebflow_plugin.objectives import DSM, FDSSM, ML, SM, SML, SSM
-from ebflow_plugin.objectives.functions import FunctionObjective
+from ebflow_plugin.objectives.registration import FunctionObjective
 from randomness import rng
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what objectives warn about is the subject of test_checks.py

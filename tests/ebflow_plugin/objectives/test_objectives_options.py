@@ -13,7 +13,6 @@ from nflows.transforms import LULinear
 import ebflow_plugin as ebf
 from ebflow_plugin.errors import EBFlowError
 from ebflow_plugin.objectives import (
-    _OBJECTIVES,
     DSM,
     FDSSM,
     ML,
@@ -25,6 +24,7 @@ from ebflow_plugin.objectives import (
     make_objective,
     register_objective,
 )
+from ebflow_plugin.objectives.registration import OBJECTIVES
 from ebflow_plugin.plan.inputs import check_input
 from randomness import randn, rng
 
@@ -49,10 +49,10 @@ def x():
 @pytest.fixture
 def registry():
     """Forgets what a test registers."""
-    kept = dict(_OBJECTIVES)
+    kept = dict(OBJECTIVES)
     yield
-    _OBJECTIVES.clear()
-    _OBJECTIVES.update(kept)
+    OBJECTIVES.clear()
+    OBJECTIVES.update(kept)
 
 
 @pytest.mark.parametrize(("name", "cls"), BUILT_IN.items())

@@ -8,7 +8,7 @@ from nflows.nn.nets import ResidualNet
 import ebflow_plugin as ebf
 from ebflow_nflows import FullLinear, SmoothLeakyReLU
 from ebflow_plugin.objectives import DSM, FDSSM, ML, SM, SML, SSM
-from ebflow_plugin.objectives.functions import FunctionObjective
+from ebflow_plugin.objectives.registration import FunctionObjective
 from ebflow_plugin.plan.inputs import check_weights
 from randomness import randn, rng
 from stochastic_models import nflows_model

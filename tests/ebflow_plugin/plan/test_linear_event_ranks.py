@@ -1,5 +1,7 @@
 """Linear steps on events of every rank: the true density of the library's own map, or a clear refusal."""
 
+from contextlib import contextmanager
+
 import normflows
 import pytest
 import torch
@@ -11,7 +13,6 @@ import ebflow_nflows
 import ebflow_normflows
 import ebflow_plugin as ebf
 from case import perturb
-from noted import at
 
 D = 4
 SHAPES = [(D,), (1, D), (3, D), (D, 3), (D, D), (2, 3, D), (D, 3, 2), (D, D, D), (D, 1, 1)]
@@ -43,6 +44,16 @@ NORMFLOWS = {
     "FullLinear": lambda: ebflow_normflows.FullLinear(D),
     "FullConv2d": lambda: ebflow_normflows.FullConv2d(D, kernel_size=1),
 }
+
+
+@contextmanager
+def at(shape):
+    """Notes the shape in what is raised inside the block: a test goes through all of them."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"at {shape}")
+        raise
 
 
 def nflows_flow(name, shape, turned):

@@ -1,6 +1,7 @@
 """Importance sampling of a target: its log Z, expectations and chains, against what is known of them."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,6 @@ import ebflow_plugin as ebf
 from ebflow_nflows import FullLinear
 from ebflow_plugin.objectives import ML, ReverseKL
 from randomness import randn, rng
-from target_densities import double_well, log_z_of_the_double_well
 
 
 def gaussian(scale, mean=(0.0, 0.0)):
@@ -25,6 +25,18 @@ def gaussian(scale, mean=(0.0, 0.0)):
 def normal(x):
     """A standard normal density times e³."""
     return 3.0 - 0.5 * x.square().sum(1) - 0.5 * x.shape[1] * math.log(2 * math.pi)
+
+
+def double_well(x):
+    """Wells at x = ±1.58, one deeper than the other; y follows x."""
+    a, b = x[:, 0], x[:, 1]
+    return -(a.square() - 2.5).square() + 0.3 * a - 0.5 * (b - 0.5 * a).square()
+
+
+def log_z_of_the_double_well():
+    grid = torch.linspace(-6, 6, 20_001, dtype=torch.float64)
+    values = double_well(torch.stack([grid, 0.5 * grid], 1)).exp()
+    return float((values.sum() * (grid[1] - grid[0]) * (2 * torch.pi) ** 0.5).log())
 
 
 def coverage(model, seeds, n):
@@ -181,6 +193,40 @@ def test_forward_kl_on_weighted_samples_finds_the_target():
         ML(model)(drawn.samples, weights=drawn.weights).backward()
         adam.step()
     assert ebf.importance(model, normal, 2000, generator=rng()).effective_sample_size > 1950
+
+
+@pytest.mark.filterwarnings("ignore:.*unreliable")
+def test_a_bridge_of_powers_finds_a_well_that_reverse_kl_drops():
+    """Wells at ±4, sixteen of their widths apart; from the same start, which is nearer to one."""
+
+    def wells(x):
+        return torch.logaddexp(normal(2 * (x - 4.0)) + math.log(0.3), normal(2 * (x + 4.0)) + math.log(0.7))
+
+    def start():
+        torch.manual_seed(0)
+        spline = transforms.PiecewiseRationalQuadraticCDF([2], num_bins=12, tails="linear", tail_bound=8.0)
+        rotation = FullLinear(2)
+        with torch.no_grad():
+            rotation.weight.copy_(math.sqrt(0.5) * torch.tensor([[1.0, 1.0], [1.0, -1.0]]))
+            rotation.bias.fill_(0.5)
+        steps = transforms.CompositeTransform([rotation, spline, FullLinear(2)])
+        return ebf.wrap(flows.Flow(steps, distributions.StandardNormal([2])).double())
+
+    adam, exact = partial(torch.optim.Adam, lr=2e-2), 3.0 - 2 * math.log(2)
+    model = start()
+    ebf.fit(ReverseKL(model, wells), steps=150, optimizer=adam, clip_norm=10.0, progress=False)
+    dropped = ebf.importance(model, wells, 2000, generator=rng())
+    assert bool((dropped.samples[:, 0] < 0).all())
+    assert dropped.log_z.value == pytest.approx(exact + math.log(0.7), abs=0.03)  # and no weight shows it
+    model = start()
+    for power in (0.02, 0.02, 0.1, 0.3, 1.0, 1.0):
+        drawn = ebf.importance(model, lambda x, power=power: power * wells(x), 4000, generator=rng())
+        data = drawn.samples, None, drawn.weights
+        ebf.fit(ML(model), data, steps=60, batch_size=256, optimizer=adam, progress=False)
+    found = ebf.importance(model, wells, 4000, generator=rng())
+    share, error = found.expectation(lambda x: (x[:, 0] > 0).double())
+    assert abs(float(share) - 0.3) < 4 * float(error) < 0.1
+    assert abs(found.log_z.value - exact) < 4 * found.log_z.std_error < 0.1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

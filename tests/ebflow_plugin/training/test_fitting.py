@@ -13,8 +13,8 @@ import ebflow_plugin as ebf
 from ebflow_nflows import FullLinear
 from ebflow_plugin.linalg.random import derive_seed
 from ebflow_plugin.objectives import DSM, ML, SSM, ReverseKL
-from ebflow_plugin.objectives.base import noise_of, use_generators
 from ebflow_plugin.objectives.evaluation import LikelihoodSum
+from ebflow_plugin.objectives.noise import noise_of, use_generators
 from ebflow_plugin.training import fit
 from ebflow_plugin.training.batches import Loader, once
 from ebflow_plugin.training.fitting import Judge

@@ -87,18 +87,21 @@ REFUSED = {
     ),
     "progress": (lambda m: fit(ML(m), make_data(), steps=1, progress="no"), "progress must be True or False, got 'no'"),
     "optimizer": (lambda m: fit(ML(m), make_data(), steps=1, optimizer="adam"), "optimizer must be an Optimizer"),
-    "optimizer class": (lambda m: fit(ML(m), make_data(), steps=1, optimizer=lambda p: p), "must return a torch.optim"),
+    "optimizer class": (
+        lambda m: fit(ML(m), make_data(), steps=1, optimizer=lambda p: p),
+        "or a function that returns one, got",
+    ),
     "other optimizer": (
         lambda m: fit(ML(m), make_data(), steps=1, optimizer=torch.optim.SGD(make_model().parameters(), lr=0.1)),
-        "holds none of the model's parameters",
+        "it lacks 4 of them .* and holds 6 others. Build it from objective.parameters",
     ),
     "half an optimizer": (
         lambda m: fit(ML(m), make_data(), steps=1, optimizer=torch.optim.SGD(list(m.parameters())[:1], lr=0.1)),
-        r"lacks 3 of 4 trainable parameters of the model: flow\..*bias, .*requires_grad_\(False\)",
+        r"the 4 trainable parameters of the model .* lacks 3 of them \(flow\..*bias, .*requires_grad_\(False\)",
     ),
     "more than an optimizer": (
         lambda m: fit(ML(m), make_data(), steps=1, optimizer=torch.optim.SGD([*m.parameters(), SPARE], lr=0.1)),
-        "holds 1 parameters that are not the model's",
+        "it lacks none, and holds 1 others",
     ),
     "an objective with parameters": (
         lambda m: fit(WithEncoder(m), make_data(), steps=1),

@@ -26,7 +26,7 @@ from ebflow_plugin.lightning import (
     LitObjective,
 )
 from ebflow_plugin.objectives import DSM, FDSSM, ML, SM, SML, SSM
-from ebflow_plugin.objectives.base import terms_of
+from ebflow_plugin.objectives.noise import terms_of
 from gaussian_models import nll
 from lightning_models import QUIET, train
 from nflows_small import coupling_model

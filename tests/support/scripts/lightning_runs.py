@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 import ebflow_plugin as ebf
 from ebflow_plugin.lightning import ConditionGuard, ExactNLL, FiniteGuard, LitObjective
 from ebflow_plugin.objectives import score_matching, stochastic
-from ebflow_plugin.objectives.base import terms_of
+from ebflow_plugin.objectives.noise import terms_of
 from training_models import make_data, make_model
 
 ROWS = 12

@@ -1,20 +1,97 @@
-r"""A user's function as an objective."""
+r"""Objectives by name: the built-in ones, and those of a user, a class or a function."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
 from functools import partial
+from typing import Any, TypeVar
 
 from torch import Generator, Tensor
 
 from ebflow_plugin.errors import InputError, UnknownNameError, suggest
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives.base import Objective
+from ebflow_plugin.objectives.latent_match import LatentMatch
+from ebflow_plugin.objectives.likelihood import ML, SML
+from ebflow_plugin.objectives.score_matching import DSM, FDSSM, SM, SSM
 from ebflow_plugin.plan.inputs import check_weights
 from ebflow_plugin.plan.plan import Plan
+from ebflow_plugin.plan.registry import Registry
 
-__all__ = ["FunctionObjective"]
+__all__ = ["FunctionObjective", "make_objective", "register_objective"]
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+OBJECTIVES: Registry[str, Callable[..., Objective]] = Registry(
+    "objective", {"ml": ML, "sml": SML, "sm": SM, "ssm": SSM, "fdssm": FDSSM, "dsm": DSM, "latent_match": LatentMatch}
+)
+
+
+def make_objective(name: str, model: EBFlow, **options: Any) -> Objective:
+    """Builds an objective by name.
+
+    Arguments:
+        name: ``"ml"``, ``"sml"``, ``"sm"``, ``"ssm"``, ``"fdssm"``, ``"dsm"``, ``"latent_match"``, or a
+            name registered with :func:`register_objective`. Case is ignored.
+        model: A wrapped flow (:func:`~ebflow_plugin.wrap`).
+        options: The options of the objective.
+
+    Raises:
+        UnknownNameError: If the objective or one of the options is unknown. The message lists the valid names.
+
+    Example:
+        >>> import ebflow_plugin as ebf
+        >>> from nflows import distributions, flows, transforms
+        >>> model = ebf.wrap(flows.Flow(transforms.LULinear(2), distributions.StandardNormal([2])))
+        >>> make_objective("dsm", model, sigma=0.5).sigma
+        0.5
+        >>> make_objective("smm", model)
+        Traceback (most recent call last):
+        ebflow_plugin.errors.UnknownNameError: unknown objective 'smm'. Did you mean 'sm'? Valid names: ...
+    """
+    if not isinstance(name, str):
+        raise InputError(f"the name of an objective is a string, got {name!r}; call {name!r} itself on the model")
+    return OBJECTIVES.named(name.lower())(model, **options)
+
+
+def register_objective(name: str, *, force: bool = False) -> Callable[[T], T]:
+    """Registers a custom objective under a name, for :func:`make_objective`.
+
+    Decorates a subclass of :class:`Objective`, or a plain function ``f(model, x, context)`` that returns a scalar.
+    Further parameters of the function are its options. The function receives the model in data space, and no gradient
+    flows to ``x``.
+
+    Arguments:
+        name: The name. Case is ignored.
+        force: Replaces an existing registration.
+
+    Example:
+        >>> import ebflow_plugin as ebf
+        >>> import torch
+        >>> from nflows import distributions, flows, transforms
+        >>> @register_objective("spread", force=True)
+        ... def spread(model, x, context, power=2):
+        ...     return model.energy(x, context).pow(power).mean()
+        >>> model = ebf.wrap(flows.Flow(transforms.LULinear(2), distributions.StandardNormal([2])))
+        >>> loss = 0.9 * make_objective("ssm", model) + 0.1 * make_objective("spread", model, power=4)
+        >>> loss(torch.randn(5, 2)).backward()
+    """
+    if not isinstance(name, str) or not name:
+        raise InputError(f"the name of an objective is a string, got {name!r}; write @register_objective('name')")
+
+    def register(target: T) -> T:
+        if isinstance(target, type):
+            if not issubclass(target, Objective):
+                raise InputError(f"{target.__name__} is no subclass of ebflow_plugin.objectives.Objective")
+            OBJECTIVES.add(name.lower(), target, force)
+        elif callable(target):
+            OBJECTIVES.add(name.lower(), partial(FunctionObjective, function=target), force)
+        else:
+            raise InputError(f"an objective is a class or a function, got {target!r}")
+        return target
+
+    return register
 
 
 class FunctionObjective(Objective):
