@@ -13,6 +13,7 @@ from rich.console import Console
 from torch import Tensor
 
 import ebflow_plugin as ebf
+from ebflow_examples.bench.contenders import training_step
 from ebflow_examples.bench.memory import METHOD, peak_bytes
 from ebflow_examples.bench.timing import interleaved
 from ebflow_examples.console import table
@@ -21,7 +22,6 @@ from ebflow_examples.streams import stream
 from ebflow_examples.targets import Target
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.options import positive
-from ebflow_plugin.training.optimizers import fusible
 
 __all__ = ["OBJECTIVES", "Cost", "Profile", "batch_for", "measure", "profile"]
 
@@ -257,15 +257,7 @@ def _make_step(name: str, model: ebf.EBFlow, batch: Tensor, context: Tensor | No
     name, _, log_det = name.partition(" ")
     options = {"log_det": log_det} if log_det else {}
     objective = ebf.make_objective(name, model, generator=stream(0, "noise", device=batch.device), **options)
-    trained = [p for p in objective.parameters() if p.requires_grad]
-    optimiser = torch.optim.Adam(trained, lr=0.0, fused=fusible(trained))
-
-    def step() -> None:
-        optimiser.zero_grad()
-        objective(batch, context).backward()
-        optimiser.step()
-
-    return step
+    return training_step(objective, objective, batch, context, rate=0.0)
 
 
 def _short(message: object) -> str:

@@ -47,30 +47,25 @@ def read(path: Path) -> list[Tensor]:
         return [read_csv(path).rows]
     try:
         loaded = np.load(path, allow_pickle=False)
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
-        raise InputError(f"{path} cannot be read as a NumPy file: {error}") from error
-    if isinstance(loaded, np.ndarray):
-        return [_checked(loaded, path)]
-    with loaded as archive:
-        names = list(archive)
-        if all(part in names for part in PARTS):
-            tensors = [_checked(_member(archive, part, path), path, part) for part in PARTS]
-            if len({(tensor.shape[1:], tensor.dtype) for tensor in tensors}) > 1:
-                raise InputError(f"{path}: train, validation and test differ in their shapes or types of number")
-            return tensors
-        if len(names) == 1:
-            return [_checked(_member(archive, names[0], path), path)]
-    raise InputError(
-        f"{path} has the arrays {', '.join(names) or 'none'}; it should have one, or train, validation and test"
-    )
-
-
-def _member(archive: Any, name: str, path: Path) -> Any:
-    """One array of an .npz file, which is read only when it is asked for."""
-    try:
-        return archive[name]
+        if isinstance(loaded, np.ndarray):
+            names, arrays = [""], {"": loaded}
+        else:
+            with loaded as archive:
+                names = list(archive)
+                wanted = PARTS if set(PARTS) <= set(names) else names if len(names) == 1 else ()
+                arrays = {name: archive[name] for name in wanted}  # of an .npz file no others are read
     except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
-        raise InputError(f"{path} ({name}) cannot be read: {error}; save it as float32, or uint8 for images") from None
+        raise InputError(
+            f"{path} cannot be read as a NumPy file: {error}; save it as float32, or uint8 for images"
+        ) from error
+    if not arrays:
+        raise InputError(
+            f"{path} has the arrays {', '.join(names) or 'none'}; it should have one, or train, validation and test"
+        )
+    tensors = [_checked(array, path, part if len(arrays) > 1 else "") for part, array in arrays.items()]
+    if len({(tensor.shape[1:], tensor.dtype) for tensor in tensors}) > 1:
+        raise InputError(f"{path}: train, validation and test differ in their shapes or types of number")
+    return tensors
 
 
 def _checked(array: Any, path: Path, part: str = "") -> Tensor:

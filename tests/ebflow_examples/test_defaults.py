@@ -150,3 +150,10 @@ def test_a_run_with_shrinking_noise_goes_on_with_the_schedule_that_it_began_with
 def test_a_longer_run_in_the_plane_keeps_the_schedule_that_was_chosen_for_it():
     run = settle(build(TrainConfig(data="sine", loss="dsm", device="cpu", limit=300, steps=50)))
     assert settle(build(run.config.updated({"steps": 500}))).config.shrink == 30
+
+
+def test_likelihood_takes_its_log_determinants_as_told():
+    model = ebf.wrap(build(TrainConfig(model="cnn", limit=50, blocks=1)).model.flow)
+    made = objective_of(model, TrainConfig(loss="ml", log_det="stochastic"))
+    assert (type(made), made.log_det) == (ebf.objectives.ML, "stochastic")
+    assert objective_of(model, TrainConfig(loss="ml")).log_det == "exact"

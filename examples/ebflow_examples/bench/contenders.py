@@ -49,9 +49,12 @@ def naive_fc(dim: int) -> Any:
     return flows.Flow(steps, distributions.StandardNormal([dim]))
 
 
-def training_step(module: nn.Module, loss: Callable[..., Tensor], *inputs: Tensor) -> Callable[[], None]:
+def training_step(
+    module: nn.Module, loss: Callable[..., Tensor], *inputs: Tensor | None, rate: float = 1e-7
+) -> Callable[[], None]:
     """A whole step of training: loss, backward, Adam. The rate is so small that the weights stay where they are."""
-    optimizer = torch.optim.Adam(module.parameters(), lr=1e-7, fused=fusible(module.parameters()))
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.Adam(trained, lr=rate, fused=fusible(trained))
 
     def step() -> None:
         loss(*inputs).backward()

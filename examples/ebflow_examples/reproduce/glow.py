@@ -188,7 +188,7 @@ def _name(arm: str) -> str:
 
 
 def _gains(groups: Mapping[tuple[str, str], Sequence[CellResult]]) -> list[str]:
-    """What 3 × 3 gains, seed by seed: bits, and the share of the time in which it has the final NLL of 1 × 1."""
+    """What 3 × 3 gains, seed by seed: bits, and the share of the time after which it stays below the end of 1 × 1."""
     lines = []
     for length in LENGTHS:
         plain = {each["seed"]: each for each in groups.get(("kernel1", length), ())}
@@ -196,8 +196,8 @@ def _gains(groups: Mapping[tuple[str, str], Sequence[CellResult]]) -> list[str]:
             if (other := plain.get(each["seed"])) is None:
                 continue
             gain = other["bits_per_dim"] - each["bits_per_dim"]
-            share = _time_to(each, other["curve"][-1][1])
-            when = "does not reach" if share is None else f"takes {share:.2f} of the time to"
+            share = _time_to(each["curve"], other["curve"][-1][1])
+            when = "does not reach" if share is None else f"after {share:.2f} of the time stays below"
             lines.append(
                 f"Run of {each['seconds']:,.0f} s, seed {each['seed']}: 3 × 3 is {gain:.3f} bits/dim below 1 × 1 on "
                 f"test images, and {when} the final validation NLL of 1 × 1."
@@ -205,13 +205,17 @@ def _gains(groups: Mapping[tuple[str, str], Sequence[CellResult]]) -> list[str]:
     return lines
 
 
-def _time_to(each: CellResult, target: float) -> float | None:
-    """The share of the time after which a run has this NLL; None if never."""
-    x, y = np.array(each["curve"]).T
-    if y[-1] > target:
-        return None
+def _time_to(curve: Sequence[tuple[float, float]], target: float) -> float | None:
+    """The share of the time from which on a run stays below this NLL; None if it ends above.
+
+    Example:
+        >>> _time_to([(0.0, 3.0), (1.0, 1.0), (2.0, 3.0), (4.0, 1.0)], 2.0)  # not the first time
+        0.75
+    """
+    x, y = np.array(curve).T
     fine = np.linspace(0.0, x[-1], 2001)
-    return float(fine[np.interp(fine, x, y) <= target][0] / x[-1])
+    above = np.flatnonzero(np.interp(fine, x, y) > target)
+    return None if y[-1] > target else float(fine[above[-1] + 1] / x[-1]) if len(above) else 0.0
 
 
 def _notes() -> list[str]:
@@ -231,9 +235,10 @@ def _draw_curves(path: Path, main: Mapping[str, Sequence[CellResult]]) -> None:
     curves = {arm: [each["curve"] for each in group] for arm, group in main.items()}
     with plots.figure(path, 8.4, 4.6) as figure:
         axes = figure.subplots()
-        means = {}
+        means, lowest = {}, []
         for arm, seeds in curves.items():
             x, lines = joined(seeds)
+            lowest += [line[-1] for line in lines]
             means[arm] = np.array(x), np.mean(lines, axis=0)
             axes.plot(*means[arm], color=COLOURS[arm], linewidth=3.2)
             if len(lines) > 1:
@@ -241,22 +246,20 @@ def _draw_curves(path: Path, main: Mapping[str, Sequence[CellResult]]) -> None:
         last = float(max(x[-1] for x, _ in means.values()))
         ends = {arm: float(y[-1]) for arm, (_, y) in means.items()}
         early = max(float(np.interp(0.15 * last, *each)) for each in means.values())
-        low, high = min(ends.values()), max(early, max(ends.values()) + 1e-3)
+        low, high = min(lowest), max(early, max(ends.values()) + 1e-3)
         axes.set_ylim(low - 0.1 * (high - low), high + 0.05 * (high - low))
         axes.set_xlim(0, 1.3 * last)
         axes.set_xticks(
             [round(last * part / 4, 1) for part in range(5)], [f"{last * part / 4:.0f}" for part in range(5)]
         )
         for arm, value in ends.items():
-            place = "top" if value == low else "bottom"
+            place = "top" if value == min(ends.values()) else "bottom"
             axes.text(1.02 * last, value, f"{names[arm]}: {value:.3f}", color=COLOURS[arm], fontsize=15, va=place)
-        if len(means) == 2 and ends["kernel3"] < ends["kernel1"]:
-            xs, ys = means["kernel3"]
-            there = float(xs[ys <= ends["kernel1"]][0])
-            axes.annotate("", (there, ends["kernel1"]), (last, ends["kernel1"]),
+        if len(means) == 2 and (share := _time_to(list(zip(*means["kernel3"], strict=True)), ends["kernel1"])):
+            axes.annotate("", (share * last, ends["kernel1"]), (last, ends["kernel1"]),
                           arrowprops={"arrowstyle": "->", "color": plots.COLOURS["ink"], "linewidth": 1.6})  # fmt: skip
-            words = f"the same after {there / last:.0%} of the time"
-            axes.text(0.98 * there, ends["kernel1"], words, ha="right", va="top", fontsize=13)
+            words = f"below from {share:.0%} on "
+            axes.text(last, ends["kernel1"] + 0.2 * (high - low), words, ha="right", va="top", fontsize=13)
         axes.grid(axis="y", color=plots.COLOURS["grid"], linewidth=0.8)
         axes.tick_params(labelsize=13)
         axes.set_title("Glow with 3 × 3 in the place of its 1 × 1 convolutions", fontsize=16)

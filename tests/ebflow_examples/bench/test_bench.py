@@ -270,6 +270,20 @@ def test_convolutions_are_measured(small):
     assert len(first.rows) == 9
 
 
+def test_the_benchmark_has_every_objective_in_both_tables(monkeypatch):
+    monkeypatch.setattr(models, "QUICK_SIDES", (4, 8))
+    monkeypatch.setattr(models, "NEW_BATCH", 4)
+    monkeypatch.setattr(Settings, "time", lambda self, what, steps, **how: interleaved(steps, seconds=0, least=2))
+    step, growth = models.likelihood(Settings())
+    assert [row["against"] for row in step.rows] == ["ML", "DSM", "SSM"]
+    assert [row["target"] and row["target"].limit for row in step.rows] == [0.12, 1.0, None]
+    assert [row["objective"] for row in growth.rows] == ["ML stochastic", "ML", "DSM", "SSM"]
+    for row in growth.rows:
+        assert row["D = 48, ms"] > 0
+        assert row["D = 192, ms"] > 0
+    assert "time ~ D^p" in report.as_text(growth)
+
+
 def test_main_prints_and_writes(small, tmp_path, capsys):
     threads = torch.get_num_threads()
     state = torch.get_rng_state()

@@ -282,6 +282,15 @@ def test_the_papers_way_is_that_of_its_code(data, model, loss, expected):
     assert (made["alpha"], made["optimizer"], made["lr"], made["whiten"]) == (1e-6, "rmsprop", 1e-4, False)
 
 
+def test_likelihood_without_determinants_is_a_row_of_the_cnn():
+    words = {"ml_stochastic", "seed0"}
+    cells = [cell for cell in table2.cells(Options("table2", 1.0, seeds=1)) if words <= set(cell.name.split("-"))]
+    assert [cell.name for cell in cells] == ["cnn-ours-ml_stochastic-seed0"]
+    config = table2.recipe(cells[0], None)
+    assert (config.loss, config.log_det) == ("ml", "stochastic")
+    assert table2.recipe(table2.cell_of(Options("table2", 1.0), "table2", "ours", "cnn", "ml", 0), None).log_det is None
+
+
 def test_the_margin_and_large_images(tmp_path):
     options = Options("table2", 1.0, data="cifar10-jpeg", margin=0.05)
     cell = table2.cell_of(options, "table2", "ours", "cnn", "dsm", 0)

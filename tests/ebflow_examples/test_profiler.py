@@ -1,8 +1,12 @@
-"""Which objective `ebflow profile` recommends, by what it measured."""
+"""What `ebflow profile` measures, and which objective it recommends by that."""
 
 import pytest
+import torch
 
-from ebflow_examples.profiler import Cost, Profile
+import ebflow_plugin as ebf
+from ebflow_examples.models import build
+from ebflow_examples.profiler import Cost, Profile, profile
+from randomness import rng
 
 
 def advice(**milliseconds):
@@ -51,3 +55,11 @@ def test_advice_follows_from_the_measurements(measured, first, second):
 def test_sliced_score_matching_is_named_where_it_is_right():
     assert "Without noise: ssm, a step 2.0 times as long" in advice(dsm=50.0, ssm=100.0, ml=500.0)[1]
     assert "ssm" not in advice(dsm=50.0, ssm=None, ml=500.0)[1]
+
+
+def test_profile_has_a_row_for_it():
+    model = ebf.wrap(build("cnn", (1, 8, 8)))
+    x = torch.randn(6, 1, 8, 8, generator=rng(0))
+    found = profile(model, x, seconds=0.1, objectives=("dsm", "ml", "ml stochastic"))
+    assert [cost.objective for cost in found.costs] == ["dsm", "ml", "ml stochastic"]
+    assert all(cost.milliseconds and cost.usable for cost in found.costs)
