@@ -74,5 +74,5 @@ def main(
     for name in names:
         made = experiment(name)
         asked = replace(options, what=name, budget=budget or made.MINUTES)
-        output.write(asked, made, common.run(asked, made))
-    output.assemble(options.out)
+        output.write(asked, made, common.run(asked, made), EXPERIMENTS[name])
+    output.assemble(options.out, EXPERIMENTS)
