@@ -14,7 +14,6 @@ import torch
 from ebflow_examples.bench.report import machine
 from ebflow_examples.console import Grid, note, say
 from ebflow_examples.reproduce.common import CellResult, Experiment, Options, commits
-from ebflow_examples.reproduce.contents import EXPERIMENTS
 from ebflow_examples.reproduce.provenance import recipe
 
 __all__ = ["Grid", "Mean", "Report", "assemble", "beside", "column", "columns", "grouped", "mean", "write"]
