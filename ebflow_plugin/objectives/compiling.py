@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
-from ebflow_plugin.errors import EBFlowError, UnsupportedStepError
+from ebflow_plugin.errors import EBFlowError, EBFlowWarning, UnsupportedStepError, warn
 from ebflow_plugin.linalg.memo import tracing
 from ebflow_plugin.linalg.precision import full_precision
 from ebflow_plugin.plan.plan import Plan
@@ -36,6 +36,12 @@ __all__ = ["CompiledLoss", "Prepared"]
 
 Objective = Any  # that of base.py, which imports this module
 Terms = Sequence[tuple[float, Objective]]
+
+
+_FLOAT16 = (
+    "a compiled loss takes its gradients before a GradScaler multiplies them, so that small ones vanish in float16: "
+    "use bfloat16, or a loss that is not compiled"
+)
 
 
 class Prepared(NamedTuple):
@@ -135,6 +141,9 @@ class CompiledLoss:
 
     def _build(self, objective: Objective, trace: _Trace, again: bool) -> Graph:
         """Traces and compiles a graph, and says so on a terminal. A second size of batches is one of any size."""
+        kind = trace.tensors[-1].device.type
+        if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16:
+            warn(_FLOAT16, EBFlowWarning)
         began, shown = time.monotonic(), sys.stderr.isatty()
         if shown:
             print(f"compiling {objective.describe()}: this can take a minute …", file=sys.stderr, flush=True)

@@ -28,11 +28,11 @@ ROWS, IMAGES = 200, 16
 
 def flows(settings: Settings) -> Iterator[Table]:
     """Each model: the library's own step of maximum likelihood, and ours as shares of it, compiled and not."""
-    names = settings.choose(("nflows NSF", "zuko MAF"), tuple(MODELS))
-    rows = [_likelihood(settings, name, settings.data(ROWS, 10)) for name in names]
+    cases = settings.choose([("nflows NSF", 10), ("zuko MAF", 10)], [(name, 10) for name in MODELS] + SIZES)
+    rows = [_likelihood(settings, name, settings.data(ROWS, dim)) for name, dim in cases]
     if not settings.quick:
         rows += [_likelihood(settings, name, settings.data(IMAGES, 3, 16, 16)) for name in IMAGE_MODELS]
-    about = f"training step of likelihood, {ROWS} rows of D = 10 or {IMAGES} images of 3 x 16 x 16: shares of theirs"
+    about = f"training step of likelihood, {ROWS} rows or {IMAGES} images: shares of theirs"
     yield Table("flows", about, rows, NOTE)
     models = settings.choose(("RealNVP of nflows, D = 10",), tuple(SCORED))
     rows = [_scores(settings, name) for name in models]
@@ -53,7 +53,8 @@ def _likelihood(settings: Settings, name: str, x: Tensor) -> dict[str, Any]:
     times = settings.time(f"{name} {tuple(x.shape)}", steps, seconds=1.5)
     own = times.pop("theirs")
     shares = {label: ratio(each, own) for label, each in times.items()}
-    return {"model": name, "theirs, ms": 1e3 * own.median, **shares}
+    size = " x ".join(map(str, x.shape[1:]))
+    return {"model": f"{name}, {size}", "theirs, ms": 1e3 * own.median, **shares}
 
 
 def _scores(settings: Settings, name: str) -> dict[str, Any]:
@@ -188,6 +189,7 @@ MODELS: dict[str, Callable[[tuple[int, ...]], nn.Module]] = {
     "zuko NSF": lambda shape: zuko.flows.NSF(shape[0], transforms=5, hidden_features=(50, 50)),
     "zuko MAF": lambda shape: zuko.flows.MAF(shape[0], transforms=5, hidden_features=(64, 64)),
 }
+SIZES = [(name, dim) for dim in (2, 64) for name in ("nflows NSF", "nflows RealNVP", "nflows MAF")]
 IMAGE_MODELS: dict[str, Callable[[tuple[int, ...]], nn.Module]] = {
     "nflows Glow": lambda shape: build("glow", shape, levels=2, blocks=4, hidden=32),
     "normflows Glow": normflows_glow,

@@ -14,7 +14,6 @@ import torch
 from ebflow_examples.bench.report import machine
 from ebflow_examples.console import Grid, note, say
 from ebflow_examples.reproduce.common import CellResult, Experiment, Options, commits
-from ebflow_examples.reproduce.contents import EXPERIMENTS
 from ebflow_examples.reproduce.provenance import recipe
 
 __all__ = ["Grid", "Mean", "Report", "assemble", "beside", "column", "columns", "grouped", "mean", "write"]
@@ -105,8 +104,8 @@ class Report:
     borrowed: Sequence[CellResult] = ()
 
 
-def write(options: Options, made: Experiment, found: Sequence[CellResult]) -> Report:
-    """Writes NAME.json, NAME.png and NAME.md into the folder, and prints the tables."""
+def write(options: Options, made: Experiment, found: Sequence[CellResult], title: str) -> Report:
+    """Writes NAME.json, NAME.png and NAME.md, with a title, into the folder, and prints the tables."""
     out, name = options.out, options.what
     report: Report = made.report(options, found, out / f"{name}.png")
     used = [*found, *report.borrowed]
@@ -124,7 +123,7 @@ def write(options: Options, made: Experiment, found: Sequence[CellResult]) -> Re
     wall = sum(each.wall for each in used)
     content = {
         "what": name,
-        "about": EXPERIMENTS[name],
+        "about": title,
         "command": options.command,
         "options": {**asdict(options), "out": str(out)},
         "machine": about,
@@ -135,7 +134,7 @@ def write(options: Options, made: Experiment, found: Sequence[CellResult]) -> Re
         "cells": [asdict(each) for each in found],
     }
     (out / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    (out / f"{name}.md").write_text(_markdown(options, report, used, wall, about), encoding="utf-8")
+    (out / f"{name}.md").write_text(_markdown(title, options, report, used, wall, about), encoding="utf-8")
     say("\n\n".join(grid.screen() for grid in report.grids))
     for line in report.notes:
         say(f"\n{line}")
@@ -176,7 +175,9 @@ def of_other_code(found: Sequence[CellResult], digest: str) -> list[str]:
     return [f"{len(other)} cells are of other code or data than this ({commits(other)}): {names}."]
 
 
-def _markdown(options: Options, report: Report, found: Sequence[CellResult], wall: float, about: dict[str, Any]) -> str:
+def _markdown(
+    title: str, options: Options, report: Report, found: Sequence[CellResult], wall: float, about: dict[str, Any]
+) -> str:
     shares = sorted({each.cell.seconds for each in found if each.cell.timed and each.cell.part == 1.0})
     each_cell = f"; each run trains for {shares[0]:.0f} s" if shares else ""
     seeds = sorted({each.cell.settings["seed"] for each in found})
@@ -184,7 +185,7 @@ def _markdown(options: Options, report: Report, found: Sequence[CellResult], wal
     count = f"{len(found)} cell{'s' * (len(found) > 1)}"
     failed = [f"- {each.cell.name}: {each.failed.splitlines()[0]}" for each in found if each.failed]
     parts = [
-        f"## {EXPERIMENTS[options.what]}",
+        f"## {title}",
         f"`{options.command}`",
         f"{named}; {count}, {wall / 60:.1f} minutes on the wall in all{each_cell}. "
         f"{about['device']}, one thread a cell, processes: {options.jobs}, torch {about['torch']}, {about['date']}; "
@@ -197,9 +198,9 @@ def _markdown(options: Options, report: Report, found: Sequence[CellResult], wal
     return "\n\n".join(parts) + "\n"
 
 
-def assemble(out: Path) -> Path:
-    """Puts RESULTS.md together from the parts that are there, in the order of the paper."""
-    parts = [path.read_text(encoding="utf-8") for name in EXPERIMENTS if (path := out / f"{name}.md").is_file()]
+def assemble(out: Path, names: Iterable[str]) -> Path:
+    """Puts RESULTS.md together from the parts that are there, in the order of their names."""
+    parts = [path.read_text(encoding="utf-8") for name in names if (path := out / f"{name}.md").is_file()]
     head = "# Results\n\nThe paper's experiments by `ebflow reproduce`; the paper's numbers stand in brackets.\n"
     path = out / RESULTS
     path.write_text("\n".join([head, *parts]), encoding="utf-8")
