@@ -70,8 +70,8 @@ class NoiseSchedule:
         if self.start is not None and positive("start", self.start) < self.end:
             raise InputError(f"noise shrinks: start must be at least end={self.end!r}, got {self.start!r}")
 
-    def sigma(self, step: int, start: float | None = None) -> float:
-        """The σ of a step, counted from 0; ``start`` is the one that was found in the data."""
+    def sigma(self, step: int, start: Any = None) -> Any:
+        """The σ of a step, counted from 0; ``start``, a number or a tensor, is the one that was found in the data."""
         first = self.start if start is None else start
         if first is None:
             raise InputError("the start of this schedule is found in data; pass start=")
@@ -89,13 +89,14 @@ class AddedNoise:
             value.
     """
 
+    sigma: Tensor | float
+    start: Tensor | float | None
+
     def __init__(self, option: float | NoiseSchedule) -> None:
-        self.option: float | NoiseSchedule = option
-        self.step = 0
-        self.start: float | None = None
-        self.sigma: Tensor | float
+        self.option: float | NoiseSchedule
+        self.step, self.start = 0, None
         if isinstance(option, NoiseSchedule):
-            self.start, self.sigma = option.start, option.end
+            self.option, self.start, self.sigma = option, option.start, option.end
         else:
             self.option = self.sigma = positive("sigma", option)
 
@@ -108,13 +109,18 @@ class AddedNoise:
         """Chooses σ for a loss of a batch, and counts it if it may be differentiated. Not a part of a compiled loss."""
         if not isinstance(self.option, NoiseSchedule):
             return
-        sigma = self.option.end
+        sigma: Tensor | float = self.option.end
         if training:
-            if self.start is None:  # the only time that a device is waited for
-                self.start = _start(u, sigma)
+            if self.start is None:
+                self.start = _start(u, self.option.end)
+            elif isinstance(self.start, Tensor):
+                self.start = self.start.to(u.device)
             sigma = self.option.sigma(self.step, self.start)
             self.step += torch.is_grad_enabled()
-        self.sigma = torch.full((), sigma, dtype=u.dtype, device=u.device)
+        if isinstance(sigma, Tensor):
+            self.sigma = sigma.to(u.dtype)
+        else:  # full() passes the number to the device without waiting for it
+            self.sigma = torch.full((), sigma, dtype=u.dtype, device=u.device)
 
     def add(self, u: Tensor, generator: Generator | None) -> Tensor:
         """The batch with noise of the current σ."""
@@ -128,19 +134,20 @@ class AddedNoise:
         """The place in a schedule; empty for a constant σ."""
         if not isinstance(self.option, NoiseSchedule):
             return {}
-        return {"noise_step": self.step, "noise_start": self.start}
+        return {"noise_step": self.step, "noise_start": None if self.start is None else float(self.start)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restores what :meth:`state` returned."""
         if isinstance(self.option, NoiseSchedule):
-            self.step = int(state.get("noise_step", 0))
-            self.start = state.get("noise_start") if self.option.start is None else self.option.start
+            self.step, found = int(state.get("noise_step", 0)), state.get("noise_start")
+            if self.option.start is None:  # a tensor, as it was found: the arithmetic stays the same
+                self.start = None if found is None else torch.tensor(found, dtype=torch.float64, device="cpu")
 
     def __repr__(self) -> str:
         return f"sigma={self.option}"
 
 
-def _start(u: Tensor, end: float) -> float:
+def _start(u: Tensor, end: float) -> Tensor:
     """Half of the standard deviation of a batch, of all processes; at least the last σ."""
     if transformed():
         raise InputError(
@@ -155,4 +162,4 @@ def _start(u: Tensor, end: float) -> float:
             "the start of a NoiseSchedule is found in the first batch, which has one row and so no standard "
             "deviation; pass NoiseSchedule(start=…)"
         )
-    return max(end, START * float(moments.covariance().mean().sqrt()))
+    return (START * moments.covariance().mean().sqrt()).clamp(min=end)

@@ -314,7 +314,8 @@ class Base(Part, ABC):
         gaussian = self.gaussian(context)
         if gaussian is None:
             raise InputError(
-                f"temperature={temperature:g} needs a Gaussian base density, and this is none\n  {self.where}"
+                f"temperature={temperature:g} needs a Gaussian base density of independent entries, and this is none\n"
+                f"  {self.where}"
             )
         drawn = zip(self.sample(n, context, like), gaussian, strict=True)
         return tuple(mean + temperature * (z - mean) for z, (mean, _) in drawn)

@@ -26,6 +26,10 @@ EXPECTED = {
     "custom_transform": ["same log_prob: True", r"Filter +linear +256 × 256", rf"NLL after +{NUMBER}, .* {NUMBER}\n"],
     "double_well": [r"exact +log Z 1\.1748", rf"forward +log Z {NUMBER} ± \S+, right well {NUMBER}"],
     "evidence": [rf"4 +-12\.5523\d* +{NUMBER} ± \S+ +{NUMBER} +off by {NUMBER}"],
+    "glow_3x3": [
+        rf"1 x 1: {NUMBER} -> {NUMBER} nats above",
+        rf"3 x 3: {NUMBER} -> {NUMBER} nats above the best possible",
+    ],
     "lightning_flow": [rf"by likelihood +exact test NLL {NUMBER}\n", rf"by score matching +exact test NLL {NUMBER}\n"],
     "log_z": [r"importance .*\(warned\)", rf"products alone +{NUMBER} ± {NUMBER}", rf"lanczos +{NUMBER} ± {NUMBER}"],
     "own_objective": [r"paired_dsm loss", rf"KL to the density of the data {NUMBER} -> {NUMBER}"],

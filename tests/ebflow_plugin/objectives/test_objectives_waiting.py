@@ -70,6 +70,7 @@ OBJECTIVES = {
     "SSM, sphere, noise": lambda model, **o: SSM(model, projections=2, projection="sphere", sigma=0.1, **o),
     "DSM": DSM,
     "DSM, range": lambda model, **o: DSM(model, sigma_range=(0.1, 1.0), **o),
+    "DSM, schedule from data": lambda model, **o: DSM(model, sigma=NoiseSchedule(end=0.1, steps=9), **o),
     "DSM, schedule, latents": lambda m, **o: DSM(
         m, sigma=NoiseSchedule(end=0.1, steps=9, start=1.0), latent_weight=1.0, **o
     ),
