@@ -26,6 +26,8 @@ from ebflow_plugin.options import positive
 __all__ = ["OBJECTIVES", "Cost", "Profile", "batch_for", "measure", "profile"]
 
 OBJECTIVES = ("dsm", "ssm", "fdssm", "ml", "ml stochastic", "ml relative", "sml", "sm")
+COMPILED = ("dsm", "ssm", "fdssm", "ml", "sm")  # with ``compile``, also as one graph
+OWN = "the library's ml"
 LIKELIHOODS = ("ml", "ml stochastic", "ml relative")
 CHEAP = 1.5  # times the cost of the cheapest likelihood, up to which exact ML is the one to use
 LARGEST_SM = 128  # dimensions up to which the exact trace is worth a try
@@ -36,7 +38,7 @@ class Cost:
     """What a step costs with one objective.
 
     Attributes:
-        objective: Its name.
+        objective: Its name; ``NAME compiled`` is ``objective.compile()``, and :data:`OWN` the flow's own ``log_prob``.
         milliseconds: The median of the rounds.
         low: The fastest tenth.
         high: The slowest tenth.
@@ -158,7 +160,13 @@ def _spelled(name: str) -> str:
 
 
 def measure(
-    target: Target, *, batch_size: int, seconds: float, device: str = "auto", threads: int | None = None
+    target: Target,
+    *,
+    batch_size: int,
+    seconds: float,
+    device: str = "auto",
+    threads: int | None = None,
+    compiled: bool = False,
 ) -> Profile:
     """Profiles what the user pointed at."""
     if threads is not None:
@@ -170,7 +178,7 @@ def measure(
     if target.context is not None:
         context = torch.randn(len(batch), *target.context, generator=stream(0, "context")).to(batch)
     with Console(stderr=True).status(f"timing the objectives, interleaved, for about {seconds:g} s"):
-        return profile(model, batch, context, seconds=seconds)
+        return profile(model, batch, context, seconds=seconds, compiled=compiled)
 
 
 def batch_for(model: ebf.EBFlow, size: int, rows: Tensor | None, shape: Sequence[int] | None) -> Tensor:
@@ -196,14 +204,19 @@ def profile(
     *,
     seconds: float = 20.0,
     objectives: Sequence[str] = OBJECTIVES,
+    compiled: bool = False,
 ) -> Profile:
-    """Times every objective, interleaved, then measures the memory of one step of each.
+    """Times every objective and the library's own likelihood, interleaved, then the memory of one step of each.
 
     Each has its own optimiser; a learning rate of zero leaves the model as it is, so that all see the same one.
     """
     device = batch.device
     steps, remarks = {}, {}
-    for name in objectives:
+    names = [each for name in objectives for each in ((name, f"{name} compiled") if name in COMPILED else (name,))]
+    names = names if compiled else list(objectives)
+    if not len(model.preprocessing):  # it would see other data than ours
+        names.append(OWN)
+    for name in names:
         made, remark = _step(name, model, batch, context)
         if made is None:
             remarks[name] = Cost(name, remark=remark, usable=False)
@@ -254,9 +267,14 @@ def _megabytes(name: str, model: ebf.EBFlow, batch: Tensor, context: Tensor | No
 
 
 def _make_step(name: str, model: ebf.EBFlow, batch: Tensor, context: Tensor | None) -> Callable[[], None]:
-    name, _, log_det = name.partition(" ")
-    options = {"log_det": log_det} if log_det else {}
-    objective = ebf.make_objective(name, model, generator=stream(0, "noise", device=batch.device), **options)
+    if name == OWN:
+        own = partial(model.adapter.own_log_prob, model.flow)
+        return training_step(model, lambda x, given: -own(x, given).mean(), batch, context, rate=0.0)
+    loss, _, way = name.partition(" ")
+    options = {"log_det": way} if way not in ("", "compiled") else {}
+    objective = ebf.make_objective(loss, model, generator=stream(0, "noise", device=batch.device), **options)
+    if way == "compiled":
+        objective.compile()
     return training_step(objective, objective, batch, context, rate=0.0)
 
 

@@ -61,5 +61,20 @@ def test_profile_has_a_row_for_it():
     model = ebf.wrap(build("cnn", (1, 8, 8)))
     x = torch.randn(6, 1, 8, 8, generator=rng(0))
     found = profile(model, x, seconds=0.1, objectives=("dsm", "ml", "ml stochastic"))
-    assert [cost.objective for cost in found.costs] == ["dsm", "ml", "ml stochastic"]
+    assert [cost.objective for cost in found.costs] == ["dsm", "ml", "ml stochastic", "the library's ml"]
+    assert all(cost.milliseconds and cost.usable for cost in found.costs)
+
+
+def test_the_librarys_own_likelihood_is_left_out_where_it_sees_other_data():
+    model = ebf.wrap(build("fc", (4,)), preprocess=[ebf.Rescale(0.0, 2.0)])
+    found = profile(model, torch.randn(6, 4, generator=rng(0)), seconds=0.1, objectives=("ml",))
+    assert [cost.objective for cost in found.costs] == ["ml"]
+
+
+@pytest.mark.slow
+def test_each_objective_is_timed_compiled_too():
+    model = ebf.wrap(build("fc", (4,)))
+    x = torch.randn(6, 4, generator=rng(0))
+    found = profile(model, x, seconds=0.1, objectives=("ml", "ml stochastic"), compiled=True)
+    assert [cost.objective for cost in found.costs] == ["ml", "ml compiled", "ml stochastic", "the library's ml"]
     assert all(cost.milliseconds and cost.usable for cost in found.costs)

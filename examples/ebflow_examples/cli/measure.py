@@ -27,6 +27,9 @@ def profile(
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Rows in a batch.")] = 100,
     seconds: Annotated[float, typer.Option(help="How long to time, about.")] = 20.0,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Each objective also as one graph; compiling takes minutes.")
+    ] = False,
     linear: Linear = "full",
     device: Device = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.", show_default="as torch chooses")] = None,
@@ -35,12 +38,13 @@ def profile(
 ) -> None:
     """Measure a training step with every objective on a model: milliseconds, peak memory, and which to use.
 
-    The objectives take turns in one run, so that they compare on a busy machine too.
+    Beside them the library's own likelihood. The objectives take turns in one run, so that they compare on a busy machine too.
 
     **Examples**
 
     ```bash
     ebflow profile my_package.models:make_flow --batch-size 256
+    ebflow profile my_package.models:make_flow --compile
     ebflow profile fc --shape 3072
     ebflow profile glow --data swirl --json
     ```
@@ -63,6 +67,7 @@ def profile(
         seconds=seconds,
         device=device,
         threads=threads,
+        compiled=compiled,
     )
     if as_json:
         say_json(found.to_dict())
