@@ -298,12 +298,13 @@ def test_tables_name_the_cells_that_learnt_nothing():
 @pytest.mark.parametrize(
     ("config", "loss"),
     [
-        (TrainConfig(limit=300), "ml"),
-        (TrainConfig(limit=300, model="cnn", blocks=2), "dsm"),
+        (TrainConfig(limit=300, steps=40), "ml"),
+        # From its start in closed form there are hundredths of a nat to gain, which forty steps do not show.
+        (TrainConfig(limit=300, steps=150, model="cnn", blocks=2), "dsm"),
     ],
 )
 def test_the_loss_that_is_chosen_makes_the_model_better(tmp_path, config, loss):
-    summary = training.train(replace(config, steps=40, device="cpu"), tmp_path / "run", progress=False)
+    summary = training.train(replace(config, device="cpu"), tmp_path / "run", progress=False)
     assert summary["loss"] == loss
     assert summary["learnt"]
     assert summary["validation"]["nll_best"] < summary["validation"]["nll_before"]

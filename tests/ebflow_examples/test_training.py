@@ -34,7 +34,7 @@ def test_kernels_have_a_rate_of_their_own_but_in_the_tables_of_the_paper():
     run = build(TrainConfig(data="digits", model="glow", blocks=1, hidden=8, kernel=3, weight_decay=0.1, lr=1e-3))
     parameters = list(run.model.parameters())
     plain, kernels = optimizer_for(run)(parameters).param_groups
-    assert (plain["lr"], kernels["lr"]) == (1e-3, 1e-4)
+    assert (plain["lr"], kernels["lr"]) == (1e-3, 1e-3 / 3)
     assert (plain["weight_decay"], kernels["weight_decay"]) == (0.0, 0.1)
     assert [tuple(each.shape[2:]) for each in kernels["params"]] == [(3, 3), (3, 3)]
     assert len(plain["params"]) + 2 == len(parameters)

@@ -27,8 +27,8 @@ EXPECTED = {
     "double_well": [r"exact +log Z 1\.1748", rf"forward +log Z {NUMBER} ± \S+, right well {NUMBER}"],
     "evidence": [rf"4 +-12\.5523\d* +{NUMBER} ± \S+ +{NUMBER} +off by {NUMBER}"],
     "glow_3x3": [
-        rf"1 x 1: {NUMBER} -> {NUMBER} nats above",
-        rf"3 x 3: {NUMBER} -> {NUMBER} nats above the best possible",
+        rf"1 x 1: {NUMBER} -> {NUMBER} bits/dim of test patches",
+        rf"3 x 3: {NUMBER} -> {NUMBER} bits/dim of test patches",
     ],
     "lightning_flow": [rf"by likelihood +exact test NLL {NUMBER}\n", rf"by score matching +exact test NLL {NUMBER}\n"],
     "log_z": [r"importance .*\(warned\)", rf"products alone +{NUMBER} ± {NUMBER}", rf"lanczos +{NUMBER} ± {NUMBER}"],

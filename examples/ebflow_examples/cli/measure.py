@@ -38,7 +38,7 @@ def profile(
 ) -> None:
     """Measure a training step with every objective on a model: milliseconds, peak memory, and which to use.
 
-    Beside them the library's own likelihood. The objectives take turns in one run, so that they compare on a busy machine too.
+    Beside them the library's own likelihood. They take turns in one run, so that they compare on a busy machine too.
 
     **Examples**
 
