@@ -24,6 +24,7 @@ from ebflow_plugin.options import integer, is_number, one_of, positive
 from ebflow_plugin.plan.derivatives import derivatives
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.smoothness import Smoothness
+from ebflow_plugin.plan.values import dot
 
 __all__ = ["DSM", "FDSSM", "SM", "SSM", "ScoreObjective"]
 
@@ -86,7 +87,7 @@ class ScoreObjective(DrawnObjective):
         """½‖∇E‖² minus the sum or the mean of the curvatures along the directions; and the regularisers."""
         found = derivatives(plan, u, context, directions, energy=self.energy_weight > 0)
         curvatures = torch.stack(found.curvatures)
-        values = 0.5 * found.gradient.square().flatten(1).sum(1) - (curvatures.mean(0) if mean else curvatures.sum(0))
+        values = 0.5 * dot(found.gradient, found.gradient) - (curvatures.mean(0) if mean else curvatures.sum(0))
         if self.latent_weight:
             values = values + self._latent_match(plan, found.latents, context, drawn)
         return values if found.energy is None else values + self.energy_weight * found.energy
@@ -351,7 +352,8 @@ class DSM(ScoreObjective):
     def value(self, plan: Plan, u: Tensor, context: Tensor | None, drawn: tuple[Tensor, ...]) -> Tensor:
         noised, pull = drawn[:2]  # (x - x̃) / σ² is -noise / σ
         found = derivatives(plan, noised, context)
-        values = 0.5 * (found.gradient - pull).square().flatten(1).sum(1)
+        error = found.gradient - pull
+        values = 0.5 * dot(error, error)
         if self.latent_weight:
             values = values + self._latent_match(plan, found.latents, context, drawn)
         return values + self.energy_weight * plan.energy(u, context) if self.energy_weight else values

@@ -30,7 +30,7 @@ from ebflow_plugin.errors import raise_from_step
 from ebflow_plugin.linalg.memo import transformed
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.step import Gaussian, Linearization, Step
-from ebflow_plugin.plan.values import Value, pop
+from ebflow_plugin.plan.values import Value, dot, pop
 
 __all__ = ["Derivatives", "derivatives"]
 
@@ -78,8 +78,7 @@ def derivatives(
         >>> result.gradient, result.curvatures  # E = ½ tanh² - log(1 - tanh²) for each entry
         (tensor([[0., 0.]]), [tensor([6.])])
     """
-    if context is not None or plan.embedding is not None:
-        context = plan.embed(context)
+    context = plan.embed(context)
     stack, tangents = [x.detach()], [[direction.detach()] for direction in directions]
     head: list[tuple[Step, Linearization, list[Value]]] = []  # each step, and the tangents of its input
     for step in plan.steps[: plan.closed_steps]:
@@ -186,5 +185,5 @@ def _gradients(values: Tensor, points: Sequence[Tensor], create_graph: bool) -> 
 
 
 def _dots(many: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
-    first, *rest = ((a * b).flatten(1).sum(1) for a, b in zip(many, others, strict=True))
+    first, *rest = (dot(a, b) for a, b in zip(many, others, strict=True))
     return sum(rest, first)

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from ebflow_plugin.plan.smoothness import Smoothness
 from ebflow_plugin.plan.step import Linearity, Linearization, Step
+from ebflow_plugin.plan.values import dot, summed
 
 __all__ = ["ActivationStep", "ElementwiseMap", "ElementwiseStep", "clamped_logit_map", "logit_map", "sigmoid_map"]
 
@@ -68,7 +69,7 @@ class ElementwiseStep(Step):
 
     def encode(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
         at = (self.inverse_map if self.inverted else self.forward_map)(x, context)
-        return at.value, at.log_slope().flatten(1).sum(1)
+        return at.value, summed(at.log_slope())
 
     def decode(self, z: Tensor, context: Tensor | None) -> Tensor:
         return (self.forward_map if self.inverted else self.inverse_map)(z, context).value
@@ -79,14 +80,14 @@ class ElementwiseStep(Step):
         straight = isinstance(first, float) and first == 0.0 and isinstance(second, float) and second == 0.0
 
         def curvature(adjoint: Tensor, tangent: Tensor) -> Tensor:  # f'' is f' l'
-            return ((adjoint * slope * first - second) * tangent.square()).flatten(1).sum(1)
+            return dot(adjoint * slope * first - second, tangent.square())
 
         return Linearization(
             value=at.value,
             push=lambda tangent: tangent * slope,
             pull=lambda adjoint: adjoint * slope - first,
             curvature=None if straight else curvature,
-            log_det=lambda: at.log_slope().flatten(1).sum(1),
+            log_det=lambda: summed(at.log_slope()),
         )
 
 

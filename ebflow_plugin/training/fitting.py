@@ -170,7 +170,9 @@ def fit(
             at_least(1, name, value)
     if clip_norm is not None:
         positive("clip_norm", clip_norm)
-    kind = one_of("calibrate", "full" if calibrate is True else calibrate, KINDS) if calibrate else None
+    kind = None
+    if calibrate is not None and calibrate is not False:
+        kind = one_of("calibrate", "full" if calibrate is True else calibrate, KINDS)
     if validation is None and (patience is not None or kind is not None):
         raise InputError("patience and calibrate need validation data, whose NLL they use")
     scalar_objective("fit", objective)

@@ -59,6 +59,30 @@ class Sinh(torch.autograd.Function):
         return grad * x.detach().cosh()
 
 
+class Once(Detached):
+    """A wrong first derivative, and a second one that raises."""
+
+    def forward(self, inputs, context=None):
+        value, log_det = super().forward(inputs)
+        return Identity.apply(value), log_det
+
+
+class Identity(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return NotTwice.apply(grad)
+
+
+class NotTwice(Identity):
+    @staticmethod
+    def backward(ctx, grad):
+        raise RuntimeError("no second derivative")
+
+
 LIES = [
     (WrongLogDet, "log-det matches autograd"),
     (BatchMean, "samples do not influence each other"),
@@ -74,6 +98,13 @@ def test_a_lie_is_found(cls, claim, x):
         ebf.verify(flow_of(transforms.LULinear(D, identity_init=False), cls()), x)
     failed = [line for line in str(error.value).splitlines() if line.startswith("FAILED")]
     assert any(claim in line for line in failed), str(error.value)
+
+
+@pytest.mark.filterwarnings("ignore:1 of")
+def test_a_score_is_judged_though_its_derivative_raises(x):
+    with pytest.raises(ebf.VerificationError, match="score agrees with finite differences") as error:
+        ebf.verify(flow_of(transforms.LULinear(D, identity_init=False), Once()), x)
+    assert "no second derivative" in str(error.value)
 
 
 def test_a_nonlinear_class_taught_as_linear_is_named(x):

@@ -124,6 +124,14 @@ REFUSED = {
         lambda m: fit(ML(m), make_data(), steps=1, validation=make_data(), calibrate="ful"),
         "unknown calibrate 'ful'. Did you mean 'full'",
     ),
+    "no kind": (
+        lambda m: fit(ML(m), make_data(), steps=1, validation=make_data(), calibrate=""),
+        "unknown calibrate ''. Valid names: diagonal, full",
+    ),
+    "number as kind": (
+        lambda m: fit(ML(m), make_data(), steps=1, validation=make_data(), calibrate=0),
+        "unknown calibrate 0",
+    ),
     "clip": (lambda m: fit(ML(m), make_data(), steps=1, clip_norm=0.0), "clip_norm must be a positive number"),
     "seed": (lambda m: fit(ML(m), make_data(), steps=1, seed=0.5), "seed must be"),
     "frozen": (lambda m: fit(ML(m.requires_grad_(False)), make_data(), steps=1), "nothing to train"),
