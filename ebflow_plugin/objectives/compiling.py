@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,6 @@ from torch import Generator, Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
-from torch.utils import _pytree as pytree
 
 from ebflow_plugin.errors import EBFlowError, EBFlowWarning, UnsupportedStepError, warn
 from ebflow_plugin.linalg.memo import tracing
@@ -37,6 +37,8 @@ __all__ = ["CompiledLoss", "Prepared"]
 Objective = Any  # that of base.py, which imports this module
 Terms = Sequence[tuple[float, Objective]]
 
+
+_KIND = attrgetter("dtype", "requires_grad")  # a parameter is on the device of the batch
 
 _FLOAT16 = (
     "a compiled loss takes its gradients before a GradScaler multiplies them, so that small ones vanish in float16: "
@@ -71,8 +73,9 @@ class Key(NamedTuple):
 
     plans: tuple[Any, ...]  # of the terms; their steps are compared by identity
     rows: int
-    inputs: tuple[Any, ...]  # of each tensor: its shape, with None for the rows, its type, and whether it is trained
-    parameters: tuple[Any, ...]
+    shapes: tuple[Any, ...]  # of the inputs, with None for the rows
+    kinds: tuple[Any, ...]  # of the parameters and inputs
+    device: torch.device
     autocast: tuple[Any, ...]
 
 
@@ -81,14 +84,23 @@ class Graph:
     """A compiled loss.
 
     Attributes:
-        run: Returns the loss and the gradients that there are, from the parameters and the inputs.
+        compiled: Returns the loss and the gradients that there are, from the parameters and the inputs.
         reached: The places of the parameters and inputs that these gradients belong to.
         serves: Whether it takes a batch of this many rows.
+        terms: The weighted objectives.
+        shared: Whether two gradients, or a gradient and an input, may be in the same memory.
     """
 
-    run: Callable[..., Any]
+    compiled: Callable[..., Any]
     reached: list[int]
     serves: Callable[[int], bool]
+    terms: Terms
+    shared: bool
+
+    def run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """The loss, and its gradients."""
+        found: tuple[Tensor, list[Tensor]] = _run(self.compiled, self.terms, tensors)
+        return found
 
 
 class CompiledLoss:
@@ -120,10 +132,11 @@ class CompiledLoss:
             if list(named := dict(objective.model.named_parameters())) != list(self._named):
                 self._graphs.clear()  # one was added, removed, or is held in another place too
             self._named = named
-        named = self._named
-        inputs, spec = pytree.tree_flatten([_tensors(one) for one in prepared])
-        tensors = [*named.values(), *inputs]
-        key = _key(prepared, list(named.values()), inputs)
+        tensors: list[Tensor] = [*self._named.values()]
+        count = len(tensors)
+        for one in prepared:
+            tensors += _tensors(one)
+        key = _key(prepared, tensors, count)
         graph = self._graphs.get(key)
         if graph is None:
             alike = [one for known, one in self._graphs.items() if known._replace(rows=key.rows) == key]
@@ -131,12 +144,10 @@ class CompiledLoss:
             if graph is None:
                 if not any(tensor.requires_grad for tensor in tensors):
                     return _sum(terms, prepared)
-                loss = _Loss(objective.model, terms, prepared, spec)
-                graph = self._build(objective, _Trace(loss, list(named), tensors, key.rows), bool(alike))
+                loss = _Loss(objective.model, terms, prepared)
+                graph = self._build(objective, _Trace(loss, list(self._named), tensors, key.rows), bool(alike))
             self._graphs[key] = graph
-        with torch.no_grad(), _running(terms, tensors[-1]):
-            loss_value, gradients = graph.run(*_values(tensors))
-        handed: Tensor = _Handed.apply(loss_value, gradients, *(tensors[place] for place in graph.reached))
+        handed: Tensor = _Handed.apply(graph, tensors, *(tensors[place] for place in graph.reached))
         return handed
 
     def _build(self, objective: Objective, trace: _Trace, again: bool) -> Graph:
@@ -149,30 +160,32 @@ class CompiledLoss:
             print(f"compiling {objective.describe()}: this can take a minute …", file=sys.stderr, flush=True)
         try:
             traced, reached, serves = trace(again)
-            run = torch.compile(traced, **self.options)
-            with torch.no_grad(), _running(trace.loss.terms, trace.tensors[-1]):
-                run(*trace.examples(again and serves(trace.rows + 1)))  # compiles it
+            compiled, terms = torch.compile(traced, **self.options), trace.loss.terms
+            examples = trace.examples(again and serves(trace.rows + 1))
+            _, gradients = _run(compiled, terms, examples)  # compiles it
+            taken = {tensor.untyped_storage().data_ptr() for tensor in examples}
+            places = {tensor.untyped_storage().data_ptr() for tensor in gradients}
+            shared = len(places - taken) < len(gradients)
         except EBFlowError:
             raise
         except Exception as error:
             raise _refusal(objective, error) from error
         if shown:
             print(f"compiled in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-        return Graph(run, reached, serves)
+        return Graph(compiled, reached, serves, terms, shared)
 
 
 class _Loss(nn.Module):
     """The loss as a module, so that its parameters can be replaced by inputs of a graph."""
 
-    def __init__(self, model: nn.Module, terms: Terms, prepared: Sequence[Prepared], spec: Any) -> None:
+    def __init__(self, model: nn.Module, terms: Terms, prepared: Sequence[Prepared]) -> None:
         super().__init__()
-        self.model, self.terms, self.prepared, self.spec = model, list(terms), prepared, spec
+        self.model, self.terms, self.prepared = model, list(terms), prepared
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """The weighted sum of the terms, of other tensors in the place of those that were prepared."""
-        replaced = pytree.tree_unflatten(inputs, self.spec)
-        parts = [one._replace(**new) for one, new in zip(self.prepared, replaced, strict=True)]
-        return _sum(self.terms, parts)
+        rest = iter(inputs)
+        return _sum(self.terms, [_replaced(one, rest) for one in self.prepared])
 
 
 class _Trace:
@@ -228,7 +241,7 @@ class _Trace:
 
     def examples(self, any_size: bool) -> list[Tensor]:
         """The tensors to compile the graph with; those of a graph for any size are marked."""
-        found, marked = _values(self.tensors), dict[int, Tensor]()
+        found, marked = list(self.tensors), dict[int, Tensor]()
         for place, tensor in enumerate(found):
             if any_size and self._has_rows(place):
                 # What is one tensor in a call is one here too, or the call would be compiled again.
@@ -256,33 +269,50 @@ class _Handed(Function):
     """A loss with gradients that are known already."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *targets: Tensor) -> Tensor:
-        ctx.gradients = gradients
-        return loss.clone()
+    def forward(ctx: Any, graph: Graph, tensors: list[Tensor], *targets: Tensor) -> Tensor:
+        loss, ctx.gradients = graph.run(tensors)
+        ctx.graph = graph
+        ctx.save_for_backward(*tensors)  # for a second backward pass; torch frees them after the first, or refuses it
+        return loss.clone()  # with CUDA graphs, the next call writes into it
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, None, *torch._foreach_mul(ctx.gradients, scale))
+        # The first pass gives its gradients away: they become the parameters' own, with nothing copied.
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            _, gradients = ctx.graph.run(ctx.saved_tensors)
+        # On a device, reading the scale would synchronise, and a CUDA graph writes into the same tensors in each call.
+        if ctx.graph.shared or scale.device.type != "cpu" or scale != 1.0:
+            gradients = torch._foreach_mul(gradients, scale)
+        return (None, None, *gradients)
 
 
-def _running(terms: Terms, like: Tensor) -> AbstractContextManager[object]:
+def _run(compiled: Callable[..., Any], terms: Terms, tensors: Sequence[Tensor]) -> Any:
     """Runs a graph, which has the casts of autocast in it, without autocast; a finite difference without TF32 too."""
+    like = tensors[-1]
+    context: AbstractContextManager[object] = nullcontext()
     if any(term.full_precision for _, term in terms):
-        return full_precision(like)
-    kind = like.device.type
-    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+        context = full_precision(like)
+    elif torch.is_autocast_enabled(like.device.type):
+        context = torch.autocast(like.device.type, enabled=False)
+    with torch.no_grad(), context:
+        # A context may be the output of a network, whose graph is not part of this.
+        return compiled(*(tensor if tensor.is_leaf else tensor.detach() for tensor in tensors))
 
 
-def _values(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors to call a graph with: a context may be the output of a network, whose graph is not part of this."""
-    return [tensor if tensor.is_leaf else tensor.detach() for tensor in tensors]
-
-
-def _tensors(given: Prepared) -> dict[str, Any]:
+def _tensors(given: Prepared) -> list[Tensor]:
     """The tensors that a loss is a function of."""
-    named = {name: getattr(given, name) for name in ("u", "context", "weights", "log_det", "drawn")}
-    return {name: value for name, value in named.items() if value is not None}
+    found = (given.u, given.context, given.weights, given.log_det, *(given.drawn or ()))
+    return [tensor for tensor in found if tensor is not None]
+
+
+def _replaced(given: Prepared, tensors: Iterator[Tensor]) -> Prepared:
+    """The same with other tensors, in the order of :func:`_tensors`."""
+    names = [name for name in ("u", "context", "weights", "log_det") if getattr(given, name) is not None]
+    drawn = given.drawn
+    new: dict[str, Any] = {name: next(tensors) for name in names}
+    return given._replace(**new, drawn=None if drawn is None else tuple(next(tensors) for _ in drawn))
 
 
 def _sum(terms: Terms, prepared: Sequence[Prepared]) -> Tensor:
@@ -290,7 +320,8 @@ def _sum(terms: Terms, prepared: Sequence[Prepared]) -> Tensor:
     return torch.stack(values).sum(0)
 
 
-def _key(prepared: Sequence[Prepared], parameters: list[Tensor], inputs: list[Tensor]) -> Key:
+def _key(prepared: Sequence[Prepared], tensors: list[Tensor], count: int) -> Key:
+    """The key of a call with these tensors, of which the first are so many parameters."""
     rows, kind = len(prepared[0].u), prepared[0].u.device.type
 
     def shape(tensor: Tensor) -> tuple[Any, ...]:
@@ -300,8 +331,9 @@ def _key(prepared: Sequence[Prepared], parameters: list[Tensor], inputs: list[Te
     return Key(
         tuple(given.plan for given in prepared),
         rows,
-        tuple((shape(tensor), tensor.dtype, tensor.device, tensor.requires_grad) for tensor in inputs),
-        tuple((tensor.dtype, tensor.device, tensor.requires_grad) for tensor in parameters),
+        tuple(map(shape, tensors[count:])),
+        tuple(map(_KIND, tensors)),
+        prepared[0].u.device,
         (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
     )
 

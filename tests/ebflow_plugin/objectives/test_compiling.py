@@ -83,6 +83,40 @@ def test_a_compiled_loss_equals_an_uncompiled_one(kind, graphs):
     assert len(graphs) == 1
 
 
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.5, 1.0, 2.0)])
+def test_a_graph_that_is_retained_gives_its_gradients_again(scales, graphs):
+    plain, compiled = make(), make()
+    for objective in (ML(plain), ML(compiled).compile(backend="eager")):
+        loss = objective(data())
+        for scale in scales:
+            (scale * loss).backward(retain_graph=True)
+    same(plain, compiled)
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def test_no_gradient_shares_memory_with_another_one(graphs):
+    """The shifts of both have one and the same gradient, which an optimiser may clip in place."""
+
+    class Twice(Objective):
+        def per_sample(self, plan, u, context, generator):
+            raise NotImplementedError
+
+        def draw(self, plan, u, context, generator):
+            return ()
+
+        def value(self, plan, u, context, drawn):
+            one, other = (step.module.bias for step in plan.steps[:2])
+            return ((one + other) * u).sum(1)
+
+    model = make(transforms.LULinear(2).double())
+    Twice(model).compile(backend="eager")(data()).backward()
+    one, other = (step.module.bias.grad for step in model.plan.steps[:2])
+    torch.testing.assert_close(one, data().mean(0))
+    assert one.data_ptr() != other.data_ptr()
+
+
 def test_gradients_reach_a_context_and_leave_out_what_is_frozen(graphs):
     found = []
     for compiled in (False, True):
