@@ -113,8 +113,7 @@ class PlannedFlow(nn.Module):
 
     @property
     def exact(self) -> Normalizer:
-        """The exact log Z of :attr:`core` without its calibration, cached; its ``plan`` has these steps."""
-        self._follow()
+        """The exact log Z of the last :attr:`core` without its calibration, cached; its ``plan`` has these steps."""
         return self._exact
 
     @property
