@@ -249,20 +249,18 @@ class CachedLU:
         return solve
 
     def _get(self, memo: Memo[T], compute: Callable[[Matrix], T], weight: Tensor, setting: tuple[Hashable, ...]) -> T:
-        def computed(weight: Tensor) -> T:
-            with full_precision(weight):
-                return compute(self._matrix(weight, *setting))
-
         precision = _precision(weight)
         if is_traced(weight):
-            return computed(weight.to(precision))
+            with full_precision(weight):
+                return compute(self._matrix(weight.to(precision), *setting))
+        # All below is in double precision, which neither autocast nor TF32 lowers.
         if not may_read(weight):  # a memo compares contents, and has no place for what was not checked
-            return computed(weight.detach().to(precision))
+            return compute(self._matrix(weight.detach().to(precision), *setting))
 
         def outside() -> T:
             # The cached value may enter a graph later, which an inference tensor cannot.
             with torch.inference_mode(False), torch.no_grad():
-                return computed(weight.detach().to(precision))
+                return compute(self._matrix(weight.detach().to(precision), *setting))
 
         return memo.get([weight], outside, key=(setting, weight.dtype, weight.device))
 

@@ -163,7 +163,7 @@ class MatrixStep(MixingStep):
         return self.on_rows(lambda rows: solved(self.dense(), rows), self.checked(x)), None
 
     def log_abs_det(self, shape: Shape) -> Tensor:
-        each, times = self.lu.log_abs_det(self.weight()), self.copies(shape)
+        times, each = self.copies(shape), self.lu.log_abs_det(self.weight())
         return each if times == 1 else each * times
 
     def operator(self, shapes: Shapes | None) -> LinearOperator:
