@@ -13,14 +13,14 @@ from torch import Generator, Tensor
 from ebflow_plugin.closed_form import calibration, gaussianization, initialization
 from ebflow_plugin.closed_form.calibration import CalibrationReport
 from ebflow_plugin.closed_form.gaussianization import StartReport
-from ebflow_plugin.closed_form.moments import barrier, in_memory, refuse_one_shot, writable
+from ebflow_plugin.closed_form.moments import barrier, refuse_one_shot, writable
 from ebflow_plugin.closed_form.passes import Passes
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.log_z.estimate import Estimate
 from ebflow_plugin.log_z.importance import importance
 from ebflow_plugin.log_z.lanczos import lanczos
 from ebflow_plugin.options import check_shape, one_of
-from ebflow_plugin.plan.inputs import check_weights, to_device
+from ebflow_plugin.plan.inputs import check_weights, in_memory, to_device
 from ebflow_plugin.plan.inverse import draw
 from ebflow_plugin.plan.step import Shape
 from ebflow_plugin.planned import PlannedFlow
@@ -169,7 +169,7 @@ class EBFlow(PlannedFlow):
             if gaussianize:
                 refuse_one_shot(data)
                 barrier("model.initialize(gaussianize=True)")
-                passes = Passes(plan, lambda: self._rows(data, generator), in_memory(data))
+                passes = Passes(plan, lambda: self._rows(data, generator), in_memory(data) is not None)
                 report = gaussianization.gaussianize(passes, self._calibrated, progress)
                 if report.kept:
                     self.calibration.set()  # it belongs to the old weights

@@ -19,7 +19,7 @@ from ebflow_plugin.log_z.exact import Normalizer
 from ebflow_plugin.plan.inputs import check_input, refuse_non_finite
 from ebflow_plugin.plan.plan import Plan, score_of
 from ebflow_plugin.plan.preprocessing import Dequantize, boundary, preprocessing_steps, refuse_trainable
-from ebflow_plugin.plan.step import LinearStep, Shape
+from ebflow_plugin.plan.step import LinearStep, NonlinearStep, Shape
 from ebflow_plugin.report import FlowReport
 
 __all__ = ["PlannedFlow", "Watch"]
@@ -114,8 +114,7 @@ class PlannedFlow(nn.Module):
 
     @property
     def exact(self) -> Normalizer:
-        """The exact log Z of :attr:`core` without its calibration, cached; its ``plan`` has these steps."""
-        self._follow()
+        """The exact log Z of the last :attr:`core` without its calibration, cached; its ``plan`` has these steps."""
         return self._exact
 
     @property
@@ -387,7 +386,8 @@ def _arrangement(plan: Plan, flow: nn.Module) -> list[Any]:
             yield part.module
             if isinstance(part, LinearStep) and isinstance(part.module, nn.Module) and part.path not in owners:
                 yield from part.module.modules()
-            yield from part.reads
+            if isinstance(part, NonlinearStep):
+                yield from part.reads
 
     for member in members():
         if hasattr(member, "__dict__"):

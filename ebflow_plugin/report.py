@@ -173,7 +173,7 @@ def _row(step: Step, blocks: Blocks | None, way: str, log_det: str) -> Row:
         class_name=step.class_name,
         linearity=str(Linearity.REFUSED if why else step.linearity),
         reason=why or step.reason,
-        log_det_cost=step.cost if blocks is None else str(blocks),
+        log_det_cost=str(blocks) if blocks is not None else step.cost if isinstance(step, LinearStep) else "-",
         smoothness=str(step.smoothness),
         known=step.known,
         second_derivatives=way,

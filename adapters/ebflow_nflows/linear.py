@@ -192,16 +192,11 @@ class SplitStep(OrthogonalStep):
     def invert(self, y: tuple[Tensor, ...]) -> Tensor:
         return torch.cat(y, dim=self.module._split_dim)
 
-    def forward_shapes(self, shapes: Shapes) -> Shapes:
-        axis = self.module._split_dim - 1
-        (shape,) = shapes
-        first = (shape[axis] + 1) // 2
-        return tuple((*shape[:axis], size, *shape[axis + 1 :]) for size in (first, shape[axis] - first))
-
-    def inverse_shapes(self, shapes: Shapes) -> Shapes:
-        axis = self.module._split_dim - 1
-        first, second = shapes
-        return ((*first[:axis], first[axis] + second[axis], *first[axis + 1 :]),)
+    def own_shapes(self, shapes: Shapes, inverse: bool) -> Shapes:
+        axis, shape = self.module._split_dim - 1, shapes[0]
+        half = (shape[axis] + 1) // 2
+        sizes = [shape[axis] + shapes[1][axis]] if inverse else [half, shape[axis] - half]
+        return tuple((*shape[:axis], size, *shape[axis + 1 :]) for size in sizes)
 
 
 class CollectStep(OrthogonalStep):
@@ -222,11 +217,10 @@ class CollectStep(OrthogonalStep):
         parts = y.split([shape.numel() for shape in shapes], dim=1)
         return tuple(part.reshape(-1, *shape) for part, shape in zip(parts, shapes, strict=True))
 
-    def forward_shapes(self, shapes: Shapes) -> Shapes:
+    def own_shapes(self, shapes: Shapes, inverse: bool) -> Shapes:
+        if inverse:
+            return tuple(tuple(shape) for shape in self.module._output_shapes)
         return ((sum(torch.Size(shape).numel() for shape in shapes),),)
-
-    def inverse_shapes(self, shapes: Shapes) -> Shapes:
-        return tuple(tuple(shape) for shape in self.module._output_shapes)
 
 
 def reflect(x: Tensor, vectors: Tensor) -> Tensor:

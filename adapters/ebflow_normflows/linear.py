@@ -190,19 +190,17 @@ class SplitStep(OrthogonalStep):
     def invert(self, y: tuple[Tensor, Tensor]) -> Tensor:
         return joined(*y, self.module.mode)
 
-    def forward_shapes(self, shapes: Shapes) -> Shapes:
+    def own_shapes(self, shapes: Shapes, inverse: bool) -> Shapes:
+        checkerboard = "checkerboard" in self.module.mode
+        if inverse:
+            first, second = shapes
+            return ((*first[:-1], 2 * first[-1]) if checkerboard else (first[0] + second[0], *first[1:]),)
         ((channels, *rest),) = shapes
-        if "checkerboard" in self.module.mode:
+        if checkerboard:
             half = (channels, *rest[:-1], rest[-1] // 2) if rest else (channels // 2,)
             return half, half
         both = ((channels + 1) // 2, *rest), (channels // 2, *rest)
         return both[::-1] if self.module.mode == "channel_inv" else both
-
-    def inverse_shapes(self, shapes: Shapes) -> Shapes:
-        first, second = shapes
-        if "checkerboard" in self.module.mode:
-            return ((*first[:-1], 2 * first[-1]),)
-        return ((first[0] + second[0], *first[1:]),)
 
 
 class LevelStep(SplitStep):
@@ -221,11 +219,8 @@ class LevelStep(SplitStep):
         done, rest = y
         return super().invert((rest, done))
 
-    def forward_shapes(self, shapes: Shapes) -> Shapes:
-        return super().forward_shapes(shapes)[::-1]
-
-    def inverse_shapes(self, shapes: Shapes) -> Shapes:
-        return super().inverse_shapes(shapes[::-1])
+    def own_shapes(self, shapes: Shapes, inverse: bool) -> Shapes:
+        return super().own_shapes(shapes[::-1], True) if inverse else super().own_shapes(shapes, False)[::-1]
 
 
 def halves(x: Tensor, mode: str) -> tuple[Tensor, Tensor]:

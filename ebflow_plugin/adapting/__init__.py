@@ -33,6 +33,7 @@ from ebflow_plugin.adapting.shared import (
     SigmoidStep,
     drop_caches,
     lazy_layers,
+    takes_context,
 )
 from ebflow_plugin.adapting.spline_steps import PackedSplineStep
 from ebflow_plugin.linalg.memo import Memo
@@ -68,7 +69,6 @@ from ebflow_plugin.plan.step import (
     Shape,
     Shapes,
     Step,
-    takes_context,
 )
 from ebflow_plugin.plan.values import per_sample, summed
 

@@ -180,7 +180,7 @@ class RegisteredLinearStep(SeenShapesStep, LinearStep):
         return self._log_abs_det(shape, None)
 
     def log_det(self, shapes: Shapes, like: Tensor | None = None) -> Tensor | float:
-        own = self._log_abs_det(self.own_shape(shapes), like)
+        own = self._log_abs_det(self.own_input(shapes), like)
         return -own if self.inverted else own
 
     def _log_abs_det(self, shape: Shape, like: Tensor | None) -> Tensor | float:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ __all__ = [
     "SigmoidStep",
     "drop_caches",
     "lazy_layers",
+    "takes_context",
 ]
 
 # Reasons shown in reports.
@@ -133,6 +135,19 @@ def lazy_layers(package: str, names: Collection[str]) -> Callable[[str], object]
         return vars(import_module(f"{package}.layers"))[name]
 
     return find
+
+
+def takes_context(function: Callable[..., Any] | None) -> bool:
+    """Whether a function can be called with ``context=``.
+
+    Example:
+        >>> takes_context(lambda x, context=None: x), takes_context(lambda x: x), takes_context(None)
+        (True, False, False)
+    """
+    if function is None:
+        return False
+    parameters = signature(function).parameters.values()
+    return any(parameter.name == "context" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def _packed_indices(size: int, device: torch.device) -> tuple[Tensor, Tensor]:

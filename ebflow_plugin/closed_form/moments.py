@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, distributed
 
 from ebflow_plugin.errors import EBFlowError, InputError
-from ebflow_plugin.plan.inputs import Batch, batch_of, refuse_weights, to_device
+from ebflow_plugin.plan.inputs import batch_of, counted, in_memory, to_device
 
 __all__ = [
     "HeldOut",
@@ -20,10 +20,7 @@ __all__ = [
     "Rows",
     "barrier",
     "batches",
-    "counted",
-    "in_memory",
     "refuse_one_shot",
-    "refuse_unequal",
     "writable",
 ]
 
@@ -249,9 +246,7 @@ def batches(
         device: The device of the model, to which each batch is moved.
     """
     parts: Iterable[Any]
-    if in_memory(data):
-        whole = batch_of(data)
-        refuse_unequal(whole)
+    if (whole := in_memory(data)) is not None:
         starts = range(0, len(whole[0]), CHUNK)
         parts = ([None if part is None else part[first : first + CHUNK] for part in whole] for first in starts)
     elif isinstance(data, Iterable) and not hasattr(data, "__array__"):
@@ -271,30 +266,6 @@ def batches(
         yield used, context, weights, log_volume
     if empty:
         raise InputError("data holds no batches, or no row of a weight above 0")
-
-
-def counted(batch: Batch) -> Batch:
-    """A batch without its rows of weight zero."""
-    x, context, weights = batch
-    if weights is None:
-        return batch
-    refuse_weights(weights, x, read=True)
-    kept = weights > 0
-    return x[kept], None if context is None else context[kept], weights[kept]
-
-
-def in_memory(data: Any) -> bool:
-    """Whether data are a tensor, or a tuple of a tensor, its context and its weights."""
-    whole = isinstance(data, tuple) and 2 <= len(data) <= 3 and isinstance(data[0], Tensor)
-    return isinstance(data, Tensor) or (whole and all(part is None or isinstance(part, Tensor) for part in data[1:]))
-
-
-def refuse_unequal(batch: Batch, name: str = "data") -> None:
-    """Raises if a context or weights have other than one row for each row of x."""
-    x, *others = batch
-    for what, part in zip(("context", "weights"), others, strict=True):
-        if part is not None and (part.dim() == 0 or len(part) != len(x)):
-            raise InputError(f"{name} and its {what} have {len(x)} and {len(part) if part.dim() else 0} rows")
 
 
 def refuse_one_shot(data: Any) -> None:

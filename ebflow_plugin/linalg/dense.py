@@ -215,10 +215,10 @@ class CachedLU:
 
     def log_abs_det(self, weight: Tensor, *setting: Hashable) -> Tensor:
         r"""Returns :math:`\log |\det A|` in the weight's type."""
-        with full_precision(weight):
-            value = self._get(self._log_abs_det, lambda matrix: matrix.log_abs_det(), weight, setting)
-        value = full_precision_backward(value)
-        return value.to(weight.dtype, copy=not is_traced(weight))  # so that a caller cannot edit the cached value
+        value = self._get(self._log_abs_det, lambda matrix: matrix.log_abs_det(), weight, setting)
+        if value.requires_grad:
+            return full_precision_backward(value).to(weight.dtype)
+        return value.to(weight.dtype, copy=True)  # so that a caller cannot edit the cached value
 
     def solve(self, weight: Tensor, y: Tensor, *setting: Hashable) -> Tensor:
         r"""Returns :math:`A^{-1} y` in the type of ``y``, for ``y`` with the shape that the matrix's solver takes.
@@ -226,8 +226,8 @@ class CachedLU:
         Raises:
             SingularError: The matrix has no inverse.
         """
+        solver = self._get(self._solver, lambda matrix: matrix.inverse(), weight, setting)
         with full_precision(weight):
-            solver = self._get(self._solver, lambda matrix: matrix.inverse(), weight, setting)
             return solver(y.to(_precision(weight))).to(y.dtype)
 
     def fixed_solver(self, weight: Tensor, *setting: Hashable) -> Solver:
@@ -238,7 +238,7 @@ class CachedLU:
         Raises:
             SingularError: The matrix has no inverse.
         """
-        with torch.no_grad(), full_precision(weight):
+        with torch.no_grad():
             solver = self._get(self._solver, lambda matrix: matrix.inverse(), weight, setting)
         precision = torch.promote_types(weight.dtype, torch.float64)
 
@@ -251,7 +251,9 @@ class CachedLU:
     def _get(self, memo: Memo[T], compute: Callable[[Matrix], T], weight: Tensor, setting: tuple[Hashable, ...]) -> T:
         precision = _precision(weight)
         if is_traced(weight):
-            return compute(self._matrix(weight.to(precision), *setting))
+            with full_precision(weight):
+                return compute(self._matrix(weight.to(precision), *setting))
+        # All below is in double precision, which neither autocast nor TF32 lowers.
         if not may_read(weight):  # a memo compares contents, and has no place for what was not checked
             return compute(self._matrix(weight.detach().to(precision), *setting))
 

@@ -12,6 +12,7 @@ import torch
 from torch import Generator, Tensor
 
 from ebflow_plugin.closed_form.calibration import Calibration, CalibrationStep
+from ebflow_plugin.linalg.random import kept_random_state
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.plan.inputs import counted_rows, refuse_weights, to_device
 
@@ -29,12 +30,11 @@ class Likelihood(NamedTuple):
 class LikelihoodSum:
     """Accumulates the exact NLL of data, batch by batch, and computes log Z once.
 
-    Use a generator with the same seed each time, so that evaluations can be compared: it draws the noise of a
-    :class:`~ebflow_plugin.Dequantize`. One pass through the flow serves both likelihoods of a calibrated model.
+    One pass through the flow serves both likelihoods of a calibrated model.
 
     Arguments:
         model: The model. Its current calibration is used, even if it is changed later.
-        generator: Draws the noise.
+        seed: Of the noise of a :class:`~ebflow_plugin.Dequantize`: with the same one, evaluations can be compared.
         rows: Uses only the first rows; all of them by default.
 
     Example:
@@ -49,14 +49,13 @@ class LikelihoodSum:
         True
     """
 
-    def __init__(self, model: EBFlow, generator: Generator | None = None, rows: int | None = None) -> None:
-        self._model, self._generator, self._left = model, generator, rows
-        device = model.like().device
+    def __init__(self, model: EBFlow, seed: int = 0, rows: int | None = None) -> None:
+        steps, device = model.core.steps, model.like().device
+        self._model, self._exact = model, model.exact
+        self._generator, self._left = Generator(device).manual_seed(seed), rows
         self._sums = torch.zeros(4, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
-        model.core.refuse()
-        self._exact = model.exact
         self._calibration: CalibrationStep | None = None
-        last = model.core.steps[-1] if model.core.steps else None
+        last = steps[-1] if steps else None
         if isinstance(last, CalibrationStep):
             # A copy: the model may be calibrated anew before the data are added.
             self._calibration, module = copy(last), Calibration()
@@ -106,7 +105,7 @@ class LikelihoodSum:
 
 @contextmanager
 def calibrated(model: EBFlow, data: Any, kind: str | None) -> Iterator[None]:
-    """Calibrates a model inside a ``with`` block; does nothing if ``kind`` is None.
+    """Calibrates a model inside a ``with`` block, and keeps the random state; does nothing if ``kind`` is None.
 
     A :class:`LikelihoodSum` created inside the block stays that of the calibrated model after it.
     """
@@ -115,7 +114,8 @@ def calibrated(model: EBFlow, data: Any, kind: str | None) -> Iterator[None]:
         return
     before = {name: getattr(model.calibration, name) for name in model.calibration.names}
     try:
-        model.calibrate(data, kind)
+        with kept_random_state(model.like().device):
+            model.calibrate(data, kind)
         yield
     finally:
         model.calibration.set(**before)

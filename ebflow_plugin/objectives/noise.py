@@ -26,10 +26,9 @@ def noise_of(objective: Objective, seed: int, rank: int, device: torch.device) -
     that no two processes draw the same noise, and the user's generator is not reseeded. Terms without a generator
     share one.
     """
-    shared = Generator(device).manual_seed(derive_seed(seed, "noise", rank))
-    copies: dict[int, Generator] = {}
-    generators = {}
-    for term in terms_of(objective):
+    generators, copies = {}, dict[int, Generator]()
+    terms, shared = terms_of(objective), Generator(device).manual_seed(derive_seed(seed, "noise", rank))
+    for term in terms:
         own = term.generator
         if own is not None and rank:
             own = copies.setdefault(id(own), Generator(own.device).manual_seed(derive_seed(own.initial_seed(), rank)))

@@ -5,9 +5,10 @@ All of them depend on the energy only up to a constant in x, so they need no det
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from math import prod, sqrt
-from typing import Unpack
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Generator, Tensor
@@ -36,6 +37,14 @@ class ScoreOptions(Common, total=False):
 
     energy_weight: float
     latent_weight: float
+
+
+class Matched(NamedTuple):
+    """The loss of each sample, with shape ``(B,)``, and what its regularisers take: the latents, and the energy."""
+
+    values: Tensor
+    latents: tuple[Tensor, ...]
+    energy: Tensor | None
 
 
 class ScoreObjective(DrawnObjective):
@@ -75,28 +84,24 @@ class ScoreObjective(DrawnObjective):
         """What :meth:`value` needs, but for the samples of the base: the last to be drawn."""
         return ()
 
-    def _integrated(
-        self,
-        plan: Plan,
-        u: Tensor,
-        context: Tensor | None,
-        directions: Sequence[Tensor],
-        mean: bool,
-        drawn: Sequence[Tensor],
-    ) -> Tensor:
-        """½‖∇E‖² minus the sum or the mean of the curvatures along the directions; and the regularisers."""
+    @abstractmethod
+    def matched(self, plan: Plan, u: Tensor, context: Tensor | None, drawn: tuple[Tensor, ...]) -> Matched:
+        """Computes the loss of each sample without regularisers, from what :meth:`drawn` returned."""
+
+    def value(self, plan: Plan, u: Tensor, context: Tensor | None, drawn: tuple[Tensor, ...]) -> Tensor:
+        values, latents, energy = self.matched(plan, u, context, drawn)
+        if self.latent_weight:
+            values = values + self.latent_weight * base_distance(plan, latents, plan.embed(context), drawn[-1])
+        return values + self.energy_weight * energy if self.energy_weight and energy is not None else values
+
+    def _by_parts(
+        self, plan: Plan, u: Tensor, context: Tensor | None, directions: Sequence[Tensor], mean: bool
+    ) -> Matched:
+        """½‖∇E‖² minus the sum or the mean of the curvatures along the directions."""
         found = derivatives(plan, u, context, directions, energy=self.energy_weight > 0)
         curvatures = torch.stack(found.curvatures)
         values = 0.5 * dot(found.gradient, found.gradient) - (curvatures.mean(0) if mean else curvatures.sum(0))
-        if self.latent_weight:
-            values = values + self._latent_match(plan, found.latents, context, drawn)
-        return values if found.energy is None else values + self.energy_weight * found.energy
-
-    def _latent_match(
-        self, plan: Plan, latents: tuple[Tensor, ...], context: Tensor | None, drawn: Sequence[Tensor]
-    ) -> Tensor:
-        """The weighted distance of latents from the base, whose noise was drawn last."""
-        return self.latent_weight * base_distance(plan, latents, plan.embed(context), drawn[-1])
+        return Matched(values, found.latents, found.energy)
 
 
 class SM(ScoreObjective):
@@ -131,10 +136,10 @@ class SM(ScoreObjective):
         checks.warn_about_jumps(self, checks.EVERY_JUMP)
         checks.warn_about_uniform_noise(self)
 
-    def value(self, plan: Plan, u: Tensor, context: Tensor | None, drawn: tuple[Tensor, ...]) -> Tensor:
+    def matched(self, plan: Plan, u: Tensor, context: Tensor | None, drawn: tuple[Tensor, ...]) -> Matched:
         size = prod(u.shape[1:])
         axes = torch.eye(size, dtype=u.dtype, device=u.device).reshape(size, 1, *u.shape[1:])
-        return self._integrated(plan, u, context, [axis.expand_as(u) for axis in axes], False, drawn)
+        return self._by_parts(plan, u, context, [axis.expand_as(u) for axis in axes], mean=False)
 
 
 class SSM(ScoreObjective):
@@ -194,9 +199,9 @@ class SSM(ScoreObjective):
         noised = u if self.noise is None else self.noise.add(u, generator)
         return (noised, *(PROJECTIONS[self.projection](u, generator) for _ in range(self.projections)))
 
-    def value(self, plan: Plan, u: Tensor, context: Tensor | None, drawn: tuple[Tensor, ...]) -> Tensor:
+    def matched(self, plan: Plan, u: Tensor, context: Tensor | None, drawn: tuple[Tensor, ...]) -> Matched:
         noised, directions = drawn[0], drawn[1 : 1 + self.projections]
-        return self._integrated(plan, noised, context, directions, True, drawn)
+        return self._by_parts(plan, noised, context, directions, mean=True)
 
     def extra_repr(self) -> str:
         """Describes the options."""
@@ -266,7 +271,7 @@ class FDSSM(ScoreObjective):
         noised, eps = self.noise.add(u, generator), self.eps * self.noise.growth
         return noised, sphere(u, generator) * (eps / sqrt(size)), u.new_ones(()) * (size / eps**2)
 
-    def value(self, plan: Plan, u: Tensor, context: Tensor | None, drawn: tuple[Tensor, ...]) -> Tensor:
+    def matched(self, plan: Plan, u: Tensor, context: Tensor | None, drawn: tuple[Tensor, ...]) -> Matched:
         noised, step = drawn[:2]
         scale = prod(u.shape[1:]) / self.eps**2 if self.noise is None else drawn[2]
         rows = None if context is None else torch.cat([context] * 3)
@@ -275,10 +280,7 @@ class FDSSM(ScoreObjective):
             energies, latents = plan.energy_from(0, (points,), plan.embed(rows))
         energy, ahead, after = energies.chunk(3)
         values = ((energy - ahead) + (energy - after) + 0.125 * (ahead - after).square()) * scale
-        values = full_precision_backward(values)
-        if self.latent_weight:
-            values = values + self._latent_match(plan, tuple(z[: u.shape[0]] for z in latents), context, drawn)
-        return values + self.energy_weight * energy if self.energy_weight else values
+        return Matched(full_precision_backward(values), tuple(z[: u.shape[0]] for z in latents), energy)
 
     @property
     def added_noise(self) -> str:
@@ -349,14 +351,12 @@ class DSM(ScoreObjective):
             sigma = low * (high / low) ** uniform_like(u.new_empty(len(u), *[1] * (u.dim() - 1)), generator)
         return u + sigma * noise, noise / sigma
 
-    def value(self, plan: Plan, u: Tensor, context: Tensor | None, drawn: tuple[Tensor, ...]) -> Tensor:
+    def matched(self, plan: Plan, u: Tensor, context: Tensor | None, drawn: tuple[Tensor, ...]) -> Matched:
         noised, pull = drawn[:2]  # (x - x̃) / σ² is -noise / σ
         found = derivatives(plan, noised, context)
         error = found.gradient - pull
-        values = 0.5 * dot(error, error)
-        if self.latent_weight:
-            values = values + self._latent_match(plan, found.latents, context, drawn)
-        return values + self.energy_weight * plan.energy(u, context) if self.energy_weight else values
+        energy = plan.energy(u, context) if self.energy_weight else None  # of the data without noise
+        return Matched(0.5 * dot(error, error), found.latents, energy)
 
     @property
     def added_noise(self) -> str:

@@ -18,7 +18,9 @@ __all__ = [
     "check_input",
     "check_tensor",
     "check_weights",
+    "counted",
     "counted_rows",
+    "in_memory",
     "refuse_non_finite",
     "refuse_other_models",
     "refuse_weights",
@@ -159,6 +161,37 @@ def batch_of(item: Any, name: str = "a batch") -> Batch:
         f"{name} must be a tensor x, (x, context) or (x, context, weights), got a {kind}; choose with a collate_fn: "
         "DataLoader(…, collate_fn=lambda rows: torch.stack([row[0] for row in rows]))"
     )
+
+
+def in_memory(data: Any, name: str = "data") -> Batch | None:
+    """Data that are a tensor, or a tuple of a tensor, its context and its weights, as these three; None for others.
+
+    Example:
+        >>> in_memory((torch.zeros(1, 3), torch.ones(1)))
+        (tensor([[0., 0., 0.]]), tensor([1.]), None)
+        >>> in_memory([torch.zeros(1, 3)]) is None
+        True
+    """
+    parts = data if isinstance(data, tuple) else (data,)
+    if not (1 <= len(parts) <= 3 and isinstance(parts[0], Tensor)):  # a longer tuple is one of batches
+        return None
+    if not all(part is None or isinstance(part, Tensor) for part in parts):
+        return None
+    x, *others = whole = batch_of(data, name)
+    for what, part in zip(("context", "weights"), others, strict=True):
+        if part is not None and (part.dim() == 0 or len(part) != len(x)):
+            raise InputError(f"{name} and its {what} have {len(x)} and {len(part) if part.dim() else 0} rows")
+    return whole
+
+
+def counted(batch: Batch) -> Batch:
+    """A batch without its rows of weight zero."""
+    x, context, weights = batch
+    if weights is None:
+        return batch
+    refuse_weights(weights, x, read=True)
+    kept = weights > 0
+    return x[kept], None if context is None else context[kept], weights[kept]
 
 
 def refuse_other_models(name: str, model: object) -> None:

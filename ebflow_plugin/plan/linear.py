@@ -184,11 +184,12 @@ class InitialisedAffineStep(ElementwiseAffineStep):
 
     @property
     def initialised(self) -> bool:
-        """Reads the flag. Synchronises with the device at most once for each change of it."""
+        """Whether it has been initialised. Synchronises with the device at most once for each change of it."""
         flag = self.flag()
         return flag.is_meta or self._ready.get([flag], lambda: bool(flag > 0))
 
     def initialize(self, x: Any) -> None:
+        """Initialises the module from a batch without added noise, unless it has been."""
         self._ready.clear()  # a reset through .data does not raise the version counter: read the flag again
         self.initialize_if_due(x)
 
@@ -243,23 +244,19 @@ class SqueezeStep(OrthogonalStep):
     factor = 2
 
     def apply(self, x: Tensor) -> Tensor:
-        self.forward_shapes((tuple(x.shape[1:]),))
+        self.own_shapes((tuple(x.shape[1:]),), inverse=False)
         return F.pixel_unshuffle(x, self.factor)
 
     def invert(self, y: Tensor) -> Tensor:
-        self.inverse_shapes((tuple(y.shape[1:]),))
+        self.own_shapes((tuple(y.shape[1:]),), inverse=True)
         return F.pixel_shuffle(y, self.factor)
 
-    def forward_shapes(self, shapes: Shapes) -> Shapes:
-        (shape,) = shapes
-        if len(shape) != 3 or shape[1] % self.factor or shape[2] % self.factor:
-            raise InputError(f"{self.where} takes images whose sides are multiples of {self.factor}, got {shape}")
-        channels, height, width = shape
-        return ((channels * self.factor**2, height // self.factor, width // self.factor),)
-
-    def inverse_shapes(self, shapes: Shapes) -> Shapes:
-        (shape,) = shapes
-        if len(shape) != 3 or shape[0] % self.factor**2:
-            raise InputError(f"{self.where} returns images with a multiple of {self.factor**2} channels, not {shape}")
-        channels, height, width = shape
-        return ((channels // self.factor**2, height * self.factor, width * self.factor),)
+    def own_shapes(self, shapes: Shapes, inverse: bool) -> Shapes:
+        (shape,), side, area = shapes, self.factor, self.factor**2
+        if inverse:
+            if len(shape) != 3 or shape[0] % area:
+                raise InputError(f"{self.where} returns images with a multiple of {area} channels, not {shape}")
+            return ((shape[0] // area, shape[1] * side, shape[2] * side),)
+        if len(shape) != 3 or shape[1] % side or shape[2] % side:
+            raise InputError(f"{self.where} takes images whose sides are multiples of {side}, got {shape}")
+        return ((shape[0] * area, shape[1] // side, shape[2] // side),)

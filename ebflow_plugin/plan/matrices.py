@@ -163,12 +163,12 @@ class MatrixStep(MixingStep):
         return self.on_rows(lambda rows: solved(self.dense(), rows), self.checked(x)), None
 
     def log_abs_det(self, shape: Shape) -> Tensor:
-        each, times = self.lu.log_abs_det(self.weight()), self.copies(shape)
+        times, each = self.copies(shape), self.lu.log_abs_det(self.weight())
         return each if times == 1 else each * times
 
     def operator(self, shapes: Shapes | None) -> LinearOperator:
         return DenseOperator(
-            single_at_least(self.dense()), 1 if shapes is None else self.copies(self.own_shape(shapes))
+            single_at_least(self.dense()), 1 if shapes is None else self.copies(self.own_input(shapes))
         )
 
     def linearize(self, x: Tensor, context: Tensor | None) -> Linearization:
@@ -283,13 +283,10 @@ class FullConvStep(LinearStep):
         return self.module.log_det(shape)
 
     def operator(self, shapes: Shapes | None) -> LinearOperator | None:
-        return None if shapes is None else self.module.operator(self.own_shape(shapes))
+        return None if shapes is None else self.module.operator(self.own_input(shapes))
 
-    def forward_shapes(self, shapes: Shapes) -> Shapes:
-        return (self.module.output_shape(shapes[0]),)
-
-    def inverse_shapes(self, shapes: Shapes) -> Shapes:
-        return (self.module.input_shape(shapes[0]),)
+    def own_shapes(self, shapes: Shapes, inverse: bool) -> Shapes:
+        return ((self.module.input_shape if inverse else self.module.output_shape)(shapes[0]),)
 
     def linearize(self, x: Tensor, context: Tensor | None) -> Linearization:
         layer = self.module

@@ -34,6 +34,7 @@ from ebflow_plugin.errors import (
 )
 from ebflow_plugin.linalg.memo import may_read
 from ebflow_plugin.plan.inputs import usable
+from ebflow_plugin.plan.linear import InitialisedAffineStep
 from ebflow_plugin.plan.smoothness import stochastic_parts
 from ebflow_plugin.plan.step import Base, LinearStep, Part, Shape, Shapes, Step
 from ebflow_plugin.plan.values import Value, per_sample, pop
@@ -163,9 +164,9 @@ class Plan:
         return next((place for place, step in enumerate(self.steps) if not step.closed), len(self.steps))
 
     @cached_property
-    def _starting(self) -> tuple[Step, ...]:
+    def _starting(self) -> tuple[InitialisedAffineStep, ...]:
         """The steps with a data-dependent initialisation, pending or not."""
-        return tuple(step for step in self.steps if type(step).initialised is not Step.initialised)
+        return tuple(step for step in self.steps if isinstance(step, InitialisedAffineStep))
 
     def waits_for_data(self) -> bool:
         """Whether a step in training mode still needs its data-dependent initialisation.
@@ -174,14 +175,19 @@ class Plan:
         """
         return any(getattr(step.module, "training", False) for step in self.uninitialised())
 
-    def uninitialised(self) -> list[Step]:
+    def uninitialised(self) -> list[InitialisedAffineStep]:
         """The steps that still need their data-dependent initialisation, in training mode or not."""
         return [step for step in self._starting if not step.initialised]
 
     def initialize(self, x: Tensor, context: Tensor | None = None) -> None:
         """Maps a batch without added noise to noise, and initialises each step from its input."""
+
+        def visit(step: Step, value: Value) -> None:
+            if isinstance(step, InitialisedAffineStep):
+                step.initialize(value)
+
         with torch.no_grad():
-            self.encode(x, self.embed(context), visit=lambda step, value: step.initialize(value))
+            self.encode(x, self.embed(context), visit=visit)
 
     def shapes(self, event_shape: Shape) -> Iterator[tuple[Step, Shapes]]:
         """Each step, and the event shapes of its input for data of this event shape."""

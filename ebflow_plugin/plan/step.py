@@ -8,7 +8,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from enum import Enum
-from inspect import signature
 from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
@@ -29,7 +28,6 @@ __all__ = [
     "Shape",
     "Shapes",
     "Step",
-    "takes_context",
 ]
 
 Shape = tuple[int, ...]
@@ -74,7 +72,6 @@ class Part:
         path: Its path in the user's model.
     """
 
-    reads: Sequence[nn.Module] = ()  # submodules whose parameters it reads, in place of calling them
     stochastic: Sequence[Callable[[], str | None]] = ()  # reasons why its networks are not deterministic in their mode
 
     def __init__(self, module: Any, path: str) -> None:
@@ -95,18 +92,6 @@ class Part:
     def smoothness(self) -> Smoothness:
         """Whether the part's score is continuous."""
         return Smoothness.SMOOTH
-
-    @property
-    def conditional(self) -> bool:
-        """Whether it needs a context: by default, whether an attribute inside has a name with ``context``.
-
-        That is how libraries keep the size or the network of a context; that a method takes one says nothing. It only
-        chooses the words of an error that has happened (:func:`~ebflow_plugin.errors.raise_from_step`).
-        """
-        if not isinstance(self.module, nn.Module):
-            return False
-        members = (item for one in self.module.modules() for item in (*vars(one).items(), *one._modules.items()))
-        return any("context" in name and value for name, value in members)
 
     def refusal(self) -> str | None:
         """Returns why the part cannot be in an energy in its current mode, or None.
@@ -130,7 +115,6 @@ class Step(Part, ABC):
     Attributes:
         inverted: Whether the density direction is the module's inverse.
         reason: Why the step is linear, nonlinear or refused, for reports.
-        cost: The cost of its log-det, for reports.
         known: Whether its class is known. An unknown class keeps its own log-det: exact, only slower.
     """
 
@@ -138,7 +122,6 @@ class Step(Part, ABC):
     n_in: int = 1
     n_out: int = 1
     reason: str = ""
-    cost: str = "-"
     known: bool = True
 
     def __init__(self, module: Any, path: str, inverted: bool = False) -> None:
@@ -161,29 +144,13 @@ class Step(Part, ABC):
         """Whether the derivative explodes at an edge of the domain (logit, log): MaP matches after such steps."""
         return False
 
-    @property
-    def initialised(self) -> bool:
-        """Whether the step needs no data-dependent initialisation, or had it."""
-        return True
-
-    def initialize(self, x: Value) -> None:
-        """Runs the module's data-dependent initialisation on a batch without added noise, unless it has run."""
-
-    def library_flaw(self, shape: Shape) -> str | None:
-        """The error of the library's own log-det for events of this shape, as the predicate of a sentence; or None."""
-        return None
-
-    def forward_shapes(self, shapes: Shapes) -> Shapes:
-        """The output shapes of the module's own forward, for these event shapes."""
-        return shapes
-
-    def inverse_shapes(self, shapes: Shapes) -> Shapes:
-        """The output shapes of the module's own inverse, for these event shapes."""
+    def own_shapes(self, shapes: Shapes, inverse: bool) -> Shapes:
+        """The output shapes of the module's own forward, or of its inverse, for these event shapes."""
         return shapes
 
     def shapes(self, shapes: Shapes, *, back: bool = False) -> Shapes:
         """The event shapes of what :meth:`encode` returns, or with ``back`` :meth:`decode`, for input of these."""
-        return self.forward_shapes(shapes) if self.inverted == back else self.inverse_shapes(shapes)
+        return self.own_shapes(shapes, inverse=self.inverted != back)
 
     @abstractmethod
     def encode(self, x: Any, context: Tensor | None) -> tuple[Any, Tensor | None]:
@@ -198,11 +165,14 @@ class LinearStep(Step):
     """A step that is affine in x: its log-det is a constant, and :meth:`encode` never computes it.
 
     Subclasses implement the module's own forward direction: :meth:`apply`, :meth:`invert`, :meth:`log_abs_det`.
+
+    Attributes:
+        cost: The cost of its log-det, for reports.
     """
 
     linearity = Linearity.LINEAR
     reason = "affine in x"
-    cost = "O(D)"
+    cost: str = "O(D)"
 
     @abstractmethod
     def apply(self, x: Any) -> Any:
@@ -224,9 +194,13 @@ class LinearStep(Step):
         """
         return None
 
-    def own_shape(self, shapes: Shapes) -> Shape:
+    def own_input(self, shapes: Shapes) -> Shape:
         """The input shape of :meth:`apply`, from the event shapes of the step's input."""
-        return self.inverse_shapes(shapes)[0] if self.inverted else shapes[0]
+        return self.shapes(shapes)[0] if self.inverted else shapes[0]
+
+    def library_flaw(self, shape: Shape) -> str | None:
+        """The error of the library's own log-det for events of this shape, as the predicate of a sentence; or None."""
+        return None
 
     def encode(self, x: Any, context: Tensor | None) -> tuple[Any, Tensor | None]:
         return (self.invert(x) if self.inverted else self.apply(x)), None
@@ -241,7 +215,7 @@ class LinearStep(Step):
             shapes: The event shapes of the step's input.
             like: A tensor with the device and dtype of the data, for steps whose log-det comes from a forward pass.
         """
-        own = self.log_abs_det(self.own_shape(shapes))
+        own = self.log_abs_det(self.own_input(shapes))
         return -own if self.inverted else own
 
 
@@ -249,10 +223,14 @@ class NonlinearStep(Step):
     """A step whose log-det depends on x (or on the context), computed by its module.
 
     Subclasses call the module in the way of their library: :meth:`call_forward` and :meth:`call_inverse`.
+
+    Attributes:
+        reads: Submodules whose parameters it reads, in place of calling them.
     """
 
     linearity = Linearity.NONLINEAR
     reason = "log-det depends on x"
+    reads: Sequence[nn.Module] = ()
 
     def __init__(self, module: Any, path: str, inverted: bool = False) -> None:
         super().__init__(module, path, inverted)
@@ -319,16 +297,3 @@ class Base(Part, ABC):
             )
         drawn = zip(self.sample(n, context, like), gaussian, strict=True)
         return tuple(mean + temperature * (z - mean) for z, (mean, _) in drawn)
-
-
-def takes_context(function: Callable[..., Any] | None) -> bool:
-    """Whether a function can be called with ``context=``.
-
-    Example:
-        >>> takes_context(lambda x, context=None: x), takes_context(lambda x: x), takes_context(None)
-        (True, False, False)
-    """
-    if function is None:
-        return False
-    parameters = signature(function).parameters.values()
-    return any(parameter.name == "context" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Iterator, Sized
 from copy import copy
+from itertools import count
 from typing import Any, TypeVar
 
 import torch
 from torch import Generator, Tensor, distributed
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
-from ebflow_plugin.closed_form.moments import counted, refuse_unequal
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.linalg.random import derive_seed
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.options import at_least
-from ebflow_plugin.plan.inputs import Batch, batch_of, check_weights, counted_rows, refuse_non_finite, to_device
-from ebflow_plugin.plan.preprocessing import Dequantize
+from ebflow_plugin.plan.inputs import (
+    Batch,
+    batch_of,
+    check_weights,
+    counted,
+    counted_rows,
+    in_memory,
+    refuse_non_finite,
+)
 
-__all__ = ["Loader", "batches_of", "gathered", "loader_of", "maximum_of", "once", "process", "total_of"]
+__all__ = ["Loader", "endless", "gathered", "loader_of", "maximum_of", "once", "process", "refuse_batch", "total_of"]
 
 T = TypeVar("T")
 
@@ -77,9 +84,21 @@ class Loader:
     def __init__(
         self, data: Any, batch_size: int = 128, *, shuffle: bool = True, seed: int = 0, name: str = "data"
     ) -> None:
-        self._fetch, self.rows = source_of(data, name)
         self.batch_size, self.shuffle, self.seed = at_least(1, "batch_size", batch_size), shuffle, seed
         self.epoch = self.place = 0
+        self._data: Batch | Dataset[Any]
+        whole = in_memory(data.tensors if isinstance(data, TensorDataset) else data, name)
+        if whole is not None:
+            self._data = whole = counted(whole)
+            for what, part in ((name, whole[0]), (f"the context of {name}", whole[1])):
+                if part is not None and part.is_floating_point() and not part.is_meta:
+                    refuse_non_finite(what, part)
+            self.rows = len(whole[0]) if whole[0].dim() else 0
+        else:
+            self._data = _dataset(data, name)
+            self.rows = len(self._data)  # type: ignore[arg-type]
+        if not self.rows:
+            raise InputError(f"{name} is empty: 0 rows")
 
     batch_sampler = None  # Lightning looks for it
 
@@ -117,8 +136,15 @@ class Loader:
         while self.place < count:
             begin = (self.place * world + rank) * size
             self.place += 1
-            yield self._fetch(order[begin : begin + size])
+            yield self._rows(order[begin : begin + size])
         self.set_epoch(self.epoch + 1)
+
+    def _rows(self, index: Tensor) -> Batch:
+        if not isinstance(self._data, tuple):
+            return batch_of(default_collate([self._data[place] for place in index.tolist()]))
+        x, context, weights = (None if part is None else part[index.to(part.device)] for part in self._data)
+        assert x is not None
+        return x, context, weights
 
     def set_epoch(self, epoch: int) -> None:
         """Goes to the start of an epoch, unless it is the current one."""
@@ -136,93 +162,73 @@ class Loader:
             self.place = 0
 
 
-def batches_of(loader: Any) -> Iterator[Batch]:
-    """The batches of a loader, as x, its context and its weights, both of which may be None."""
-    return loader.batches() if isinstance(loader, Loader) else (batch_of(item) for item in loader)
+def _dataset(data: Any, name: str) -> Dataset[Any]:
+    """Data that are a Dataset with a length. Raises, with a hint, if they are something else."""
+    if isinstance(data, Dataset) and not isinstance(data, IterableDataset) and isinstance(data, Sized):
+        return data
+    hint = ""
+    if isinstance(data, tuple):
+        batch_of(data, name)  # which says what is wrong with it
+    if isinstance(data, list) and data and all(isinstance(part, Tensor) for part in data):
+        hint = "; torch.cat(…) makes rows of one kind of it, a tuple (x, context, weights) has more"
+    elif isinstance(data, DataLoader):
+        hint = "; it has batches already"
+    elif type(data).__module__ == "numpy":
+        hint = f"; torch.from_numpy({name}) turns it into a tensor"
+    raise InputError(
+        f"{name} must be a tensor, a tuple (x, context, weights), a Dataset with a length or a DataLoader, got "
+        f"{type(data).__module__}.{type(data).__qualname__}{hint}"
+    )
 
 
-def once(loader: Any) -> Iterator[Batch]:
-    """One pass over a loader, which leaves the place of a :class:`Loader` as it is."""
-    if isinstance(loader, Loader):
-        loader = copy(loader)
-        loader.epoch = loader.place = 0
-    return batches_of(loader)
-
-
-def loader_of(
-    name: str, data: Any, size: int, seed: int | None, model: EBFlow, device: torch.device
-) -> tuple[Any, Batch]:
-    """The batches of some data, shuffled if there is a seed, and the first of them, which is checked.
+def loader_of(name: str, data: Any, size: int, seed: int | None) -> Any:
+    """A DataLoader as it is, other data as batches, shuffled if there is a seed.
 
     Raises:
-        InputError: If there is none, or it is not what the model takes.
+        InputError: If there are none, or nobody knows how many.
     """
-    loader = data
     if not isinstance(data, DataLoader):
-        loader = Loader(data, size, shuffle=seed is not None, seed=seed or 0, name=name)
+        return Loader(data, size, shuffle=seed is not None, seed=seed or 0, name=name)
     try:
-        known = len(loader)
+        known = len(data)
     except TypeError:
         raise InputError(
             f"{name}: the DataLoader does not know its length (an IterableDataset without __len__); give the dataset "
             "a __len__, or pass a map-style Dataset"
         ) from None
-    with torch.random.fork_rng(devices=[]):
-        first = next(once(loader), None) if known else None
-    if first is None:
+    if not known:
         raise InputError(f"{name}: the DataLoader is empty: its dataset has no rows, or drop_last leaves none")
-    first = to_device(first, device)
-    x, context, weights = first
+    return data
+
+
+def once(loader: Any) -> Iterator[Batch]:
+    """One pass over a loader, which leaves the place of a :class:`Loader` and torch's random state as they are."""
+    if isinstance(loader, Loader):
+        loader = copy(loader)
+        loader.epoch = loader.place = 0
+        yield from loader.batches()
+    else:
+        with torch.random.fork_rng(devices=[]):
+            yield from map(batch_of, loader)
+
+
+def endless(loader: Any) -> Iterator[Batch]:
+    """The batches of one epoch after the other, each as x, its context and its weights."""
+    for epoch in count():
+        if hasattr(getattr(loader, "sampler", None), "set_epoch"):
+            loader.sampler.set_epoch(epoch)
+        yield from loader.batches() if isinstance(loader, Loader) else map(batch_of, loader)
+
+
+def refuse_batch(name: str, batch: Batch, model: EBFlow) -> None:
+    """Raises if a batch is not what the model takes, or holds NaN or inf. Synchronises with the device."""
+    (x, context, weights), dequantize = batch, model.dequantize
     try:
         model.check(x, context)
         rows = x if weights is None else x[counted_rows(check_weights(weights, x))]
         if rows.is_floating_point():
             refuse_non_finite("its first batch", rows)
-        for step in model.preprocessing:
-            if isinstance(step, Dequantize):
-                step.refuse(rows)
+        if dequantize is not None:
+            dequantize.refuse(rows)
     except InputError as error:
         raise InputError(f"{name}: {error}") from error
-    return loader, first
-
-
-def source_of(data: Any, name: str) -> tuple[Callable[[Tensor], Batch], int]:
-    """What gives the rows of some indices, and the number of rows."""
-    if isinstance(data, TensorDataset):
-        data = data.tensors
-    if isinstance(data, Tensor) or (
-        isinstance(data, tuple) and data and all(part is None or isinstance(part, Tensor) for part in data)
-    ):
-        whole = batch_of(data, name)
-        if whole[0].dim():
-            refuse_unequal(whole, name)
-            whole = counted(whole)
-        x, context, weights = whole
-        for what, part in ((name, x), (f"the context of {name}", context)):
-            if part is not None and part.is_floating_point() and not part.is_meta:
-                refuse_non_finite(what, part)
-        rows = len(x) if x.dim() else 0
-
-        def fetch(index: Tensor) -> Batch:
-            own, heavy = (None if part is None else part[index.to(part.device)] for part in (context, weights))
-            return x[index.to(x.device)], own, heavy
-    elif isinstance(data, Dataset) and not isinstance(data, IterableDataset) and isinstance(data, Sized):
-        dataset, rows = data, len(data)
-
-        def fetch(index: Tensor) -> Batch:
-            return batch_of(default_collate([dataset[place] for place in index.tolist()]))
-    else:
-        hint = ""
-        if isinstance(data, list) and data and all(isinstance(part, Tensor) for part in data):
-            hint = "; torch.cat(…) makes rows of one kind of it, a tuple (x, context, weights) has more"
-        elif isinstance(data, DataLoader):
-            hint = "; it has batches already"
-        elif type(data).__module__ == "numpy":
-            hint = f"; torch.from_numpy({name}) turns it into a tensor"
-        raise InputError(
-            f"{name} must be a tensor, a tuple (x, context, weights), a Dataset with a length or a DataLoader, got "
-            f"{type(data).__module__}.{type(data).__qualname__}{hint}"
-        )
-    if not rows:
-        raise InputError(f"{name} is empty: 0 rows")
-    return fetch, rows

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from itertools import count, repeat
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from ebflow_plugin.objectives.evaluation import LikelihoodSum, calibrated
 from ebflow_plugin.objectives.noise import noise_of, terms_of, use_generators
 from ebflow_plugin.options import as_integer, at_least, flag, one_of, positive
 from ebflow_plugin.plan.inputs import to_device
-from ebflow_plugin.training.batches import batches_of, loader_of, once, process
+from ebflow_plugin.training.batches import endless, loader_of, once, process, refuse_batch
 from ebflow_plugin.training.ema import EMA
 from ebflow_plugin.training.events import Event, Record
 from ebflow_plugin.training.files import write_weights
@@ -175,53 +175,56 @@ def fit(
         kind = one_of("calibrate", "full" if calibrate is True else calibrate, KINDS)
     if validation is None and (patience is not None or kind is not None):
         raise InputError("patience and calibrate need validation data, whose NLL they use")
-    scalar_objective("fit", objective)
-    if data is None and not all(isinstance(term, ReverseKL) for term in terms_of(objective)):
-        raise InputError("fit needs data: only objectives without data, such as ReverseKL, train without them")
-    if data is None and (steps is None or kind is not None):
-        raise InputError("without data, fit needs steps in place of epochs, and cannot calibrate")
     if as_integer(seed) is None:
         raise InputError(f"seed must be an integer, got {seed!r}")
     if callback is not None and not callable(callback):
         raise InputError(f"callback must be a function of an event, got {callback!r}")
-    flag("progress", progress)
-    if flag("compile", compile) and not objective.is_compiled:
-        objective.compile()
+    flag("progress", progress), flag("compile", compile)
+    seed, model = int(seed), scalar_objective("fit", objective).model
+    if data is None and not all(isinstance(term, ReverseKL) for term in terms_of(objective)):
+        raise InputError("fit needs data: only objectives without data, such as ReverseKL, train without them")
+    if data is None and (steps is None or kind is not None):
+        raise InputError("without data, fit needs steps in place of epochs, and cannot calibrate")
     if process()[1] > 1 or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InputError("fit trains in one process, and there are several; ebflow_plugin.lightning trains in them all")
-    seed, model = int(seed), objective.model
-    device = model.like().device
+    loader = None if data is None else loader_of("data", data, batch_size, seed)
+    size = max(batch_size, VALIDATION_BATCH)
+    held_out = None if validation is None else loader_of("validation", validation, size, None)
+    length = 0 if loader is None else len(loader)
+    stream: Iterator[Any] = repeat((None, None, None)) if loader is None else endless(loader)
+    if compile and not objective.is_compiled:
+        objective.compile()
+    plan, device = model.core, model.like().device
+    noise = noise_of(objective, seed, 0, device)
     with ExitStack() as stack, torch.inference_mode(False), torch.enable_grad():
         stack.enter_context(kept_random_state(device))
         torch.manual_seed(derive_seed(seed, "global", 0))
-        stack.enter_context(use_generators(noise_of(objective, seed, 0, device)))
-        loader: Any = None
-        first, held_out = None, None
-        if data is not None:
-            loader, first = loader_of("data", data, batch_size, seed, model, device)
-        if validation is not None:
-            held_out, _ = loader_of("validation", validation, max(batch_size, VALIDATION_BATCH), None, model, device)
-        total = int(steps) if epochs is None else epochs * len(loader)  # type: ignore[arg-type]
-        every = evaluate_every or evaluate_every_default(total)
+        noise_of_evaluations = derive_seed(seed, "validation", 0)
+        stack.enter_context(use_generators(noise))
         optimiser = optimizer_of(objective, optimizer)
         schedule = scheduler_of(optimiser, scheduler, validated=held_out is not None)
-        if first is not None and model.core.uninitialised():
-            model.initialize(*first, generator=Generator(device).manual_seed(derive_seed(seed, "start")))
-        average = _average(model, ema)
+        first = to_device(next(stream), device)
+        if loader is not None:
+            refuse_batch("data", first, model)
+            if plan.uninitialised():
+                model.initialize(*first, generator=Generator(device).manual_seed(derive_seed(seed, "start")))
+        starts = held_out is not None and not plan.waits_for_data()
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        parameters, watch, look = list(trained.values()), FiniteWatch(list(trained)), checks_every(device)
+        parameters, look, watch = list(trained.values()), checks_every(device), FiniteWatch(list(trained))
         summed = zero = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
+        total = int(steps) if epochs is None else epochs * length  # type: ignore[arg-type]
+        every, average = evaluate_every or evaluate_every_default(total), _average(model, ema)
         history: list[Record] = []
-        judge = Judge(model, held_out, lambda: once(loader), kind, average, derive_seed(seed, "validation", 0))
+        judge = Judge(model, held_out, lambda: once(loader), kind, average, noise_of_evaluations)
         start_nll, stopped, step, seconds = None, "steps", 0, 0.0
         try:
-            if held_out is not None and not model.core.waits_for_data():
+            if starts:
                 start_nll = judge(0)["nll"]  # the start may have the best weights of the run
                 if progress:
                     print(Event(0, {"nll": start_nll}, model, steps=total), file=sys.stderr, flush=True)
             began = time.monotonic()
             mark = began, 0
-            for step, batch in zip(range(1, total + 1), _endless(loader), strict=False):
+            for step, batch in zip(range(1, total + 1), chain([first], stream), strict=False):
                 x, context, weights = to_device(batch, device)
                 for parameter in parameters:
                     parameter.grad = None
@@ -248,7 +251,7 @@ def fit(
                 seconds += passed
                 record: Record = {
                     "step": step,
-                    "epoch": 0 if loader is None else (step - 1) // len(loader),
+                    "epoch": (step - 1) // length if length else 0,
                     "loss": float(summed) / taken,
                     "grad_norm": float(norm),
                     "lr": float(optimiser.param_groups[0]["lr"]),
@@ -309,7 +312,6 @@ class Judge:
     ) -> None:
         self.model, self.held_out, self.training, self.kind = model, held_out, training, kind
         self.average, self.seed, self.stale = average, seed, 0
-        self._device = model.like().device
         self.nll: float | None = None
         self.step: int | None = None
         self.state: dict[str, Tensor] | None = None
@@ -318,13 +320,15 @@ class Judge:
         """Returns what is recorded of the weights of a step."""
         model = self.model
         with (
-            kept_random_state(self._device),  # calibrating draws noise
             nullcontext() if self.average is None else self.average.applied(),
             calibrated(model, self.training() if self.kind else None, self.kind),
         ):
-            likelihood = LikelihoodSum(model, Generator(self._device).manual_seed(self.seed))
-            for batch in once(self.held_out):
-                likelihood.add(*batch)
+            likelihood = LikelihoodSum(model, self.seed)
+            try:
+                for batch in once(self.held_out):
+                    likelihood.add(*batch)
+            except InputError as error:
+                raise InputError(f"validation: {error}") from error
             nll, bits, uncalibrated = likelihood.mean()
             if math.isnan(nll):
                 raise TrainingError(f"step {step}: the NLL on the validation data is not a number")
@@ -344,15 +348,6 @@ def evaluate_every_default(steps: int) -> int:
         (10, 1000)
     """
     return min(AT_LEAST_EVERY, max(1, steps // EVALUATIONS))
-
-
-def _endless(loader: Any) -> Iterator[Any]:
-    """The batches of one epoch after the other; empty ones without a loader."""
-    for epoch in count() if loader is not None else ():
-        if hasattr(getattr(loader, "sampler", None), "set_epoch"):
-            loader.sampler.set_epoch(epoch)
-        yield from batches_of(loader)
-    yield from repeat((None, None, None))
 
 
 def _average(model: EBFlow, ema: bool | EMA | None) -> EMA | None:

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DistributedSampler
 
 from ebflow_plugin.errors import InputError
-from ebflow_plugin.linalg.random import derive_seed, kept_random_state, random_state, set_random_state
+from ebflow_plugin.linalg.random import derive_seed, random_state, set_random_state
 from ebflow_plugin.objectives import Objective
 from ebflow_plugin.objectives.evaluation import Likelihood, LikelihoodSum, calibrated
 from ebflow_plugin.objectives.noise import noise_of, use_generators
@@ -281,15 +281,12 @@ class ExactNLL(Callback):
         with unsharded(module):
             if not self._sums:
                 model, kind = module.objective.model, None if trainer.sanity_checking else self._kind
-                with calibrated(model, TrainingData(trainer, module), kind):
+                with calibrated(model, _training_data(trainer), kind):
                     calibration = model.calibration
                     found = {name: getattr(calibration, name) for name in calibration.names}
                     self._calibration = {name: tensor for name, tensor in found.items() if tensor is not None}
-                    for loader in _loaders(trainer):
-                        noise = Generator(module.device).manual_seed(
-                            derive_seed(self._seed, "validation", process()[0])
-                        )
-                        self._sums.append(LikelihoodSum(model, noise, _own_rows(loader)))
+                    seed = derive_seed(self._seed, "validation", process()[0])
+                    self._sums += [LikelihoodSum(model, seed, _own_rows(loader)) for loader in _loaders(trainer)]
             self._sums[place].add(*batch_of(batch))
 
     def on_validation_epoch_end(self, trainer: Trainer, module: Any) -> None:
@@ -405,16 +402,9 @@ def _own_rows(loader: Any) -> int | None:
     return len(range(sampler.rank, len(sampler.dataset), sampler.num_replicas))  # type: ignore[arg-type]
 
 
-class TrainingData:
-    """This process's part of the training data, on its device. Iterating restores the random state afterwards."""
-
-    def __init__(self, trainer: Trainer, module: LightningModule) -> None:
-        self._trainer, self._module = trainer, module
-
-    def __iter__(self) -> Iterator[Any]:
-        trainer, device = self._trainer, self._module.device
-        if trainer.train_dataloader is None:
-            raise InputError("there are no training data to calibrate the model on: use it for validation in fit()")
-        with kept_random_state(device):
-            for batch in once(trainer.train_dataloader):
-                yield _moved(trainer, batch)
+def _training_data(trainer: Trainer) -> Iterator[Any]:
+    """This process's part of the training data, on its device."""
+    if trainer.train_dataloader is None:
+        raise InputError("there are no training data to calibrate the model on: use it for validation in fit()")
+    for batch in once(trainer.train_dataloader):
+        yield _moved(trainer, batch)

@@ -26,7 +26,7 @@ QUIET = {"progress": False}
 
 
 def evaluate(model, source, seed):
-    total = LikelihoodSum(model, rng(derive_seed(seed, "validation", 0)))
+    total = LikelihoodSum(model, derive_seed(seed, "validation", 0))
     for batch in once(source):
         total.add(*batch)
     return total.mean()
