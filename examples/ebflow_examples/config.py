@@ -107,7 +107,7 @@ class TrainConfig:
     energy_weight: float = _option(0.0, LOSS, "Weight of the mean energy as a regulariser.")
     map: bool = _option(True, LOSS, "Match the variable after preprocessing (MaP), not the pixels.")
 
-    steps: int | None = _option(None, OPTIMISER, "Steps in all.", "1000 for images, 6000 where noise shrinks, else 500")
+    steps: int | None = _option(None, OPTIMISER, "Steps in all.", "1000 for images, 8000 where noise shrinks, else 500")
     epochs: int | None = _option(None, OPTIMISER, "Passes over the data, instead of --steps.", "what --steps says")
     batch_size: int | None = _option(
         None, OPTIMISER, "Rows in a batch.", "100 for images, 256 where noise shrinks, else 500"

@@ -40,7 +40,7 @@ __all__ = [
 STEPS = {True: 1000, False: 500}  # of images, and of other rows, whose models are deeper
 CALIBRATION_ROWS = 20  # the fewest that EBFlow.calibrate takes: it holds out a tenth, and judges by two rows at least
 SHRINKING_SHARE = 0.6  # of a run: the share in which noise shrinks to its last value
-SHRINKING_STEPS, SHRINKING_BATCH, SHRINKING_RATE, LATENT_WEIGHT = 6000, 256, 2e-3, 1.0  # of the two-dimensional sets
+SHRINKING_STEPS, SHRINKING_BATCH, SHRINKING_RATE, LATENT_WEIGHT = 8000, 256, 2e-3, 1.0  # of the two-dimensional sets
 # Gradients of second derivatives have heavy tails: without a little likelihood mass leaks in spite of the noise.
 ML_WEIGHTS = {"ssm": 0.1, "fdssm": 0.1}
 CONV_ROWS = 2000  # images from which a conv is fitted: each has as many patches as pixels, and kernels few numbers

@@ -61,12 +61,12 @@ def test_a_calibration_that_too_few_rows_are_asked_for_is_refused_before_the_wor
 def test_score_matching_in_the_plane_has_noise_that_shrinks_and_matched_latents(loss):
     run = settle(build(TrainConfig(data="swirl", loss=loss, device="cpu")))
     config, objective = run.config, objective_of(run.model, run.config)
-    assert (config.loss, config.steps, config.batch_size, config.lr) == (loss or "dsm", 6000, 256, 2e-3)
+    assert (config.loss, config.steps, config.batch_size, config.lr) == (loss or "dsm", 8000, 256, 2e-3)
     if loss in ("ssm", "fdssm"):
         assert objective.weights == (0.9, 0.1)
         objective, likelihood = objective.terms
         assert likelihood.noise.option == objective.noise.option
-    assert objective.noise.option == ebf.objectives.NoiseSchedule(end=0.375, steps=3600)
+    assert objective.noise.option == ebf.objectives.NoiseSchedule(end=0.375, steps=4800)
     assert objective.latent_weight == 1.0
     # The noise of the set is the last of the schedule: the points are those before it.
     assert torch.equal(run.data.train, run.data.clean)

@@ -40,7 +40,7 @@ def test_our_recipe_is_what_ebflow_train_does_by_itself(loss):
     ours = settle(build(table1.recipe(settings(f"swirl-{loss}-ours-seed1"))))
     own = TrainConfig(data="swirl", loss=loss, seed=1, device="cpu", model="glow")
     if loss == "ml":
-        own = replace(own, steps=6000, batch_size=256, lr=2e-3)
+        own = replace(own, steps=8000, batch_size=256, lr=2e-3)
     train = settle(build(own))
     assert ours.config == replace(train.config, compile=True)
     assert torch.equal(ours.data.train, train.data.train)
