@@ -11,8 +11,6 @@ from torch import Tensor
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.options import at_least
 
-__all__ = ["over_rows", "rows_in_chunks", "with_progress"]
-
 T = TypeVar("T")
 
 

@@ -13,19 +13,6 @@ from torch import Generator, Tensor
 
 from ebflow_plugin.errors import InputError, suggest
 
-__all__ = [
-    "as_integer",
-    "at_least",
-    "check_generator",
-    "check_shape",
-    "flag",
-    "integer",
-    "is_number",
-    "one_of",
-    "path_of",
-    "positive",
-]
-
 
 def as_integer(value: object) -> int | None:
     """Returns an integer of any type (numpy's, say) as an int; None for anything that cannot be an index.

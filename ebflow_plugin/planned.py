@@ -22,8 +22,6 @@ from ebflow_plugin.plan.preprocessing import Dequantize, boundary, preprocessing
 from ebflow_plugin.plan.step import LinearStep, NonlinearStep, Shape
 from ebflow_plugin.report import FlowReport
 
-__all__ = ["PlannedFlow", "Watch"]
-
 # Values that steps read on each call: a module that counts its calls, say, does not change the plan.
 _READ_EACH_CALL = (Tensor, int, float, complex, type(None), dict, list, tuple, set)
 

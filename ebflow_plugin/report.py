@@ -14,8 +14,6 @@ from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.preprocessing import Dequantize
 from ebflow_plugin.plan.step import Linearity, LinearStep, Shapes, Step
 
-__all__ = ["FlowReport", "Row"]
-
 
 @dataclass(frozen=True)
 class Row:

@@ -24,8 +24,6 @@ from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.registry import altered_part, resolve
 from ebflow_plugin.plan.step import LinearStep, Step
 
-__all__ = ["Adapter", "comes_from", "is_a", "known_class"]
-
 
 class Adapter(ABC):
     """Turns the flows of one library into plans.

@@ -11,8 +11,6 @@ from ebflow_plugin.plan.smooth_modules import Smoothness
 from ebflow_plugin.plan.smoothness import kinked_parts
 from ebflow_plugin.plan.step import Gaussian
 
-__all__ = ["density_smoothness", "gaussian_of"]
-
 _SMOOTH = (
     *(distributions.Normal, distributions.MultivariateNormal, distributions.LowRankMultivariateNormal),
     *(distributions.StudentT, distributions.Cauchy, distributions.Gumbel),

@@ -17,8 +17,6 @@ from torch import nn
 from ebflow_plugin.adapting.adapter import Adapter
 from ebflow_plugin.errors import AdapterError, AdapterWarning, InputError, NotAFlowError, warn
 
-__all__ = ["FoundFlow", "adapters", "find_flow"]
-
 
 @cache
 def adapters() -> tuple[Adapter, ...]:

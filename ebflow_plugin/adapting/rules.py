@@ -12,23 +12,10 @@ from torch import Tensor
 from ebflow_plugin.errors import InputError, UnknownNameError, suggest
 from ebflow_plugin.linalg.memo import own_tensors
 from ebflow_plugin.plan.registry import Registry
-from ebflow_plugin.plan.smoothness import REGISTERED_NETWORKS, Smoothness
+from ebflow_plugin.plan.smooth_modules import Smoothness
+from ebflow_plugin.plan.smoothness import REGISTERED_NETWORKS
 from ebflow_plugin.plan.step import LinearStep, NonlinearStep, Shape, Shapes, Step
 from ebflow_plugin.plan.values import Value
-
-__all__ = [
-    "REGISTERED",
-    "Child",
-    "Container",
-    "OpaqueStep",
-    "RegisteredLinearStep",
-    "RegisteredRule",
-    "Rule",
-    "register_container",
-    "register_linear",
-    "register_nonlinear",
-    "registered_smoothness",
-]
 
 
 @dataclass(frozen=True)

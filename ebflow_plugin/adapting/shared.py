@@ -17,21 +17,9 @@ from ebflow_plugin.adapting.adapter import comes_from
 from ebflow_plugin.plan.elementwise import ElementwiseMap, ElementwiseStep, sigmoid_map
 from ebflow_plugin.plan.linear import PermutationStep
 from ebflow_plugin.plan.matrices import TriangularStep
-from ebflow_plugin.plan.smoothness import Smoothness, smoothness_of
+from ebflow_plugin.plan.smooth_modules import Smoothness
+from ebflow_plugin.plan.smoothness import smoothness_of
 from ebflow_plugin.plan.step import NonlinearStep
-
-__all__ = [
-    "DEPENDS_ON_CONTEXT",
-    "VOLUME_PRESERVING",
-    "BoundedStep",
-    "ConditionedStep",
-    "IndexedPermutationStep",
-    "PackedLUStep",
-    "SigmoidStep",
-    "drop_caches",
-    "lazy_layers",
-    "takes_context",
-]
 
 # Reasons shown in reports.
 VOLUME_PRESERVING = "volume-preserving, but not affine in x"

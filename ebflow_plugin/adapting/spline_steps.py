@@ -17,12 +17,10 @@ from torch.nn import functional as F
 from ebflow_plugin.adapting.adapter import comes_from
 from ebflow_plugin.linalg.memo import free_to_read
 from ebflow_plugin.plan.registry import altered_part
-from ebflow_plugin.plan.smoothness import Smoothness
+from ebflow_plugin.plan.smooth_modules import Smoothness
 from ebflow_plugin.plan.splines import cubic, knots, linear, quadratic, rational_quadratic, shares, within
 from ebflow_plugin.plan.step import NonlinearStep
 from ebflow_plugin.plan.values import summed
-
-__all__ = ["PackedSplineStep"]
 
 PACKAGES = ("nflows", "normflows")
 CURVES = ("RationalQuadratic", "Quadratic", "Cubic", "Linear")  # in the order in which they are looked for

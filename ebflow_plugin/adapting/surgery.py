@@ -27,8 +27,6 @@ from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.smoothness import kinked_parts
 from ebflow_plugin.plan.step import LinearStep, Step
 
-__all__ = ["Replaced", "smooth", "unconstrain"]
-
 KERNEL_PADDINGS = ("zeros", "circular")
 
 

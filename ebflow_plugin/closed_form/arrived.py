@@ -14,8 +14,6 @@ from ebflow_plugin.closed_form.moments import HeldOut, Moments
 from ebflow_plugin.closed_form.passes import HELD_OUT, Thinned
 from ebflow_plugin.errors import InputError, SingularError
 
-__all__ = ["Arrived"]
-
 ROWS = 5000  # a marginal map is fitted to this many rows, up to twice as many
 
 

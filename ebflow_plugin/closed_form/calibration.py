@@ -24,15 +24,6 @@ from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.step import Base, LinearStep, Shape
 from ebflow_plugin.plan.values import flatten, unflatten
 
-__all__ = [
-    "Calibration",
-    "CalibrationReport",
-    "CalibrationStep",
-    "calibrate_plan",
-    "gaussian_of",
-    "share_memory",
-]
-
 HELD_OUT = 10  # every tenth row is held out
 
 

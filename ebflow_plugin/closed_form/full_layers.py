@@ -20,8 +20,6 @@ from ebflow_plugin.layers import FullLinear
 from ebflow_plugin.linalg.geometry import patches
 from ebflow_plugin.plan.matrices import FullStep
 
-__all__ = ["FullLayer", "refuse_dependent", "spreads"]
-
 IMAGES = 100  # patches are taken of so many at once, since they take k² times the memory
 ROUNDING = 1e-10  # an eigenvalue below this fraction of the largest has lost most of its digits
 

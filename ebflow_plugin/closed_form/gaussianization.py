@@ -60,8 +60,6 @@ from ebflow_plugin.plan.matrices import FullStep
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.step import LinearStep, Step
 
-__all__ = ["LayerStart", "StartReport", "gaussianize"]
-
 ENOUGH = 10  # with this many rows per feature, a hidden layer needs no shrinkage
 
 

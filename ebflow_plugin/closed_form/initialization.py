@@ -23,18 +23,6 @@ from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.step import LinearStep, Step
 from ebflow_plugin.plan.values import flatten
 
-__all__ = [
-    "broadcast",
-    "first_full_layer",
-    "fit_to_base",
-    "is_linear",
-    "layer_at",
-    "may_precede",
-    "resampled",
-    "start_together",
-    "whiten",
-]
-
 
 def first_full_layer(plan: Plan) -> int:
     """The index of the first full layer, which only ActNorms, permutations and other fixed steps may precede.

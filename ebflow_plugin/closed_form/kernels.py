@@ -23,8 +23,6 @@ from ebflow_plugin.errors import SingularError
 from ebflow_plugin.linalg.convolution import conv_matrix, structure
 from ebflow_plugin.linalg.geometry import Geometry, convolve
 
-__all__ = ["fit_kernel"]
-
 STEPS = {"fourier": 200, "other": 40}  # of the quasi-Newton method: by Fourier transform they cost next to nothing
 CLOSE = {"fourier": 1e-6, "other": 5e-3}  # nats for a whole image: a step that gains less is the last
 FLAT = 1e-12  # eigenvalues of correlations below this fraction of the largest are directions that no patch has

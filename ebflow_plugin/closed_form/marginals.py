@@ -22,8 +22,6 @@ from ebflow_plugin.errors import InputError
 from ebflow_plugin.layers import FullConv2d, FullLinear, SinhArcsinh
 from ebflow_plugin.plan.elementwise import ElementwiseMap, ElementwiseStep
 
-__all__ = ["MarginalMap", "condense", "fit_marginals"]
-
 SCALES = tuple(sign * 2.0**power for power in range(-1, 4) for sign in (1, -1))
 SHIFTS = (-8.0, -5.0, -3.0, -1.5, 0.0, 1.5, 3.0, 5.0, 8.0)
 TAILS = (1.0, 0.5, 0.25)

@@ -14,16 +14,6 @@ from torch import Tensor, distributed
 from ebflow_plugin.errors import EBFlowError, InputError
 from ebflow_plugin.plan.inputs import batch_of, counted, in_memory, to_device
 
-__all__ = [
-    "HeldOut",
-    "Moments",
-    "Rows",
-    "barrier",
-    "batches",
-    "refuse_one_shot",
-    "writable",
-]
-
 # The input of a plan, its context, the weights of its rows, and its log-volume.
 Rows = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 CHUNK = 1000  # rows per forward pass, and per update of a scatter matrix

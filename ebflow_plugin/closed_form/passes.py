@@ -13,8 +13,6 @@ from ebflow_plugin.closed_form.moments import HeldOut, Moments, Rows
 from ebflow_plugin.plan.inputs import resampled_rows
 from ebflow_plugin.plan.plan import Plan
 
-__all__ = ["HELD_OUT", "Passes", "Thinned"]
-
 HELD_OUT = 5  # every fifth row is held out
 
 

@@ -16,8 +16,6 @@ from ebflow_plugin.linalg.dense import CachedLU
 from ebflow_plugin.linalg.geometry import Geometry, Setting, convolve, convolve_transposed
 from ebflow_plugin.linalg.operators import LinearOperator, single_at_least
 
-__all__ = ["FullConv2d"]
-
 
 class FullConv2d(nn.Module):
     r"""A convolution with an unconstrained kernel, for any setting that preserves the number of elements.

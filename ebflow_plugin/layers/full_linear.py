@@ -13,8 +13,6 @@ from ebflow_plugin.linalg.dense import CachedLU
 from ebflow_plugin.linalg.operators import DenseOperator, LinearOperator, single_at_least
 from ebflow_plugin.options import at_least
 
-__all__ = ["FullLinear", "empty_parameters", "fill_orthogonal", "known_init"]
-
 INITS = ("identity", "negative_identity", "normal", "orthogonal")
 
 

@@ -8,8 +8,6 @@ from torch import Tensor, nn
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.options import as_integer, at_least
 
-__all__ = ["SinhArcsinh"]
-
 
 class SinhArcsinh(nn.Module):
     r"""The sinh-arcsinh map of Jones and Pewsey (2009), elementwise, smooth and invertible in closed form.

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from ebflow_plugin.errors import InputError
 
-__all__ = ["SmoothLeakyReLU"]
-
 
 class SmoothLeakyReLU(nn.Module):
     r"""An elementwise, smooth, invertible activation.

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from ebflow_plugin.linalg.operators import LinearOperator
 
-__all__ = ["Bands", "bidiagonalise"]
-
 
 class Bands(NamedTuple):
     """The bidiagonal matrices B of P starting vectors.

@@ -24,8 +24,6 @@ from ebflow_plugin.linalg.convolution import determinant, structure
 from ebflow_plugin.linalg.geometry import Axis, Geometry, convolve, convolve_transposed
 from ebflow_plugin.linalg.operators import Approximation, DenseOperator, LinearOperator
 
-__all__ = ["ConvOperator", "circular_twin", "conv_operator", "side_by_side"]
-
 # A frequency whose inverse is larger than one over this, relative to the mean, is not inverted: in the preconditioner,
 # and in the control variate of a trace (measured on MNIST: 56 times the variance of a batch in the worst layer, 96 with
 # the first limit, 83 without a control variate).

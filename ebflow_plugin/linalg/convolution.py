@@ -30,8 +30,6 @@ from ebflow_plugin.linalg.dense import Band, Dense, Matrix, Solver
 from ebflow_plugin.linalg.geometry import Geometry, convolve
 from ebflow_plugin.linalg.operators import Blocks, Cost
 
-__all__ = ["bandwidths", "conv_matrix", "determinant", "structure"]
-
 # Bytes of a dense matrix and its factors. Beyond it the machine would swap, or fail far from the cause.
 DENSE_LIMIT = 4 * 2**30
 

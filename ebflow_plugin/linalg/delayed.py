@@ -10,8 +10,6 @@ from torch import Tensor
 
 from ebflow_plugin.linalg.memo import free_to_read
 
-__all__ = ["LAG", "Delayed"]
-
 T = TypeVar("T")
 LAG = 4  # steps after which a device other than the CPU has computed a number, and the host has received it
 

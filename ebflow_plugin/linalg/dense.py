@@ -25,8 +25,6 @@ from ebflow_plugin.errors import SingularError
 from ebflow_plugin.linalg.memo import Memo, free_to_read, is_traced, may_read
 from ebflow_plugin.linalg.precision import full_precision, full_precision_backward
 
-__all__ = ["Band", "CachedLU", "Dense", "Matrix", "Solver"]
-
 Solver = Callable[[Tensor], Tensor]
 T = TypeVar("T")
 

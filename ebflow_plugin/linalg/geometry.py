@@ -16,8 +16,6 @@ from torch import Tensor
 from ebflow_plugin.errors import InputError, suggest
 from ebflow_plugin.options import as_integer, at_least
 
-__all__ = ["Axis", "Geometry", "Setting", "convolve", "convolve_transposed", "patches"]
-
 PADDING_MODES = ("circular", "reflect", "replicate", "zeros")
 
 Pair = tuple[int, int]

@@ -23,8 +23,6 @@ from torch import Tensor
 
 from ebflow_plugin.errors import InputError
 
-__all__ = ["Solution", "gmres"]
-
 FIRST_VECTORS = 12  # the number of basis vectors allocated at first; doubled when they are used up
 SAFETY = 0.9  # a factor of the tolerance, since rounding separates the residual of the recurrence from the true one
 PROGRESS = 0.9  # the residual is the next direction where a step has reduced it to this, or else the last image

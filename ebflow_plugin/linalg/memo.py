@@ -19,20 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-__all__ = [
-    "Memo",
-    "free_to_read",
-    "is_readable",
-    "is_traced",
-    "is_tracing",
-    "may_read",
-    "own_numbers",
-    "own_tensors",
-    "tracing",
-    "transformed",
-    "without_reading",
-]
-
 T = TypeVar("T")
 SMALL = 10_000  # tensors of up to this many elements share one reduction
 

@@ -17,8 +17,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Approximation", "Blocks", "Cost", "DenseOperator", "LinearOperator", "dense_inverse", "single_at_least"]
-
 Shape = tuple[int, ...]
 
 

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["full_precision", "full_precision_backward"]
-
 WITH_TF32 = {"cuda"}  # types of devices
 
 

@@ -13,18 +13,6 @@ from torch import Generator, Tensor
 
 from ebflow_plugin.options import check_generator
 
-__all__ = [
-    "RandomState",
-    "derive_seed",
-    "gaussian_like",
-    "kept_random_state",
-    "random_state",
-    "seeded_by",
-    "set_random_state",
-    "signs_like",
-    "uniform_like",
-]
-
 RandomState = dict[str, Any]
 _one_at_a_time = threading.RLock()  # the blocks of seeded_by()
 

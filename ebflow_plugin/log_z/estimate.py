@@ -12,8 +12,6 @@ from torch import Tensor
 from ebflow_plugin.chunks import rows_in_chunks, with_progress
 from ebflow_plugin.errors import EstimateWarning, warn
 
-__all__ = ["Estimate", "log_mean_exp", "pareto_k", "weigh"]
-
 # The smallest effective sample size for which a standard error can be trusted: this many, and this share of all draws.
 TRUSTED, TRUSTED_SHARE = 10.0, 0.01
 

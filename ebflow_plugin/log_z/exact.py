@@ -10,8 +10,6 @@ from ebflow_plugin.linalg.memo import Memo, is_traced, own_numbers, own_tensors
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.step import LinearStep, Shape
 
-__all__ = ["Normalizer"]
-
 
 class Normalizer:
     """Caches the log Z of a plan until a parameter or buffer of one of its linear steps changes.

@@ -19,8 +19,6 @@ from ebflow_plugin.plan.inverse import draw
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.step import Shape
 
-__all__ = ["Gaussian", "Proposal", "importance"]
-
 
 @torch.no_grad()
 def importance(

@@ -33,8 +33,6 @@ from ebflow_plugin.options import at_least, check_generator
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.step import LinearStep, Shape
 
-__all__ = ["LogDet", "lanczos", "log_abs_det"]
-
 MEMORY = 512 * 2**20  # bytes of basis vectors at a time; more probes run in groups
 # Small blocks are factorised if that takes no more than about a minute on one CPU core, and 2 GB.
 AFFORDABLE = Cost(operations=1e12, memory=2 * 2**30)

@@ -21,8 +21,6 @@ from ebflow_plugin.options import check_generator, is_number
 from ebflow_plugin.plan.inputs import check_weights, counted_rows, resampled_rows, usable
 from ebflow_plugin.plan.plan import Plan
 
-__all__ = ["Common", "DrawnObjective", "Objective", "WeightedSum"]
-
 
 class Common(TypedDict, total=False):
     """The options that every objective takes; see :class:`Objective`."""

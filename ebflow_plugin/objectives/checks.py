@@ -15,16 +15,8 @@ from collections.abc import Collection
 
 from ebflow_plugin.errors import BiasWarning, UnsupportedStepError, warn
 from ebflow_plugin.objectives.base import Objective
-from ebflow_plugin.plan.smoothness import Smoothness
+from ebflow_plugin.plan.smooth_modules import Smoothness
 from ebflow_plugin.plan.step import Part
-
-__all__ = [
-    "EVERY_JUMP",
-    "refuse_false_derivatives",
-    "warn_about_jumping_densities",
-    "warn_about_jumps",
-    "warn_about_uniform_noise",
-]
 
 EVERY_JUMP = (Smoothness.KINKED, Smoothness.JUMPS, Smoothness.UNKNOWN)
 _MEANING = {

@@ -32,8 +32,6 @@ from ebflow_plugin.linalg.precision import full_precision
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.planned import Watch
 
-__all__ = ["CompiledLoss", "Prepared"]
-
 Objective = Any  # that of base.py, which imports this module
 Terms = Sequence[tuple[float, Objective]]
 

@@ -16,8 +16,6 @@ from ebflow_plugin.linalg.random import kept_random_state
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.plan.inputs import counted_rows, refuse_weights, to_device
 
-__all__ = ["Likelihood", "LikelihoodSum", "calibrated"]
-
 
 class Likelihood(NamedTuple):
     """Exact means over the data: the NLL, bits per dimension, and the NLL of the model without its calibration."""

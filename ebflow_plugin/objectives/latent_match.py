@@ -15,8 +15,6 @@ from ebflow_plugin.objectives.schedule import AddedNoise, NoiseSchedule
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.values import flatten
 
-__all__ = ["LatentMatch", "base_distance", "energy_distance"]
-
 
 class LatentMatch(DrawnObjective):
     r"""The energy distance of a batch's latents from the base: a term to add to score matching on small problems.

@@ -20,8 +20,6 @@ from ebflow_plugin.plan.log_dets import LOG_DETS, log_det_methods
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.step import LinearStep, Shape, Shapes
 
-__all__ = ["ML", "SML", "LogDetObjective", "LogDetOptions"]
-
 TOLERANCE = 0.01
 ITERATIONS = 50
 

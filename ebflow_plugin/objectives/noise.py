@@ -11,8 +11,6 @@ from torch import Generator
 from ebflow_plugin.linalg.random import derive_seed
 from ebflow_plugin.objectives.base import Objective, WeightedSum
 
-__all__ = ["noise_of", "terms_of", "use_generators"]
-
 
 def terms_of(objective: Objective) -> list[Objective]:
     """The objectives that draw noise: the terms of a sum, or the objective itself."""

@@ -21,8 +21,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Account"]
-
 # The noise is measured in the steps before MEASURED_FIRST, in those whose number is a power of two, and in every 64th.
 MEASURED_FIRST, MEASURED_EVERY = 4, 64
 MEASUREMENTS = 3  # whose median counts: one odd batch changes nothing

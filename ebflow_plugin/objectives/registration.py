@@ -19,8 +19,6 @@ from ebflow_plugin.plan.inputs import check_weights
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.registry import Registry
 
-__all__ = ["FunctionObjective", "make_objective", "register_objective"]
-
 T = TypeVar("T", bound=Callable[..., Any])
 
 OBJECTIVES: Registry[str, Callable[..., Objective]] = Registry(

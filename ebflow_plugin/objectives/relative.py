@@ -16,8 +16,6 @@ from ebflow_plugin.plan.matrices import FullConvStep, FullLinearStep, MatrixStep
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.step import LinearStep, Shape
 
-__all__ = ["RelativeStep", "relative_plan"]
-
 
 class RelativeStep(LinearStep):
     """A FullLinear in its forward direction, with the relative gradient of its weight and a log-det of value 0."""

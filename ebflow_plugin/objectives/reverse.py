@@ -19,8 +19,6 @@ from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.values import dot
 from ebflow_plugin.sampling.target import LogDensity, log_density_of, refuse_integers
 
-__all__ = ["ReverseKL"]
-
 
 class ReverseKL(LogDetObjective):
     r"""The reverse Kullback-Leibler divergence from an unnormalised target density f, by samples of the model.

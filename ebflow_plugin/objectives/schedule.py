@@ -24,8 +24,6 @@ from ebflow_plugin.linalg.memo import transformed
 from ebflow_plugin.linalg.random import gaussian_like
 from ebflow_plugin.options import integer, positive
 
-__all__ = ["AddedNoise", "NoiseSchedule"]
-
 START = 0.5  # of the standard deviation of the data
 
 

@@ -24,10 +24,8 @@ from ebflow_plugin.objectives.schedule import AddedNoise, NoiseSchedule
 from ebflow_plugin.options import integer, is_number, one_of, positive
 from ebflow_plugin.plan.derivatives import derivatives
 from ebflow_plugin.plan.plan import Plan
-from ebflow_plugin.plan.smoothness import Smoothness
+from ebflow_plugin.plan.smooth_modules import Smoothness
 from ebflow_plugin.plan.values import dot
-
-__all__ = ["DSM", "FDSSM", "SM", "SSM", "ScoreObjective"]
 
 SMALL_EPS = 0.1  # below it, only a handful of samples show FDSSM the jumps of a score
 

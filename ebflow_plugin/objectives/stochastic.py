@@ -36,8 +36,6 @@ from ebflow_plugin.linalg.random import signs_like
 from ebflow_plugin.objectives.probes import Account
 from ebflow_plugin.plan.step import LinearStep, Shape, Shapes
 
-__all__ = ["LogDetEstimator"]
-
 USES = 8  # of an approximate inverse of convolutions, unless solves with it begin to need more iterations
 OFTEN = 0.05  # the share of steps without convergence from which on it is said again
 LATE, NEAR = "on the way", "approximate inverses"  # in a state, beside the paths of layers, which have no spaces

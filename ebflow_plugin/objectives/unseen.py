@@ -18,8 +18,6 @@ from ebflow_plugin.linalg.random import gaussian_like
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.plan.registry import altered_part
 
-__all__ = ["perturbed", "unseen_parameters"]
-
 M = TypeVar("M", bound=nn.Module)
 
 

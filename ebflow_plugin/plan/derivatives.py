@@ -32,8 +32,6 @@ from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.step import Gaussian, Linearization, Step
 from ebflow_plugin.plan.values import Value, dot, pop
 
-__all__ = ["Derivatives", "derivatives"]
-
 
 class Derivatives(NamedTuple):
     """The derivatives of an energy at a batch of points.

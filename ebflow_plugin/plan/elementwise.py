@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ebflow_plugin.plan.smoothness import Smoothness
+from ebflow_plugin.plan.smooth_modules import Smoothness
 from ebflow_plugin.plan.step import Linearity, Linearization, Step
 from ebflow_plugin.plan.values import dot, summed
-
-__all__ = ["ActivationStep", "ElementwiseMap", "ElementwiseStep", "clamped_logit_map", "logit_map", "sigmoid_map"]
 
 
 class ElementwiseMap(NamedTuple):

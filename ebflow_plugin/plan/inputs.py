@@ -11,24 +11,6 @@ from ebflow_plugin.errors import ContextError, InputError
 from ebflow_plugin.linalg.memo import free_to_read, is_readable
 from ebflow_plugin.plan.step import Shape
 
-__all__ = [
-    "Batch",
-    "batch_of",
-    "check_context",
-    "check_input",
-    "check_tensor",
-    "check_weights",
-    "counted",
-    "counted_rows",
-    "in_memory",
-    "refuse_non_finite",
-    "refuse_other_models",
-    "refuse_weights",
-    "resampled_rows",
-    "to_device",
-    "usable",
-]
-
 Batch = tuple[Tensor, Tensor | None, Tensor | None]  # x, its context, and the weights of its rows
 
 

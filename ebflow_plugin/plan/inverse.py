@@ -15,8 +15,6 @@ from ebflow_plugin.plan.inputs import check_context
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.step import Shape
 
-__all__ = ["draw", "draw_latents", "reparametrised"]
-
 
 @torch.no_grad()
 def draw(

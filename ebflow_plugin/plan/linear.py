@@ -16,20 +16,8 @@ from torch.nn import functional as F
 
 from ebflow_plugin.errors import InputError, UnsupportedStepError
 from ebflow_plugin.linalg.memo import Memo
-from ebflow_plugin.plan.smoothness import Smoothness
+from ebflow_plugin.plan.smooth_modules import Smoothness
 from ebflow_plugin.plan.step import Linearity, Linearization, LinearStep, Shape, Shapes, Step
-
-__all__ = [
-    "ElementwiseAffineStep",
-    "IdentityStep",
-    "InitialisedAffineStep",
-    "IsometryStep",
-    "OrthogonalStep",
-    "PermutationStep",
-    "RefusedStep",
-    "SqueezeStep",
-    "TranslationStep",
-]
 
 
 class RefusedStep(Step):

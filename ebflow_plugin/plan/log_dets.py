@@ -9,8 +9,6 @@ from ebflow_plugin.plan.matrices import FullConvStep, FullLinearStep
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.step import LinearStep, Shape, Shapes, Step
 
-__all__ = ["LOG_DETS", "has_relative_gradient", "log_det_methods"]
-
 LOG_DETS = ("exact", "stochastic", "relative", "auto")
 
 # The cost of a log-determinant, in products, above which "auto" estimates it: about where, measured, an estimate with

@@ -21,8 +21,6 @@ from ebflow_plugin.linalg.memo import is_traced
 from ebflow_plugin.linalg.operators import DenseOperator, LinearOperator, single_at_least
 from ebflow_plugin.plan.step import Linearization, LinearStep, Shape, Shapes
 
-__all__ = ["FullConvStep", "FullLinearStep", "FullStep", "MatrixStep", "MixingStep", "Products", "TriangularStep"]
-
 Products = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 
 

@@ -39,8 +39,6 @@ from ebflow_plugin.plan.smoothness import stochastic_parts
 from ebflow_plugin.plan.step import Base, LinearStep, Part, Shape, Shapes, Step
 from ebflow_plugin.plan.values import Value, per_sample, pop
 
-__all__ = ["Plan", "score_of"]
-
 
 @dataclass(frozen=True)
 class Plan:

@@ -26,16 +26,6 @@ from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.step import Linearization, Shape, Step
 from ebflow_plugin.plan.values import summed
 
-__all__ = [
-    "Dequantize",
-    "Logit",
-    "Rescale",
-    "Standardize",
-    "boundary",
-    "preprocessing_steps",
-    "refuse_trainable",
-]
-
 
 class Dequantize(nn.Module):
     r"""Dequantises integers 0 to ``levels - 1``: v = (x + u) / levels, with noise u in (0, 1) drawn at each call.

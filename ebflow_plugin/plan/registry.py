@@ -13,8 +13,6 @@ from torch import nn
 
 from ebflow_plugin.errors import EBFlowError, UnknownNameError, suggest
 
-__all__ = ["Registry", "altered_part", "changes_the_map", "has_hooks", "resolve"]
-
 K = TypeVar("K")
 T = TypeVar("T")
 

@@ -14,8 +14,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-__all__ = ["FUNCTIONS", "Smoothness", "known_smoothness", "register_networks", "worst_of"]
-
 
 class Smoothness(str, Enum):
     """The smoothness of a step. Objectives that integrate by parts need a continuous score (contract 9)."""

@@ -17,14 +17,6 @@ from torch.nn.utils import parametrize
 from ebflow_plugin.plan.registry import Registry, resolve
 from ebflow_plugin.plan.smooth_modules import FUNCTIONS, Smoothness, known_smoothness, worst_of
 
-__all__ = [
-    "REGISTERED_NETWORKS",
-    "Smoothness",
-    "kinked_parts",
-    "smoothness_of",
-    "stochastic_parts",
-]
-
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, functools.partial)
 # The smoothness of network classes that users registered with register_nonlinear.
 REGISTERED_NETWORKS: Registry[type, Smoothness] = Registry("smoothness")

@@ -22,8 +22,6 @@ from ebflow_plugin.plan.matrices import FullConvStep, MatrixStep
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.step import LinearStep, Shape, Shapes
 
-__all__ = ["ConditionWatch", "Placed", "Spectrum", "conditioning_penalty", "estimate_spectrum", "full_layers"]
-
 LANCZOS_STEPS = 32
 CG_STEPS = 12
 NEAR_SINGULAR = 1e4  # the condition number above which a ConditionWatch warns

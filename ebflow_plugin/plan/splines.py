@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["cubic", "knots", "linear", "quadratic", "rational_quadratic", "shares", "within"]
-
 HALVINGS = 24  # of a bin, before the Newton steps
 AREA = 1e-3  # of a bin under a density, at least, before it is normalised
 

@@ -14,21 +14,9 @@ from torch import Tensor, nn
 
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.linalg.operators import LinearOperator
-from ebflow_plugin.plan.smoothness import Smoothness, smoothness_of, stochastic_parts
+from ebflow_plugin.plan.smooth_modules import Smoothness
+from ebflow_plugin.plan.smoothness import smoothness_of, stochastic_parts
 from ebflow_plugin.plan.values import Value, per_sample
-
-__all__ = [
-    "Base",
-    "Gaussian",
-    "LinearStep",
-    "Linearity",
-    "Linearization",
-    "NonlinearStep",
-    "Part",
-    "Shape",
-    "Shapes",
-    "Step",
-]
 
 Shape = tuple[int, ...]
 Shapes = tuple[Shape, ...]

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from ebflow_plugin.errors import UnsupportedStepError
 
-__all__ = ["Value", "dot", "flatten", "parts_of", "per_sample", "pop", "summed", "unflatten"]
-
 Value = Tensor | tuple[Tensor, ...]
 
 

@@ -13,8 +13,6 @@ from ebflow_plugin.errors import EBFlowError, InputError
 from ebflow_plugin.linalg.random import gaussian_like, uniform_like
 from ebflow_plugin.plan.inputs import check_tensor, refuse_non_finite
 
-__all__ = ["Chains", "run_chains"]
-
 TARGET = 0.574  # the optimal acceptance rate of Metropolis-adjusted Langevin steps in many dimensions
 
 

@@ -17,8 +17,6 @@ from ebflow_plugin.plan.inputs import check_tensor, refuse_non_finite, refuse_ot
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.sampling.chains import Chains, run_chains
 
-__all__ = ["denoise", "impute", "langevin"]
-
 
 def langevin(
     model: EBFlow,

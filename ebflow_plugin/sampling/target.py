@@ -20,8 +20,6 @@ from ebflow_plugin.model import EBFlow
 from ebflow_plugin.options import at_least, check_generator
 from ebflow_plugin.plan.inputs import refuse_other_models
 
-__all__ = ["LogDensity", "MetropolisChain", "WeightedSamples", "importance", "log_density_of", "refuse_integers"]
-
 LogDensity = Callable[[Tensor], Tensor]
 
 

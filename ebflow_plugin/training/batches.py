@@ -25,8 +25,6 @@ from ebflow_plugin.plan.inputs import (
     refuse_non_finite,
 )
 
-__all__ = ["Loader", "endless", "gathered", "loader_of", "maximum_of", "once", "process", "refuse_batch", "total_of"]
-
 T = TypeVar("T")
 
 

@@ -14,8 +14,6 @@ from ebflow_plugin.errors import EBFlowError, InputError
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.options import at_least, flag
 
-__all__ = ["EMA", "decay_of"]
-
 
 class EMA:
     r"""An exponential moving average of a model's parameters.

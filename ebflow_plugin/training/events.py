@@ -9,8 +9,6 @@ from typing import Any
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.training.ema import EMA
 
-__all__ = ["Event", "Record", "describe"]
-
 Record = dict[str, Any]
 
 

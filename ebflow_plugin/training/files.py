@@ -20,17 +20,6 @@ from ebflow_plugin.errors import InputError, ResumeWarning, WriteError, warn
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.options import path_of
 
-__all__ = [
-    "BEST",
-    "atomic_write",
-    "latest",
-    "load_best",
-    "read",
-    "read_first",
-    "weights_of",
-    "write_weights",
-]
-
 BEST = "best.ckpt"  # what Lightning's run leaves in its folder: the best weights, and checkpoints by step
 STEPS = "step-*.ckpt"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

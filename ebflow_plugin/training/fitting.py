@@ -32,8 +32,6 @@ from ebflow_plugin.training.files import write_weights
 from ebflow_plugin.training.guards import FiniteWatch, checks_every, failure, gradient_norms
 from ebflow_plugin.training.optimizers import optimizer_of, scalar_objective, scheduler_of
 
-__all__ = ["KINDS", "FitResult", "Judge", "evaluate_every_default", "fit"]
-
 KINDS = ("full", "diagonal")  # of calibration
 EVALUATIONS, AT_LEAST_EVERY = 20, 1000  # by default 20 evaluations in a run, and one in 1000 steps
 VALIDATION_BATCH = 256

@@ -15,8 +15,6 @@ from ebflow_plugin.plan.preprocessing import Dequantize
 from ebflow_plugin.plan.step import Step
 from ebflow_plugin.plan.values import Value
 
-__all__ = ["ADVICE", "Finding", "FiniteWatch", "checks_every", "diagnose", "failure", "gradient_norms"]
-
 ADVICE = "Lower the learning rate, clip gradients, or mix in a little likelihood: 0.99 * SSM(model) + 0.01 * ML(model)."
 CHECK_EVERY = {"cpu": 1}  # steps between two checks of losses and gradients, by device
 CHECK_EVERY_ELSEWHERE = 10  # whose flags are read at the next check, when they have arrived

@@ -39,8 +39,6 @@ try:
 except ImportError as error:
     raise ImportError("ebflow_plugin.lightning needs Lightning: pip install ebflow-plugin[lightning]") from error
 
-__all__ = ["ConditionGuard", "DataDependentStart", "Evaluated", "ExactNLL", "FiniteGuard", "LitObjective"]
-
 
 class Evaluated(NamedTuple):
     """The exact NLL of a step, and the calibration that it had: the map's tensors, or None if nobody asked for one."""

@@ -15,8 +15,6 @@ from ebflow_plugin.layers import FullConv2d
 from ebflow_plugin.objectives import Objective
 from ebflow_plugin.options import positive
 
-__all__ = ["fusible", "optimizer_of", "parameter_groups", "scalar_objective", "scheduler_of"]
-
 
 def scalar_objective(caller: str, objective: object) -> Objective:
     """Returns an objective whose value is a scalar, or raises an error that names the caller."""

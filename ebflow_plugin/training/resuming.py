@@ -23,8 +23,6 @@ from ebflow_plugin.training.files import BEST, atomic_write, latest, read, read_
 from ebflow_plugin.training.fitting import evaluate_every_default
 from ebflow_plugin.training.lightning import ExactNLL, FiniteGuard
 
-__all__ = ["AtomicCheckpointIO", "AveragedWeights", "Checkpoints", "trainer"]
-
 KEPT = 2  # checkpoints
 INTERRUPTED = 130  # the exit code of Ctrl-C
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from importlib.util import find_spec
 
-__all__ = ["main"]
-
 NEEDED = ("typer", "rich")  # to speak at all; what single commands need, they say themselves
 
 

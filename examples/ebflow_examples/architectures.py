@@ -15,8 +15,6 @@ from ebflow_examples.layers import Conditioner, Shape, convolution, coupling, li
 from ebflow_nflows import SinhArcsinh, SmoothLeakyReLU
 from ebflow_plugin.errors import InputError
 
-__all__ = ["CNN_KERNEL", "MODELS", "ModelInfo"]
-
 CNN_KERNEL = 7  # of the paper's CNN-based model
 
 

@@ -20,8 +20,6 @@ import ebflow_plugin as ebf
 from ebflow_plugin.errors import ConditioningWarning
 from ebflow_plugin.training import Event, FitResult
 
-__all__ = ["SCHEDULES", "Clock", "Timed", "train"]
-
 NO_END = 10**9  # steps; the clock ends a run
 SCHEDULES: dict[str, Callable[[float], float]] = {  # the rate, as a share of the highest, by the share of a run
     "constant": lambda share: 1.0,

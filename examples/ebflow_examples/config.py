@@ -14,8 +14,6 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_type_hints
 
-__all__ = ["CHOICES", "LOSS_OPTIONS", "NOISED", "TrainConfig", "option_types", "read_toml", "to_toml"]
-
 MODEL, LOSS, OPTIMISER, EVALUATION, MACHINE = "What", "Loss", "Optimiser", "Start and finish", "Machine and data"
 
 CHOICES: dict[str, tuple[str, ...]] = {

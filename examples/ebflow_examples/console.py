@@ -19,21 +19,6 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-__all__ = [
-    "FAILED",
-    "INTERRUPTED",
-    "REFUSED",
-    "Commands",
-    "Grid",
-    "first_process",
-    "markdown",
-    "note",
-    "say",
-    "say_json",
-    "table",
-    "to_json",
-]
-
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 # Of [examples].
 EXTRA = ("lightning", "matplotlib", "nflows", "normflows", "rich", "safetensors", "sklearn", "torchvision")

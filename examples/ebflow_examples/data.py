@@ -16,8 +16,6 @@ from ebflow_examples.streams import stream
 from ebflow_examples.synthetic import Truth
 from ebflow_plugin.errors import InputError, UnknownNameError, suggest
 
-__all__ = ["LEVELS", "NAMES", "DataSet", "Truth", "data_root", "load"]
-
 NAMES = {
     "sine": "2-D, a sine wave 16 long, smoothed by a Gaussian of 0.375; its density is known",
     "swirl": "2-D, a spiral of one turn and a half, smoothed by a Gaussian of 0.375; its density is known",

@@ -23,20 +23,6 @@ from ebflow_plugin.objectives.schedule import AddedNoise
 from ebflow_plugin.options import integer, positive
 from ebflow_plugin.plan.plan import Plan
 
-__all__ = [
-    "LATENT_WEIGHT",
-    "ML_WEIGHTS",
-    "SHRINKING_BATCH",
-    "SHRINKING_RATE",
-    "SHRINKING_SHARE",
-    "NoisedML",
-    "check",
-    "length",
-    "objective_of",
-    "settle",
-    "start_rows",
-]
-
 STEPS = {True: 1000, False: 500}  # of images, and of other rows, whose models are deeper
 CALIBRATION_ROWS = 20  # the fewest that EBFlow.calibrate takes: it holds out a tenth, and judges by two rows at least
 SHRINKING_SHARE = 0.6  # of a run: the share in which noise shrinks to its last value

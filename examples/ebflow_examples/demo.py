@@ -28,8 +28,6 @@ from ebflow_examples.reproduce.common import one_thread
 from ebflow_examples.runs import nll_of_rows, standard_error
 from ebflow_examples.streams import drawing_from, stream
 
-__all__ = ["run_demo"]
-
 SMALL_STEPS = 150
 TIMING = 0.5  # seconds, for the steps of the small case
 SECONDS = 10.0

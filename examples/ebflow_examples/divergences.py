@@ -10,8 +10,6 @@ from torch import Tensor
 
 import ebflow_plugin as ebf
 
-__all__ = ["fisher_divergence", "kl_divergence"]
-
 
 def fisher_divergence(model: ebf.EBFlow, x: Tensor, true_score: Tensor, batch_size: int | None = None) -> ebf.Estimate:
     r"""Estimates the Fisher divergence, :math:`\tfrac12\, \mathbb{E}_p \| \nabla \log p(x) - \nabla \log q(x) \|^2`.

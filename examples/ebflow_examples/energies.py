@@ -30,8 +30,6 @@ from ebflow_plugin.errors import InputError, UnknownNameError, suggest
 from ebflow_plugin.training.events import Event
 from ebflow_plugin.training.files import atomic_write
 
-__all__ = ["ENERGIES", "Energy", "couplings", "phi4", "report", "train_on"]
-
 # The settings that have a meaning without data; all others are refused.
 MEANT = {"log_det", "steps", "batch_size", "lr", "clip_norm", "evaluate_every", "seed", "threads"}
 JUDGED, FINAL = 2000, 20_000  # samples that judge the model at an evaluation, and at the end

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from ebflow_plugin.errors import InputError
 
-__all__ = ["LOCK", "held", "writable"]
-
 LOCK = ".lock"
 
 

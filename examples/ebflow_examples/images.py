@@ -18,8 +18,6 @@ from torch import Tensor
 
 from ebflow_plugin.errors import InputError
 
-__all__ = ["CIFAR_JPEG", "cifar10", "cifar10_jpeg", "digits", "folder", "mnist"]
-
 CIFAR_JPEG = "cifar10-jpeg.tar.gz"
 
 

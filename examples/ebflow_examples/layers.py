@@ -19,19 +19,6 @@ from ebflow_nflows.steps import NetworkStep
 from ebflow_plugin.adapting import Child, register_networks
 from ebflow_plugin.errors import InputError, UnknownNameError, suggest
 
-__all__ = [
-    "ACTIVATIONS",
-    "LINEAR",
-    "Conditioner",
-    "ImageNetwork",
-    "Shape",
-    "TriangularLinear",
-    "convolution",
-    "coupling",
-    "linear_layer",
-    "mask",
-]
-
 LINEAR = ("full", "lu", "lower", "upper", "qr", "svd")
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "tanh": nn.Tanh,

@@ -20,8 +20,6 @@ from ebflow_examples.layers import LINEAR, Shape
 from ebflow_plugin.errors import InputError, UnknownNameError, suggest
 from ebflow_plugin.options import positive
 
-__all__ = ["LINEAR", "MODELS", "ModelInfo", "build", "flow_for", "preprocessing"]
-
 # How far images are kept from 0 and 1, where the logit is infinite: the values that most of the literature has. The
 # paper's tables (`ebflow reproduce`) have 1e-6 on CIFAR-10 too, as the authors' code.
 ALPHA = 1e-6

@@ -17,17 +17,6 @@ from ebflow_examples.runs import Run, likelihood
 from ebflow_examples.streams import stream
 from ebflow_plugin.errors import InputError, suggest
 
-__all__ = [
-    "MASKS",
-    "Imputation",
-    "draw_density",
-    "draw_imputation",
-    "draw_samples",
-    "impute_rows",
-    "missing",
-    "unseen_features",
-]
-
 MASKS = ("left", "right", "top", "bottom", "random")
 GRID = 120  # cells on a side of a density picture
 SHOWN = (0, 10, 50, 200, 1000, 5000)  # steps of a chain that a strip shows, as far as it goes

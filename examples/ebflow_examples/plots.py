@@ -18,25 +18,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, StrMethodFormatter
 from torch import Tensor
 
-__all__ = [
-    "COLOURS",
-    "OBJECTIVE_COLOURS",
-    "Panel",
-    "Points",
-    "density",
-    "figure",
-    "images",
-    "joined",
-    "labelled",
-    "objective_name",
-    "plain_log",
-    "save_images",
-    "save_panels",
-    "scatter",
-    "seed_curves",
-    "strips",
-]
-
 COLOURS = {"score": "#0072B2", "ml": "#D55E00", "ink": "#333333", "grid": "#DDDDDD"}  # told apart by all eyes
 OBJECTIVE_COLOURS = {  # in the order of tables
     "ml": "#D55E00",

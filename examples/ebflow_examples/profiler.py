@@ -23,8 +23,6 @@ from ebflow_examples.targets import Target
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.options import positive
 
-__all__ = ["OBJECTIVES", "Cost", "Profile", "batch_for", "measure", "profile"]
-
 OBJECTIVES = ("dsm", "ssm", "fdssm", "ml", "ml stochastic", "ml relative", "sml", "sm")
 COMPILED = ("dsm", "ssm", "fdssm", "ml", "sm")  # with ``compile``, also as one graph
 OWN = "the library's ml"

@@ -23,8 +23,6 @@ from ebflow_examples.runs import above_truth
 from ebflow_examples.streams import drawing_from
 from ebflow_plugin.errors import TrainingError
 
-__all__ = ["CONTENDERS", "SAMPLES", "Contender", "Lap", "draw", "gap", "run", "spread"]
-
 BATCH = 50
 EVALUATIONS = 6
 SAMPLES = 9  # of each model, in the picture

@@ -20,8 +20,6 @@ from ebflow_plugin.lightning import ConditionGuard, ExactNLL, FiniteGuard
 from ebflow_plugin.training.events import Event, Record, describe
 from ebflow_plugin.training.files import atomic_write, not_written
 
-__all__ = ["METRICS", "JsonLines", "LiveDisplay", "Records", "display"]
-
 METRICS = "metrics.jsonl"
 SHOWN_LAYERS = 8
 

@@ -18,31 +18,12 @@ from torch import Generator, Tensor
 
 import ebflow_plugin as ebf
 from ebflow_examples.config import TrainConfig, option_types, read_toml
-from ebflow_examples.data import DataSet, Truth, load
+from ebflow_examples.data import DataSet, load
 from ebflow_examples.models import flow_for, preprocessing
 from ebflow_examples.streams import drawing_from, stream
+from ebflow_examples.synthetic import Truth
 from ebflow_plugin.errors import InputError, suggest
 from ebflow_plugin.training.files import latest, read_first, weights_of, write_weights
-
-__all__ = [
-    "CONFIG",
-    "DATA",
-    "LARGE",
-    "SUMMARY",
-    "WEIGHTS",
-    "Floor",
-    "Likelihood",
-    "Run",
-    "above_truth",
-    "build",
-    "check_data",
-    "fingerprint",
-    "holds_run",
-    "likelihood",
-    "nll_of_rows",
-    "open_run",
-    "run_configuration",
-]
 
 LARGE = 1024  # features from which on full matrices and their determinants take long
 

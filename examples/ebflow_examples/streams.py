@@ -14,8 +14,6 @@ from torch import Generator
 
 from ebflow_plugin.linalg.random import derive_seed
 
-__all__ = ["drawing_from", "stream", "stream_seed"]
-
 
 def stream_seed(seed: int, *name: object) -> int:
     """The seed of a stream: the same for the same seed and name, unrelated to that of every other name.

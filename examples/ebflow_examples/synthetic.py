@@ -23,8 +23,6 @@ from torch import Generator, Tensor
 
 from ebflow_plugin.errors import InputError
 
-__all__ = ["PLANE", "SMOOTHING", "Autoregressive", "SmoothedSet", "Truth", "checkerboard", "sine", "swirl"]
-
 SMOOTHING = 0.375  # the paper's standard deviation of the Gaussian
 ORDER = 12  # nodes of a Gauss-Legendre rule on each piece of a curve; a piece is a unit long or so
 CHUNK = 2**20  # kernel values held at once: 8 MB in double precision, for each of the few tensors of them

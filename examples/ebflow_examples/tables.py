@@ -15,8 +15,6 @@ from torch import Tensor
 
 from ebflow_plugin.errors import InputError
 
-__all__ = ["SUFFIXES", "Table", "read", "read_csv"]
-
 SUFFIXES = (".npy", ".npz", ".csv")
 PARTS = ("train", "validation", "test")
 SHOWN = 8  # cells of a line that is quoted

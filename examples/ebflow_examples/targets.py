@@ -20,12 +20,11 @@ import torch
 from torch import Tensor, nn
 
 import ebflow_plugin as ebf
+from ebflow_examples.architectures import MODELS
 from ebflow_examples.data import DataSet, load
-from ebflow_examples.models import MODELS, flow_for, preprocessing
+from ebflow_examples.models import flow_for, preprocessing
 from ebflow_plugin.errors import InputError, UnknownNameError, suggest
 from ebflow_plugin.report import FlowReport
-
-__all__ = ["PAPER_SHAPE", "Target", "find_target", "parse_shape", "user_object"]
 
 PAPER_SHAPE = (1, 28, 28)  # MNIST's, for a built-in model when nothing else is said
 

@@ -24,8 +24,6 @@ import ebflow_plugin as ebf
 from ebflow_nflows import FullConv2d, SmoothLeakyReLU
 from ebflow_plugin.errors import InputError
 
-__all__ = ["SIDES", "Textures"]
-
 SIDES = {"textures": 32, "textures16": 16}  # the data sets, and the pixels on a side of their images
 KERNEL, ALPHA = 7, 0.3
 CHUNK = 512  # columns of an inverse at a time

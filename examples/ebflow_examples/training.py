@@ -45,17 +45,6 @@ from ebflow_plugin.training.files import BEST, atomic_write, latest
 from ebflow_plugin.training.fitting import VALIDATION_BATCH
 from ebflow_plugin.training.optimizers import fusible
 
-__all__ = [
-    "configuration",
-    "covered",
-    "first_process",
-    "free_folder",
-    "optimizer_for",
-    "report",
-    "run_trainer",
-    "train",
-]
-
 OPTIMISERS: dict[str, Callable[..., optim.Optimizer]] = {
     "adam": optim.Adam,
     "adamw": optim.AdamW,

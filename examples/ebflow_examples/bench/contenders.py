@@ -14,8 +14,6 @@ from ebflow_examples.bench import plain
 from ebflow_nflows import SmoothLeakyReLU
 from ebflow_plugin.training.optimizers import fusible
 
-__all__ = ["ALPHA", "BATCH", "DIM", "naive_fc", "objective", "plain_loss", "quiet", "training_step"]
-
 DIM, BATCH, ALPHA = 784, 100, 0.3  # the paper's models for MNIST
 SIGMA = EPS = 1.0
 OPTIONS: dict[str, dict[str, Any]] = {

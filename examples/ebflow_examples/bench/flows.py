@@ -21,8 +21,6 @@ from ebflow_examples.bench.results import Settings, Table
 from ebflow_examples.bench.timing import ratio
 from ebflow_examples.models import build
 
-__all__ = ["MODELS", "flows", "own_step"]
-
 ROWS, IMAGES = 200, 16
 
 

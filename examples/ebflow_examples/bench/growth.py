@@ -13,8 +13,6 @@ from ebflow_examples.bench.results import Settings, Table, goal, milliseconds
 from ebflow_examples.bench.timing import exponent, ratio
 from ebflow_examples.models import build
 
-__all__ = ["OBJECTIVES", "growth"]
-
 OBJECTIVES = ("SSM", "DSM", "FDSSM", "ML", "SML")
 BATCH = 64
 TARGETS = {"SSM": 2.1, "DSM": 2.1, "FDSSM": 2.1}

@@ -15,8 +15,6 @@ from ebflow_examples.bench.contenders import ALPHA, objective, plain_loss
 from ebflow_examples.bench.results import Settings, Table
 from ebflow_examples.models import build
 
-__all__ = ["count", "launches"]
-
 # Operators that compute nothing: they make a tensor without filling it, look at one in another way, or ask for a type.
 FREE = {f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")}
 FREE |= {"aten::promote_types", "aten::detach"}

@@ -9,8 +9,6 @@ from collections.abc import Callable
 import torch
 from torch.autograd.profiler import profile, record_function
 
-__all__ = ["METHOD", "peak_bytes"]
-
 METHOD = (
     "the most bytes of torch's allocator that are held at once (CPU: every allocation and release, by torch's "
     "profiler; GPU: max_memory_allocated); the workspace of LAPACK is not seen"

@@ -16,8 +16,6 @@ from ebflow_examples.bench.results import Settings, Table, compare, milliseconds
 from ebflow_examples.bench.timing import exponent, interleaved
 from ebflow_examples.models import build
 
-__all__ = ["cnn", "fc", "likelihood"]
-
 TARGETS = {"SSM": 0.80, "DSM": 1.05, "FDSSM": 1.05}
 LAYOUTS = {"": torch.contiguous_format, " channels_last": torch.channels_last}
 # Of likelihood without determinants.

@@ -14,8 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Convolutional", "FullyConnected", "copy_parameters", "dsm", "fdssm", "ml", "rademacher", "sphere", "ssm"]
-
 Energy = Callable[[Tensor], Tensor]
 
 

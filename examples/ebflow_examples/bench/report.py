@@ -17,8 +17,6 @@ from ebflow_examples.bench.results import Table, Target
 from ebflow_examples.bench.timing import Spread
 from ebflow_examples.console import Grid, markdown
 
-__all__ = ["as_markdown", "as_text", "draw", "machine", "write_json"]
-
 NOTES = (
     "Ratios are of medians, ours over the other; in brackets the 90 % bootstrap interval over the rounds. "
     "Below 1, ours is faster. A target is open if it lies within the interval."

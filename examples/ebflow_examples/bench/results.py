@@ -12,8 +12,6 @@ from torch import Tensor
 from ebflow_examples.bench.timing import Samples, Spread, interleaved, ratio
 from ebflow_examples.streams import stream
 
-__all__ = ["Settings", "Table", "Target", "compare", "goal", "milliseconds"]
-
 
 @dataclass(frozen=True)
 class Settings:

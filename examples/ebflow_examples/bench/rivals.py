@@ -23,8 +23,6 @@ from ebflow_examples.bench.wrapper import alternating
 from ebflow_examples.models import build
 from ebflow_normflows import SmoothLeakyReLU
 
-__all__ = ["rivals"]
-
 CHANNELS, SIZE = 48, 8  # what two squeezes make of a 3 x 32 x 32 image
 ALL, FULL = ("ML", "SSM", "DSM", "FDSSM"), ("SSM", "DSM", "FDSSM", "ML relative")
 

@@ -18,8 +18,6 @@ from torch import Tensor
 
 from ebflow_plugin.errors import InputError
 
-__all__ = ["Samples", "Spread", "estimate", "exponent", "interleaved", "ratio"]
-
 SAMPLE_SECONDS = 0.005  # a shorter call is repeated until a sample takes about as long
 RESAMPLES = 1000
 LOW, HIGH = 0.05, 0.95

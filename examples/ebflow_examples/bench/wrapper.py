@@ -14,8 +14,6 @@ from ebflow_examples.bench.results import Settings, Table, compare
 from ebflow_examples.models import build
 from ebflow_nflows import FullLinear, SmoothLeakyReLU
 
-__all__ = ["alternating", "loop_by_hand", "wrapper"]
-
 DIM, TARGET = 64, 1.03
 
 

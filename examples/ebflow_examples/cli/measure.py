@@ -13,8 +13,6 @@ from ebflow_examples.cli.options import Data, DataRoot, Device, Header, Json, Li
 from ebflow_examples.console import say, say_json
 from ebflow_examples.reproduce import WHATS
 
-__all__ = ["bench", "profile", "reproduce"]
-
 
 def profile(
     target: Target,

@@ -11,22 +11,6 @@ import typer
 
 from ebflow_examples.config import CHOICES, option_types
 
-__all__ = [
-    "Data",
-    "DataRoot",
-    "Device",
-    "Folder",
-    "Header",
-    "Json",
-    "Linear",
-    "Picture",
-    "Seed",
-    "Shape",
-    "Target",
-    "Weights",
-    "with_settings",
-]
-
 Target = Annotated[
     str,
     typer.Argument(

@@ -14,8 +14,6 @@ from ebflow_examples.console import say, say_json
 if TYPE_CHECKING:  # torch is imported by the commands that need it
     from ebflow_examples.runs import Run
 
-__all__ = ["density", "evaluate", "impute", "sample"]
-
 
 def evaluate(
     run: Folder,

@@ -20,8 +20,6 @@ from ebflow_examples.cli.options import (
 )
 from ebflow_examples.console import REFUSED, say, say_json
 
-__all__ = ["demo", "inspect_target", "train"]
-
 
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the picture and the numbers.")] = Path("runs/demo"),
@@ -123,7 +121,8 @@ def train(
     torchrun --nproc-per-node 4 -m ebflow_examples train --data mnist --out runs/mnist
     ```
     """
-    from ebflow_examples.training import configuration, first_process, free_folder, report, train
+    from ebflow_examples.console import first_process
+    from ebflow_examples.training import configuration, free_folder, report, train
     from ebflow_plugin.errors import InputError
 
     given = {name: value for name, value in flags.items() if value is not None}

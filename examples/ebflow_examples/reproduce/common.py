@@ -22,22 +22,6 @@ from ebflow_examples.reproduce.provenance import commit, recipe
 from ebflow_examples.training import versions
 from ebflow_plugin.errors import InputError, SingularError, TrainingError
 
-__all__ = [
-    "MARGIN",
-    "START",
-    "Cell",
-    "CellResult",
-    "Experiment",
-    "Options",
-    "check_images",
-    "commits",
-    "judged",
-    "kept_cells",
-    "run",
-    "tries",
-    "try_names",
-]  # fmt: skip
-
 TRAINING = 0.75  # of the budget; the rest is for data, evaluations, calibrations and pictures
 QUICK_SECONDS = 0.2
 START = "start"  # what the names of files with started weights begin with

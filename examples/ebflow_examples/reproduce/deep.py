@@ -11,9 +11,10 @@ import numpy as np
 
 from ebflow_examples import plots
 from ebflow_examples.config import TrainConfig
+from ebflow_examples.console import Grid
 from ebflow_examples.defaults import CONV_ROWS, start_rows
 from ebflow_examples.reproduce.common import Cell, CellResult, Options
-from ebflow_examples.reproduce.output import Grid, Report, column, grouped
+from ebflow_examples.reproduce.output import Report, column, grouped
 from ebflow_examples.runs import build, likelihood
 
 MINUTES = 8.0

@@ -8,10 +8,11 @@ from itertools import product
 from pathlib import Path
 
 from ebflow_examples.config import CHOICES
+from ebflow_examples.console import Grid
 from ebflow_examples.plots import objective_name
 from ebflow_examples.reproduce import table2
 from ebflow_examples.reproduce.common import Cell, CellResult, Options
-from ebflow_examples.reproduce.output import Grid, Mean, Report, columns, grouped, mean
+from ebflow_examples.reproduce.output import Mean, Report, columns, grouped, mean
 from ebflow_examples.reproduce.table2_report import STOCHASTIC, draw
 
 MINUTES = 40.0

@@ -11,9 +11,10 @@ from ebflow_examples.bench import growth
 from ebflow_examples.bench import report as bench_report
 from ebflow_examples.bench.results import Settings, Table
 from ebflow_examples.bench.timing import Spread
+from ebflow_examples.console import Grid
 from ebflow_examples.reproduce import table2
 from ebflow_examples.reproduce.common import Cell, CellResult, Options, kept_cells
-from ebflow_examples.reproduce.output import Grid, Report
+from ebflow_examples.reproduce.output import Report
 from ebflow_examples.reproduce.table2_report import draw
 
 MINUTES = 15.0

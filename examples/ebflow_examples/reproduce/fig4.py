@@ -12,9 +12,10 @@ import numpy as np
 
 from ebflow_examples import plots
 from ebflow_examples.config import TrainConfig
+from ebflow_examples.console import Grid
 from ebflow_examples.reproduce import paper
 from ebflow_examples.reproduce.common import Cell, CellResult, Options
-from ebflow_examples.reproduce.output import Grid, Report, beside, columns, grouped
+from ebflow_examples.reproduce.output import Report, beside, columns, grouped
 from ebflow_examples.reproduce.timed import train_for
 from ebflow_examples.runs import build, likelihood
 from ebflow_examples.streams import drawing_from

@@ -18,10 +18,11 @@ from torch import Tensor
 import ebflow_plugin as ebf
 from ebflow_examples import plots
 from ebflow_examples.config import TrainConfig
+from ebflow_examples.console import Grid
 from ebflow_examples.defaults import settle
 from ebflow_examples.pictures import missing
 from ebflow_examples.reproduce.common import Cell, CellResult, Options
-from ebflow_examples.reproduce.output import Grid, Report
+from ebflow_examples.reproduce.output import Report
 from ebflow_examples.runs import Run, build, likelihood, standard_error
 from ebflow_examples.streams import stream
 from ebflow_plugin.closed_form.moments import Moments

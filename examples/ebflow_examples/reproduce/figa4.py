@@ -10,11 +10,12 @@ from typing import Any
 import ebflow_plugin as ebf
 from ebflow_examples import plots
 from ebflow_examples.config import TrainConfig
+from ebflow_examples.console import Grid
 from ebflow_examples.data import load
 from ebflow_examples.models import flow_for
 from ebflow_examples.plots import seed_curves
 from ebflow_examples.reproduce.common import Cell, CellResult, Options
-from ebflow_examples.reproduce.output import Grid, Report, column, grouped
+from ebflow_examples.reproduce.output import Report, column, grouped
 from ebflow_examples.reproduce.timed import train_for
 from ebflow_examples.runs import Run, likelihood
 from ebflow_examples.streams import drawing_from

@@ -16,11 +16,12 @@ from torch.optim import Adam
 
 import ebflow_plugin as ebf
 from ebflow_examples import clock, plots
+from ebflow_examples.console import Grid
 from ebflow_examples.data import DataSet, load
 from ebflow_examples.models import build
 from ebflow_examples.plots import joined
 from ebflow_examples.reproduce.common import Cell, CellResult, Options
-from ebflow_examples.reproduce.output import Grid, Mean, Report, column, grouped, mean
+from ebflow_examples.reproduce.output import Mean, Report, column, grouped, mean
 from ebflow_examples.runs import likelihood
 from ebflow_examples.streams import drawing_from, stream
 

@@ -16,8 +16,6 @@ from ebflow_examples.console import Grid, note, say
 from ebflow_examples.reproduce.common import CellResult, Experiment, Options, commits
 from ebflow_examples.reproduce.provenance import recipe
 
-__all__ = ["Grid", "Mean", "Report", "assemble", "beside", "column", "columns", "grouped", "mean", "write"]
-
 RESULTS = "RESULTS.md"
 FEW_STEPS = 30  # of a search: below, its rate may be chance
 

@@ -6,8 +6,6 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ABLATION", "ANCHORS", "GLOW", "IMAGES", "LOG_Z", "PLANE", "RELATED", "THROUGHPUT"]
-
 Pair = list[float]
 
 _TOLD: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))

@@ -11,8 +11,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-__all__ = ["commit", "recipe"]
-
 PACKAGES = ("ebflow_plugin", "ebflow_nflows", "ebflow_normflows", "ebflow_zuko", "ebflow_examples")
 # What only shows numbers: another picture of the same numbers is no other recipe.
 SHOWING = {f"ebflow_examples.{name}" for name in ("cli", "console", "plots", "bench.report", "reproduce")} | {

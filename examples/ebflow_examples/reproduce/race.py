@@ -10,10 +10,11 @@ import numpy as np
 import torch
 
 from ebflow_examples import racing
+from ebflow_examples.console import Grid
 from ebflow_examples.data import load
 from ebflow_examples.racing import CONTENDERS, SAMPLES
 from ebflow_examples.reproduce.common import Cell, CellResult, Options, tries
-from ebflow_examples.reproduce.output import Grid, Report, column, grouped, mean
+from ebflow_examples.reproduce.output import Report, column, grouped, mean
 from ebflow_examples.streams import stream
 
 MINUTES = 10.0

@@ -23,6 +23,7 @@ import ebflow_plugin as ebf
 from ebflow_examples import plots
 from ebflow_examples.clock import SCHEDULES
 from ebflow_examples.config import TrainConfig
+from ebflow_examples.console import Grid
 from ebflow_examples.data import SIZES, load
 from ebflow_examples.defaults import (
     LATENT_WEIGHT,
@@ -39,7 +40,7 @@ from ebflow_examples.divergences import fisher_divergence, kl_divergence
 from ebflow_examples.pictures import density_of
 from ebflow_examples.reproduce import paper
 from ebflow_examples.reproduce.common import Cell, CellResult, Options, judged, tries, try_names
-from ebflow_examples.reproduce.output import Grid, Report, beside, column, grouped
+from ebflow_examples.reproduce.output import Report, beside, column, grouped
 from ebflow_examples.reproduce.timed import train_for
 from ebflow_examples.runs import Run, build
 from ebflow_examples.synthetic import PLANE, SMOOTHING

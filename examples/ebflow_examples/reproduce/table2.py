@@ -16,24 +16,12 @@ from ebflow_examples.config import TrainConfig
 from ebflow_examples.data import DataSet, load
 from ebflow_examples.models import preprocessing
 from ebflow_examples.reproduce.common import MARGIN, START, Cell, Options, tries, try_names
-from ebflow_examples.reproduce.table2_report import GAUSSIAN, MODELS, RELATIVE, STOCHASTIC, TEMPERATURES, WAYS, report
+from ebflow_examples.reproduce.table2_report import GAUSSIAN, MODELS, RELATIVE, STOCHASTIC, TEMPERATURES, WAYS
+from ebflow_examples.reproduce.table2_report import report as report
 from ebflow_examples.reproduce.timed import Trained, train_for
 from ebflow_examples.runs import Likelihood, build, likelihood
 from ebflow_examples.streams import drawing_from, stream
 from ebflow_plugin.objectives.evaluation import calibrated
-
-__all__ = [
-    "LOSSES",
-    "MINUTES",
-    "cell_of",
-    "cells",
-    "compute",
-    "gaussian_cell",
-    "losses",
-    "recipe",
-    "report",
-    "with_rates",
-]
 
 MINUTES = 90.0
 LOSSES = ("ml", "sml", "ssm", "dsm", "fdssm")

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ebflow_examples import plots
+from ebflow_examples.console import Grid
 from ebflow_examples.plots import OBJECTIVE_COLOURS, Points, labelled, objective_name, seed_curves
 from ebflow_examples.reproduce import paper
 from ebflow_examples.reproduce.common import MARGIN, CellResult, Options, judged
-from ebflow_examples.reproduce.output import Grid, Mean, Report, beside, column, columns, grouped, mean
-
-__all__ = ["GAUSSIAN", "MODELS", "RELATIVE", "STOCHASTIC", "TEMPERATURES", "WAYS", "draw", "notes", "report"]
+from ebflow_examples.reproduce.output import Mean, Report, beside, column, columns, grouped, mean
 
 MODELS = ("fc", "cnn")
 GAUSSIAN = "gaussian"

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ebflow_examples import plots
+from ebflow_examples.console import Grid
 from ebflow_examples.plots import seed_curves
 from ebflow_examples.reproduce import paper, table2
 from ebflow_examples.reproduce.common import Cell, CellResult, Options
-from ebflow_examples.reproduce.output import Grid, Report, beside, column, grouped
+from ebflow_examples.reproduce.output import Report, beside, column, grouped
 from ebflow_examples.reproduce.table2_report import MODELS
 from ebflow_examples.reproduce.timed import train_for
 from ebflow_examples.runs import build, likelihood

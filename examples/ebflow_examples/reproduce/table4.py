@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from ebflow_examples.console import Grid
 from ebflow_examples.plots import OBJECTIVE_COLOURS, objective_name
 from ebflow_examples.reproduce import paper, table2
 from ebflow_examples.reproduce.common import Cell, CellResult, Options, kept_cells
-from ebflow_examples.reproduce.output import Grid, Report, beside, column, grouped
+from ebflow_examples.reproduce.output import Report, beside, column, grouped
 from ebflow_examples.reproduce.table2_report import GAUSSIAN, notes
 
 MINUTES = 30.0

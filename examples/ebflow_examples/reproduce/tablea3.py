@@ -12,9 +12,10 @@ from torch import Generator
 
 import ebflow_plugin as ebf
 from ebflow_examples import plots
+from ebflow_examples.console import Grid
 from ebflow_examples.reproduce import paper
 from ebflow_examples.reproduce.common import Cell, CellResult, Options
-from ebflow_examples.reproduce.output import Grid, Report, beside, column, grouped
+from ebflow_examples.reproduce.output import Report, beside, column, grouped
 from ebflow_examples.streams import stream
 from ebflow_nflows import FullLinear
 

@@ -26,8 +26,6 @@ from ebflow_plugin.training.batches import Loader
 from ebflow_plugin.training.files import write_weights
 from ebflow_plugin.training.fitting import Judge
 
-__all__ = ["Trained", "train_for"]
-
 LEAST_SHARE = 0.25  # of the time is left for training, whatever the start takes
 VALIDATION_BATCH = 250
 
