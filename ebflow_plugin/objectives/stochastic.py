@@ -26,7 +26,7 @@ import torch
 from torch import Generator, Tensor
 
 from ebflow_plugin.errors import ConditioningWarning, SingularError, warn
-from ebflow_plugin.linalg.circular import ConvOperator, side_by_side
+from ebflow_plugin.linalg.convolution import Convolution, side_by_side
 from ebflow_plugin.linalg.delayed import Delayed
 from ebflow_plugin.linalg.krylov import gmres
 from ebflow_plugin.linalg.memo import free_to_read
@@ -52,7 +52,7 @@ class _Layer(NamedTuple):
     def kind(self) -> Hashable:
         """Layers of one kind are solved together: convolutions of one geometry and direction."""
         operator = self.operator
-        if type(operator) is not ConvOperator:
+        if type(operator) is not Convolution:
             return id(self.step)
         return operator.geometry, operator.weight.dtype, operator.weight.device, self.step.inverted
 
@@ -127,7 +127,7 @@ class _Solved:
         """The sum of the log-dets of the good layers, as far as its gradient is concerned."""
         operator, probes, remainder = self.operator, self.probes, self.remainder
         kept = [place for place, fine in enumerate(good) if fine]
-        if isinstance(operator, ConvOperator) and len(kept) < len(good):  # what is not finite must not reach a gradient
+        if isinstance(operator, Convolution) and len(kept) < len(good):  # what is not finite must not reach a gradient
             weights = [
                 layer.operator.weight if fine else layer.operator.like
                 for layer, fine in zip(self.layers, good, strict=True)
@@ -299,7 +299,7 @@ class LogDetEstimator:
     def _approximation(self, operator: LinearOperator, accounts: Sequence[Account], name: str) -> Approximation:
         """An approximate inverse, for convolutions that of some steps before."""
         known = accounts[0].inverse
-        if not isinstance(operator, ConvOperator):
+        if not isinstance(operator, Convolution):
             return operator.approximate() if known is None else dense_inverse(known.to(operator.like))
         near = self._near.get(name)
         if near is None or not near.serves(max(account.iterations for account in accounts)):
@@ -366,7 +366,7 @@ def _operator(step: LinearStep, shapes: Shapes) -> LinearOperator:
 
 def _joint(operators: Sequence[LinearOperator]) -> LinearOperator:
     """The matrices of layers of one kind as one."""
-    convolutions = [each for each in operators if isinstance(each, ConvOperator)]
+    convolutions = [each for each in operators if isinstance(each, Convolution)]
     return side_by_side(convolutions) if len(convolutions) > 1 else operators[0]
 
 

@@ -17,8 +17,7 @@ from torch.nn import functional as F
 
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.linalg.dense import CachedLU, Dense
-from ebflow_plugin.linalg.memo import is_traced
-from ebflow_plugin.linalg.operators import DenseOperator, LinearOperator, single_at_least
+from ebflow_plugin.linalg.operators import LinearOperator, single_at_least
 from ebflow_plugin.plan.step import Linearization, LinearStep, Shape, Shapes
 
 Products = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
@@ -165,9 +164,7 @@ class MatrixStep(MixingStep):
         return each if times == 1 else each * times
 
     def operator(self, shapes: Shapes | None) -> LinearOperator:
-        return DenseOperator(
-            single_at_least(self.dense()), 1 if shapes is None else self.copies(self.own_input(shapes))
-        )
+        return Dense(single_at_least(self.dense()), 1 if shapes is None else self.copies(self.own_input(shapes)))
 
     def linearize(self, x: Tensor, context: Tensor | None) -> Linearization:
         return Linearization(self.apply(x), *self.products())
@@ -269,13 +266,6 @@ class FullConvStep(LinearStep):
 
     def invert(self, y: Tensor) -> Tensor:
         return self.module.invert(y)
-
-    def decode(self, z: Tensor, context: Tensor | None) -> Tensor:
-        plain = torch._C._functorch.peek_interpreter_stack() is None  # no transform of torch.func
-        if self.inverted or not (plain and is_traced(self.module.weight)):
-            return super().decode(z, context)
-        result = self.module.invert_once(z)  # in training, a sample is differentiated once
-        return result
 
     def log_abs_det(self, shape: Shape) -> Tensor:
         return self.module.log_det(shape)
