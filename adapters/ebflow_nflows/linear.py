@@ -26,10 +26,10 @@ from ebflow_plugin.errors import InputError
 class PointwiseAffineStep(ElementwiseAffineStep):
     """PointwiseAffineTransform: buffers ``_scale`` and ``_shift``."""
 
-    def scale_shift(self, dim: int) -> tuple[Tensor, Tensor]:
+    def scale_shift(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return self.module._scale, self.module._shift
 
-    def log_scale(self, dim: int) -> Tensor:
+    def log_scale(self) -> Tensor:
         return torch.log(torch.abs(self.module._scale))
 
 
@@ -43,12 +43,12 @@ class BatchNormStep(ElementwiseAffineStep):
             return "couples the samples of a batch in training mode; put the model in eval()"
         return None
 
-    def scale_shift(self, dim: int) -> tuple[Tensor, Tensor]:
+    def scale_shift(self, x: Tensor) -> tuple[Tensor, Tensor]:
         t = self.module
         scale = t.weight / torch.sqrt(t.running_var + t.eps)
         return scale, t.bias - t.running_mean * scale
 
-    def log_scale(self, dim: int) -> Tensor:
+    def log_scale(self) -> Tensor:
         t = self.module
         return torch.log(t.weight) - 0.5 * torch.log(t.running_var + t.eps)
 
@@ -75,13 +75,13 @@ class ActNormStep(InitialisedAffineStep):
             self.initialize_if_due(x)
         return super().apply(x)
 
-    def scale_shift(self, dim: int) -> tuple[Tensor, Tensor]:
-        if dim not in (2, 4):
-            raise InputError(f"{self.where} acts on vectors or images, not on events with {dim - 1} dimensions")
-        broadcast = (-1, *[1] * (dim - 2))
+    def scale_shift(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if x.dim() not in (2, 4):
+            raise InputError(f"{self.where} acts on vectors or images, not on events with {x.dim() - 1} dimensions")
+        broadcast = (-1, *[1] * (x.dim() - 2))
         return self.module.scale.reshape(broadcast), self.module.shift.reshape(broadcast)
 
-    def log_scale(self, dim: int) -> Tensor:
+    def log_scale(self) -> Tensor:
         return self.module.log_scale
 
 

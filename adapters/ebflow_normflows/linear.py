@@ -31,10 +31,10 @@ from ebflow_plugin.errors import InputError
 class AffineConstStep(ElementwiseAffineStep):
     """AffineConstFlow: ``s`` is the log of the scale, ``t`` the shift."""
 
-    def scale_shift(self, dim: int) -> tuple[Tensor, Tensor]:
+    def scale_shift(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return torch.exp(self.module.s), self.module.t
 
-    def log_scale(self, dim: int) -> Tensor:
+    def log_scale(self) -> Tensor:
         return self.module.s
 
     def library_flaw(self, shape: Shape) -> str | None:

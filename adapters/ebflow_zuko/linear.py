@@ -78,10 +78,10 @@ class AffineStep(LazyPart, ElementwiseAffineStep):
         scale = transform.scale
         return scale, transform.loc, torch.log(torch.abs(scale)) if isinstance(scale, Tensor) else log(abs(scale))
 
-    def scale_shift(self, dim: int) -> tuple[Tensor | float, Tensor | float]:
+    def scale_shift(self, x: Tensor) -> tuple[Tensor | float, Tensor | float]:
         return self.numbers()[:2]
 
-    def log_scale(self, dim: int) -> Tensor | float:
+    def log_scale(self) -> Tensor | float:
         return self.numbers()[2]
 
 

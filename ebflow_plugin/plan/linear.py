@@ -104,38 +104,38 @@ class ElementwiseAffineStep(LinearStep):
     reason = "elementwise affine"
 
     @abstractmethod
-    def scale_shift(self, dim: int) -> tuple[Tensor | float, Tensor | float]:
-        """Scale and shift, to be broadcast against a batch with ``dim`` dimensions."""
+    def scale_shift(self, x: Tensor) -> tuple[Tensor | float, Tensor | float]:
+        """Scale and shift, to be broadcast against a batch x (or a batch with its number of dimensions)."""
 
     @abstractmethod
-    def log_scale(self, dim: int) -> Tensor | float:
-        """log|scale|, to be broadcast against a batch with ``dim`` dimensions."""
+    def log_scale(self) -> Tensor | float:
+        """log|scale|: one number for each entry that has a scale of its own."""
 
     def apply(self, x: Tensor) -> Tensor:
-        scale, shift = self._checked_scale_shift(x)
+        scale, shift = self._fitting(x)
         return x * scale + shift
 
     def invert(self, y: Tensor) -> Tensor:
-        scale, shift = self._checked_scale_shift(y)
+        scale, shift = self._fitting(y)
         return (y - shift) / scale
 
-    def _checked_scale_shift(self, x: Tensor) -> tuple[Tensor | float, Tensor | float]:
+    def _fitting(self, x: Tensor) -> tuple[Tensor | float, Tensor | float]:
         """Scale and shift. Raises if broadcasting them would change the shape of x."""
-        both = self.scale_shift(x.dim())
+        both = self.scale_shift(x)
         for part in both:
             if isinstance(part, Tensor) and not _broadcasts_to(tuple(part.shape), tuple(x.shape)):
                 raise InputError(f"{self.where} has parameters of shape {tuple(part.shape)}, got x {tuple(x.shape)}")
         return both
 
     def log_abs_det(self, shape: Shape) -> Tensor | float:
-        log_scale = self.log_scale(len(shape) + 1)
+        log_scale = self.log_scale()
         if not isinstance(log_scale, Tensor):
             return prod(shape) * log_scale
         return log_scale.sum() * (prod(shape) // log_scale.numel())
 
     def linearize(self, x: Tensor, context: Tensor | None) -> Linearization:
         value = self.encode(x, context)[0]  # first, since it may initialise the scale
-        scale, _ = self.scale_shift(x.dim())
+        scale, _ = self.scale_shift(x)
 
         def scaled(tangent: Tensor) -> Tensor:
             return tangent / scale if self.inverted else tangent * scale
