@@ -6,17 +6,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ebflow_plugin.adapting import (
     ElementwiseAffineStep,
+    Factor,
+    FactorsStep,
     InitialisedAffineStep,
+    IsometryStep,
     MatrixStep,
-    MixingStep,
     OrthogonalStep,
     PackedLUStep,
-    Products,
-    Shape,
     Shapes,
     SqueezeStep,
 )
@@ -114,28 +113,16 @@ class OneByOneConvolutionStep(PackedLUStep):
         return self.module.permutation._permutation
 
 
-class FactorsStep(MixingStep):
-    """A matrix that nflows stores as factors, some of them products of reflections."""
-
-    @property
-    def features(self) -> int:
-        return self.module.features
-
-    def bias(self) -> Tensor | None:
-        return getattr(self.module, "bias", None)
-
-
-class HouseholderStep(OrthogonalStep, FactorsStep):
+class HouseholderStep(IsometryStep, FactorsStep):
     """HouseholderSequence: a product of reflections, with log-det 0. O(K·D)."""
 
     reason = "orthogonal"
 
-    def products(self) -> Products:
-        vectors = self.module.q_vectors
-        return lambda x: reflect(x, vectors), lambda y: reflect(y, vectors.flip(0))
+    def factors(self) -> list[Factor]:
+        return [Factor.reflections(self.module.q_vectors)]
 
-    def solve(self, rows: Tensor) -> Tensor:
-        return self.products()[1](rows)
+    def log_diagonal(self) -> Tensor:
+        return self.module.q_vectors.new_zeros(self.module.features)
 
 
 class QRLinearStep(FactorsStep):
@@ -143,17 +130,15 @@ class QRLinearStep(FactorsStep):
 
     reason = "matrix held as QR factors"
 
-    def products(self) -> Products:
-        upper, vectors = self.module._create_upper(), self.module.orthogonal.q_vectors
-        return lambda x: reflect(F.linear(x, upper), vectors), lambda y: reflect(y, vectors.flip(0)) @ upper
+    def factors(self) -> list[Factor]:
+        upper = self.module._create_upper()
+        return [Factor.triangular(upper, True), Factor.reflections(self.module.orthogonal.q_vectors)]
 
-    def solve(self, rows: Tensor) -> Tensor:
-        turned = reflect(rows, self.module.orthogonal.q_vectors.flip(0))
-        return torch.linalg.solve_triangular(self.module._create_upper().mT, turned, upper=False, left=False)
+    def log_diagonal(self) -> Tensor:
+        return self.module.log_upper_diag
 
-    def log_abs_det(self, shape: Shape) -> Tensor:
-        log_diagonal: Tensor = self.module.log_upper_diag
-        return log_diagonal.sum() * self.copies(shape)
+    def bias(self) -> Tensor:
+        return self.module.bias
 
 
 class SVDLinearStep(FactorsStep):
@@ -161,23 +146,16 @@ class SVDLinearStep(FactorsStep):
 
     reason = "matrix held as SVD factors"
 
-    def products(self) -> Products:
-        diagonal, left, right = self._factors()
-        return (
-            lambda x: reflect(reflect(x, right) * diagonal, left),
-            lambda y: reflect(reflect(y, left.flip(0)) * diagonal, right.flip(0)),
-        )
-
-    def solve(self, rows: Tensor) -> Tensor:
-        diagonal, left, right = self._factors()
-        return reflect(reflect(rows, left.flip(0)) / diagonal, right.flip(0))
-
-    def _factors(self) -> tuple[Tensor, Tensor, Tensor]:
+    def factors(self) -> list[Factor]:
         t = self.module
-        return t.diagonal, t.orthogonal_1.q_vectors, t.orthogonal_2.q_vectors
+        right, left = Factor.reflections(t.orthogonal_2.q_vectors), Factor.reflections(t.orthogonal_1.q_vectors)
+        return [right, Factor.diagonal(t.diagonal), left]
 
-    def log_abs_det(self, shape: Shape) -> Tensor:
-        return torch.log(self.module.diagonal).sum() * self.copies(shape)
+    def log_diagonal(self) -> Tensor:
+        return torch.log(self.module.diagonal)
+
+    def bias(self) -> Tensor:
+        return self.module.bias
 
 
 class SplitStep(OrthogonalStep):
@@ -221,11 +199,3 @@ class CollectStep(OrthogonalStep):
         if inverse:
             return tuple(tuple(shape) for shape in self.module._output_shapes)
         return ((sum(torch.Size(shape).numel() for shape in shapes),),)
-
-
-def reflect(x: Tensor, vectors: Tensor) -> Tensor:
-    """Applies a sequence of Householder reflections: x - 2 (x·q) q / (q·q) for each q of ``(K, D)`` vectors."""
-    scaled = vectors * (2.0 / (vectors**2).sum(-1, keepdim=True))
-    for vector, scaled_vector in zip(vectors.unbind(), scaled.unbind(), strict=True):
-        x = x - (x @ vector)[..., None] * scaled_vector
-    return x

@@ -10,16 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ebflow_plugin.adapting import (
     ElementwiseAffineStep,
+    Factor,
     InitialisedAffineStep,
     MatrixStep,
     Memo,
     OrthogonalStep,
     PermutationStep,
-    Products,
     Shape,
     Shapes,
     TranslationStep,
@@ -131,7 +130,7 @@ class LUConvolutionStep(TriangularStep):
         super().__init__(module, path, inverted)
         self._order: Memo[Tensor] = Memo(contents=False)
 
-    def factors(self) -> tuple[Tensor, Tensor]:
+    def lower_upper(self) -> tuple[Tensor, Tensor]:
         module = self.module
         lower = torch.tril(module.L, diagonal=-1) + module.eye
         return lower, torch.triu(module.U, diagonal=1) + torch.diag(module.sign_S * torch.exp(module.log_S))
@@ -164,18 +163,10 @@ class LUVectorStep(LUConvolutionStep):
     def order(self) -> Tensor:
         return self._order.get([self.module.P], lambda: self.module.P.argmax(0), key="columns")
 
-    def products(self) -> Products:
-        (lower, upper), order = self.factors(), self.order()
-        return (
-            lambda x: x[..., order] @ lower @ upper,
-            lambda y: F.linear(F.linear(y, upper), lower)[..., torch.argsort(order)],
-        )
-
-    def solve(self, rows: Tensor) -> Tensor:
-        lower, upper = self.factors()
-        half = torch.linalg.solve_triangular(upper, rows, upper=True, left=False)
-        x: Tensor = torch.linalg.solve_triangular(lower, half, upper=False, left=False, unitriangular=True)
-        return x[:, torch.argsort(self.order())]
+    def factors(self) -> list[Factor]:
+        lower, upper = self.lower_upper()
+        matrices = Factor.triangular(lower.mT, True), Factor.triangular(upper.mT, False)
+        return [Factor.permutation(self.order()), *matrices]
 
 
 class SplitStep(OrthogonalStep):

@@ -118,7 +118,7 @@ class RotationStep(LazyPart, OrthogonalStep):
 class TriangularMatrixStep(LazyPart, TriangularStep):
     """LULinearTransform, in which L has the diagonal, and U has ones."""
 
-    def factors(self) -> tuple[Tensor, Tensor]:
+    def lower_upper(self) -> tuple[Tensor, Tensor]:
         transform = self.build()
         return transform.L, transform.U
 

@@ -55,7 +55,7 @@ from ebflow_plugin.plan.linear import (
     SqueezeStep,
     TranslationStep,
 )
-from ebflow_plugin.plan.matrices import FullConvStep, FullLinearStep, MatrixStep, MixingStep, Products, TriangularStep
+from ebflow_plugin.plan.matrices import Factor, FactorsStep, FullConvStep, FullLinearStep, MatrixStep, TriangularStep
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.smooth_modules import Smoothness, register_networks, worst_of
 from ebflow_plugin.plan.smoothness import smoothness_of
@@ -86,6 +86,8 @@ __all__ = [
     "ElementwiseAffineStep",
     "ElementwiseMap",
     "ElementwiseStep",
+    "Factor",
+    "FactorsStep",
     "FullConvStep",
     "FullLinearStep",
     "Gaussian",
@@ -97,7 +99,6 @@ __all__ = [
     "Linearization",
     "MatrixStep",
     "Memo",
-    "MixingStep",
     "NonlinearStep",
     "OpaqueStep",
     "OrthogonalStep",
@@ -105,7 +106,6 @@ __all__ = [
     "PackedSplineStep",
     "PermutationStep",
     "Plan",
-    "Products",
     "RefusedStep",
     "Rule",
     "Shape",
