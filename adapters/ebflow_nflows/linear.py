@@ -10,10 +10,10 @@ from torch import Tensor
 from ebflow_plugin.adapting import (
     ElementwiseAffineStep,
     Factor,
-    FactorsStep,
     InitialisedAffineStep,
     IsometryStep,
     MatrixStep,
+    MixingStep,
     OrthogonalStep,
     PackedLUStep,
     Shapes,
@@ -113,7 +113,7 @@ class OneByOneConvolutionStep(PackedLUStep):
         return self.module.permutation._permutation
 
 
-class HouseholderStep(IsometryStep, FactorsStep):
+class HouseholderStep(IsometryStep, MixingStep):
     """HouseholderSequence: a product of reflections, with log-det 0. O(K·D)."""
 
     reason = "orthogonal"
@@ -125,7 +125,7 @@ class HouseholderStep(IsometryStep, FactorsStep):
         return self.module.q_vectors.new_zeros(self.module.features)
 
 
-class QRLinearStep(FactorsStep):
+class QRLinearStep(MixingStep):
     """QRLinear: y = Q R x + b."""
 
     reason = "matrix held as QR factors"
@@ -141,7 +141,7 @@ class QRLinearStep(FactorsStep):
         return self.module.bias
 
 
-class SVDLinearStep(FactorsStep):
+class SVDLinearStep(MixingStep):
     """SVDLinear: y = U S V x + b."""
 
     reason = "matrix held as SVD factors"

@@ -176,13 +176,14 @@ class ScaledSigmoidStep(SigmoidStep):
 
     def forward_map(self, x: Tensor, context: Tensor | None) -> ElementwiseMap:
         temperature = self.temperature(x)
-        return super().forward_map(temperature * x, context).of_scaled(temperature, torch.log(temperature))
+        at = super().forward_map(temperature * x, context)
+        return at.between(at.value, temperature, 1.0, torch.log(temperature))
 
     def inverse_map(self, y: Tensor, context: Tensor | None) -> ElementwiseMap:
         temperature, eps = self.temperature(y), self.module.eps
         inside = (y >= 0) & (y <= 1)
         curve = clamped_logit_map(torch.where(inside, y, torch.full_like(y, float("nan"))), eps, 1 - eps)
-        return curve.moved(curve.value / temperature, 1.0 / temperature, -torch.log(temperature))
+        return curve.between(curve.value / temperature, 1.0, 1.0 / temperature, -torch.log(temperature))
 
 
 class CauchyCDFStep(BoundedStep):

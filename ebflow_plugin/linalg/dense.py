@@ -64,10 +64,10 @@ class Dense(LinearOperator):
         self.blocks, self.cost = Blocks(size, groups), Cost(groups * size**3 / 3, 16.0 * size**2)
 
     def apply(self, x: Tensor) -> Tensor:
-        return multiply_rows(self.matrix, x)
+        return multiply_rows(self.weight, x)
 
     def apply_transposed(self, y: Tensor) -> Tensor:
-        return multiply_rows(self.matrix.mT, y)
+        return multiply_rows(self.weight.mT, y)
 
     def approximate(self) -> Approximation:
         fixed = self.like
@@ -78,31 +78,31 @@ class Dense(LinearOperator):
 
     def log_abs_det(self) -> Tensor:
         r"""Returns :math:`\log |\det W|`, with shape :math:`(*)`, real."""
-        if is_traced(self.matrix):
+        if is_traced(self.weight):
             # The backward of slogdet is one solve; that of lu_factor costs three times as much (measured).
-            return torch.linalg.slogdet(self.matrix)[1]
+            return torch.linalg.slogdet(self.weight)[1]
         lu, _ = self._factors()
         return lu.diagonal(dim1=-2, dim2=-1).abs().log().sum(-1)
 
     def inverse(self) -> Solver:
         r"""Returns the map from rows :math:`b`, with shape :math:`(*, N, D)`, to the rows :math:`W^{-1} b`."""
-        if is_traced(self.matrix):
+        if is_traced(self.weight):
             return self._solve_traced
         lu, pivots = self._factors()
         return lambda rows: torch.linalg.lu_solve(lu, pivots, rows.to(lu.dtype).mT).mT
 
     def _solve_traced(self, rows: Tensor) -> Tensor:
-        columns, info = torch.linalg.solve_ex(self.matrix, rows.to(self.matrix.dtype).mT)
+        columns, info = torch.linalg.solve_ex(self.weight, rows.to(self.weight.dtype).mT)
         if free_to_read(info) and bool(info.any()):
-            raise SingularError(f"{_name(self.matrix.shape[-1])} is singular: a pivot is zero. {_ADVICE}")
+            raise SingularError(f"{_name(self.weight.shape[-1])} is singular: a pivot is zero. {_ADVICE}")
         return columns.mT
 
     def _factors(self) -> tuple[Tensor, Tensor]:
-        lu, pivots, _ = torch.linalg.lu_factor_ex(self.matrix)
-        scale = self.matrix.abs() if self.scale is None else self.scale
+        lu, pivots, _ = torch.linalg.lu_factor_ex(self.weight)
+        scale = self.weight.abs() if self.scale is None else self.scale
         order = row_order(lu, pivots)
         rows = scale.amax(-1).expand(order.shape).gather(-1, order)
-        refuse_singular(lu.diagonal(dim1=-2, dim2=-1), torch.minimum(rows, scale.amax(-2)), self.matrix.shape[-1])
+        refuse_singular(lu.diagonal(dim1=-2, dim2=-1), torch.minimum(rows, scale.amax(-2)), self.weight.shape[-1])
         return lu, pivots
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ebflow_plugin.plan.smooth_modules import Smoothness
 from ebflow_plugin.plan.step import Linearity, Linearization, Step
-from ebflow_plugin.plan.values import dot, summed
+from ebflow_plugin.plan.values import summed
 
 
 class ElementwiseMap(NamedTuple):
@@ -28,21 +28,14 @@ class ElementwiseMap(NamedTuple):
     log_slope: Callable[[], Tensor]
     slopes: Callable[[], tuple[Tensor, Tensor | float, Tensor | float]]
 
-    def of_scaled(self, scale: Tensor | float, log_scale: Tensor | float) -> ElementwiseMap:
-        """f(scale · x + shift) as a curve of x, if this is the curve of f at that point."""
+    def between(
+        self, value: Tensor, inner: Tensor | float, outer: Tensor | float, log_scale: Tensor | float
+    ) -> ElementwiseMap:
+        """Outer · f(inner · x + …) + … as a map of x, with this value, and log|outer · inner|."""
 
         def slopes() -> tuple[Tensor, Tensor | float, Tensor | float]:
             slope, first, second = self.slopes()
-            return slope * scale, first * scale, second * scale**2
-
-        return ElementwiseMap(self.value, lambda: self.log_slope() + log_scale, slopes)
-
-    def moved(self, value: Tensor, scale: Tensor | float, log_scale: Tensor | float) -> ElementwiseMap:
-        """The curve of scale · f + shift, with this value."""
-
-        def slopes() -> tuple[Tensor, Tensor | float, Tensor | float]:
-            slope, first, second = self.slopes()
-            return slope * scale, first, second
+            return slope * (inner * outer), first * inner, second * inner**2
 
         return ElementwiseMap(value, lambda: self.log_slope() + log_scale, slopes)
 
@@ -90,7 +83,7 @@ class ElementwiseStep(Step):
         straight = isinstance(first, float) and first == 0.0 and isinstance(second, float) and second == 0.0
 
         def curvature(adjoint: Tensor, tangent: Tensor) -> Tensor:  # f'' is f' l'
-            return dot(adjoint * slope * first - second, tangent.square())
+            return ((adjoint * slope * first - second) * tangent.square()).flatten(1).sum(1)
 
         return Linearization(
             value=at.value,

@@ -24,8 +24,59 @@ from ebflow_plugin.plan.step import Linearization, LinearStep, Shape, Shapes
 Products = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 
 
+class Factor(NamedTuple):
+    """A factor of a matrix: how it, its transpose and its inverse act on rows, with shape ``(*, D)``.
+
+    Example:
+        >>> factor = Factor.diagonal(torch.tensor([2.0, 4.0]))
+        >>> factor.apply(torch.ones(1, 2)), factor.solve(torch.ones(1, 2))
+        (tensor([[2., 4.]]), tensor([[0.5000, 0.2500]]))
+    """
+
+    apply: Callable[[Tensor], Tensor]
+    transposed: Callable[[Tensor], Tensor]
+    solve: Callable[[Tensor], Tensor]
+
+    @classmethod
+    def diagonal(cls, entries: Tensor) -> Factor:
+        """A diagonal matrix."""
+        return cls(lambda x: x * entries, lambda y: y * entries, lambda y: y / entries)
+
+    @classmethod
+    def triangular(cls, matrix: Tensor, upper: bool) -> Factor:
+        """A triangular matrix."""
+
+        def solve(y: Tensor) -> Tensor:  # of row vectors y = x Wᵀ, so from the right
+            return torch.linalg.solve_triangular(matrix.mT, y, upper=not upper, left=False)
+
+        return cls(lambda x: F.linear(x, matrix), lambda y: y @ matrix, solve)
+
+    @classmethod
+    def permutation(cls, order: Tensor) -> Factor:
+        """x[..., order]."""
+
+        def back(y: Tensor) -> Tensor:
+            return y[..., torch.argsort(order)]
+
+        return cls(lambda x: x[..., order], back, back)
+
+    @classmethod
+    def reflections(cls, vectors: Tensor) -> Factor:
+        """Householder reflections, x - 2 (x·q) q / (q·q) for each q of ``(K, D)`` vectors, one after the other."""
+
+        def reflect(x: Tensor, vectors: Tensor) -> Tensor:
+            scaled = vectors * (2.0 / (vectors**2).sum(-1, keepdim=True))
+            for vector, scaled_vector in zip(vectors.unbind(), scaled.unbind(), strict=True):
+                x = x - (x @ vector)[..., None] * scaled_vector
+            return x
+
+        return cls(lambda x: reflect(x, vectors), *[lambda y: reflect(y, vectors.flip(0))] * 2)
+
+
 class MixingStep(LinearStep):
     """y = W x + b, with a square W on the last dimension of an event, or on the channels of each pixel of an image.
+
+    Subclasses hold W as factors, O(D²) to apply and to invert, O(D) for the log-det; or they are a :class:`MatrixStep`.
 
     Attributes:
         images: Whether it acts on the channels of images, with event shape ``(C, H, W)``.
@@ -37,18 +88,40 @@ class MixingStep(LinearStep):
     def closed(self) -> bool:
         return not self.inverted
 
+    def factors(self) -> Sequence[Factor]:
+        """The factors of W, the one that acts on x first."""
+        raise NotImplementedError
+
+    def log_diagonal(self) -> Tensor:
+        """The logs whose sum is log|det W|, with shape ``(D,)``."""
+        raise NotImplementedError
+
     @property
-    @abstractmethod
     def features(self) -> int:
         """The size of W."""
+        return self.log_diagonal().shape[0]
 
-    @abstractmethod
     def products(self) -> Products:
         """The maps x -> W x and y -> Wᵀ y, by parameters that are read once."""
+        factors = self.factors()
 
-    @abstractmethod
+        def push(x: Tensor) -> Tensor:  # a product for each factor, O(B·D²); multiplying them would take O(D³)
+            return reduce(lambda value, factor: factor.apply(value), factors, x)
+
+        def pull(y: Tensor) -> Tensor:
+            return reduce(lambda value, factor: factor.transposed(value), reversed(factors), y)
+
+        if not self.images:
+            return push, pull
+        unit = torch.diag_embed(torch.ones_like(self.log_diagonal()))
+        return self.multiplications(push(unit).mT)  # O(C³), next to O(B·H·W·C²) for the pixels
+
     def solve(self, rows: Tensor) -> Tensor:
         """W⁻¹ of each row, ``(N, D)``."""
+        return reduce(lambda value, factor: factor.solve(value), reversed(self.factors()), rows)
+
+    def log_abs_det(self, shape: Shape) -> Tensor | float:
+        return self.log_diagonal().sum() * self.copies(shape)
 
     def bias(self) -> Tensor | None:
         """b, with shape ``(D,)``."""
@@ -171,92 +244,7 @@ class MatrixStep(MixingStep):
         return Linearization(self.apply(x), *self.products())
 
 
-class Factor(NamedTuple):
-    """A factor of a matrix: how it, its transpose and its inverse act on rows, with shape ``(*, D)``.
-
-    Example:
-        >>> factor = Factor.diagonal(torch.tensor([2.0, 4.0]))
-        >>> factor.apply(torch.ones(1, 2)), factor.solve(torch.ones(1, 2))
-        (tensor([[2., 4.]]), tensor([[0.5000, 0.2500]]))
-    """
-
-    apply: Callable[[Tensor], Tensor]
-    transposed: Callable[[Tensor], Tensor]
-    solve: Callable[[Tensor], Tensor]
-
-    @classmethod
-    def diagonal(cls, entries: Tensor) -> Factor:
-        """A diagonal matrix."""
-        return cls(lambda x: x * entries, lambda y: y * entries, lambda y: y / entries)
-
-    @classmethod
-    def triangular(cls, matrix: Tensor, upper: bool) -> Factor:
-        """A triangular matrix."""
-
-        def solve(y: Tensor) -> Tensor:  # of row vectors y = x Wᵀ, so from the right
-            return torch.linalg.solve_triangular(matrix.mT, y, upper=not upper, left=False)
-
-        return cls(lambda x: F.linear(x, matrix), lambda y: y @ matrix, solve)
-
-    @classmethod
-    def permutation(cls, order: Tensor) -> Factor:
-        """x[..., order]."""
-
-        def back(y: Tensor) -> Tensor:
-            return y[..., torch.argsort(order)]
-
-        return cls(lambda x: x[..., order], back, back)
-
-    @classmethod
-    def reflections(cls, vectors: Tensor) -> Factor:
-        """Householder reflections, x - 2 (x·q) q / (q·q) for each q of ``(K, D)`` vectors, one after the other."""
-
-        def reflect(x: Tensor, vectors: Tensor) -> Tensor:
-            scaled = vectors * (2.0 / (vectors**2).sum(-1, keepdim=True))
-            for vector, scaled_vector in zip(vectors.unbind(), scaled.unbind(), strict=True):
-                x = x - (x @ vector)[..., None] * scaled_vector
-            return x
-
-        return cls(lambda x: reflect(x, vectors), *[lambda y: reflect(y, vectors.flip(0))] * 2)
-
-
-class FactorsStep(MixingStep):
-    """y = W x + b with a W that is held as factors: O(D²) to apply and to invert, O(D) for the log-det."""
-
-    @abstractmethod
-    def factors(self) -> Sequence[Factor]:
-        """The factors, the one that acts on x first."""
-
-    @abstractmethod
-    def log_diagonal(self) -> Tensor:
-        """The logs whose sum is log|det W|, with shape ``(D,)``."""
-
-    @property
-    def features(self) -> int:
-        return self.log_diagonal().shape[0]
-
-    def products(self) -> Products:
-        factors = self.factors()
-
-        def push(x: Tensor) -> Tensor:  # a product for each factor, O(B·D²); multiplying them would take O(D³)
-            return reduce(lambda value, factor: factor.apply(value), factors, x)
-
-        def pull(y: Tensor) -> Tensor:
-            return reduce(lambda value, factor: factor.transposed(value), reversed(factors), y)
-
-        if not self.images:
-            return push, pull
-        unit = torch.diag_embed(torch.ones_like(self.log_diagonal()))
-        return self.multiplications(push(unit).mT)  # O(C³), next to O(B·H·W·C²) for the pixels
-
-    def solve(self, rows: Tensor) -> Tensor:
-        return reduce(lambda value, factor: factor.solve(value), reversed(self.factors()), rows)
-
-    def log_abs_det(self, shape: Shape) -> Tensor:
-        return self.log_diagonal().sum() * self.copies(shape)
-
-
-class TriangularStep(FactorsStep):
+class TriangularStep(MixingStep):
     """y = P L U x[order] + b."""
 
     reason = "matrix held as LU factors"

@@ -186,24 +186,23 @@ class Plan:
         with torch.no_grad():
             self.encode(x, self.embed(context), visit=visit)
 
-    def _walk(self, stack: list[Shape], back: bool = False) -> Iterator[tuple[Step, Shapes]]:
-        """Each step, and the event shapes of its input (going back: of its output), which a stack begins with."""
+    def _walk(self, *event_shapes: Shape, back: bool = False) -> tuple[list[tuple[Step, Shapes]], Shapes]:
+        """Each step with the event shapes of its input, from data or, ``back``, from latents; and those of the end."""
+        stack, reached = list(event_shapes), []
         for step in reversed(self.steps) if back else self.steps:
             count = step.n_out if back else step.n_in
-            shapes, stack[-count:] = tuple(stack[-count:]), []
-            yield step, shapes
+            shapes, stack = tuple(stack[-count:]), stack[:-count]
+            reached.append((step, shapes))
             stack.extend(step.shapes(shapes, back=back))
+        return reached, tuple(stack)
 
-    def shapes(self, event_shape: Shape) -> Iterator[tuple[Step, Shapes]]:
+    def shapes(self, event_shape: Shape) -> list[tuple[Step, Shapes]]:
         """Each step, and the event shapes of its input for data of this event shape."""
-        return self._walk([event_shape])
+        return self._walk(event_shape)[0]
 
     def latent_shapes(self, event_shape: Shape) -> Shapes:
         """The event shapes of the outputs of the last step, for data of this event shape."""
-        stack = [event_shape]
-        for _ in self._walk(stack):
-            pass
-        return tuple(stack)
+        return self._walk(event_shape)[1]
 
     def log_dets(
         self, event_shape: Shape, like: Tensor, without: Collection[LinearStep] = ()
@@ -242,10 +241,7 @@ class Plan:
         """The event shape of the data, if the base defines that of its latents and every step is known."""
         if self.base.shapes is None or not all(step.known for step in self.steps):
             return None
-        stack = list(self.base.shapes)
-        for _ in self._walk(stack, back=True):
-            pass
-        return stack[0]
+        return self._walk(*self.base.shapes, back=True)[1][0]
 
     @cached_property
     def _refusable(self) -> tuple[Part, ...]:
