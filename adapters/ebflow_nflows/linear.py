@@ -16,7 +16,6 @@ from ebflow_plugin.adapting import (
     MixingStep,
     OrthogonalStep,
     PackedLUStep,
-    Shapes,
     SqueezeStep,
 )
 from ebflow_plugin.errors import InputError
@@ -163,6 +162,7 @@ class SplitStep(OrthogonalStep):
 
     n_out = 2
     reason = "splits off latents"
+    reshapes = True
 
     def apply(self, x: Tensor) -> tuple[Tensor, ...]:
         return torch.chunk(x, chunks=2, dim=self.module._split_dim)
@@ -170,17 +170,12 @@ class SplitStep(OrthogonalStep):
     def invert(self, y: tuple[Tensor, ...]) -> Tensor:
         return torch.cat(y, dim=self.module._split_dim)
 
-    def own_shapes(self, shapes: Shapes, inverse: bool) -> Shapes:
-        axis, shape = self.module._split_dim - 1, shapes[0]
-        half = (shape[axis] + 1) // 2
-        sizes = [shape[axis] + shapes[1][axis]] if inverse else [half, shape[axis] - half]
-        return tuple((*shape[:axis], size, *shape[axis + 1 :]) for size in sizes)
-
 
 class CollectStep(OrthogonalStep):
     """The end of a MultiscaleCompositeTransform: the latents of all levels as one flat vector."""
 
     reason = "joins the latents"
+    reshapes = True
 
     def __init__(self, module: Any, path: str, inverted: bool = False) -> None:
         self.n_in = len(module._transforms)
@@ -194,8 +189,3 @@ class CollectStep(OrthogonalStep):
         shapes = [torch.Size(shape) for shape in self.module._output_shapes]
         parts = y.split([shape.numel() for shape in shapes], dim=1)
         return tuple(part.reshape(-1, *shape) for part, shape in zip(parts, shapes, strict=True))
-
-    def own_shapes(self, shapes: Shapes, inverse: bool) -> Shapes:
-        if inverse:
-            return tuple(tuple(shape) for shape in self.module._output_shapes)
-        return ((sum(torch.Size(shape).numel() for shape in shapes),),)

@@ -20,7 +20,6 @@ from ebflow_plugin.adapting import (
     OrthogonalStep,
     PermutationStep,
     Shape,
-    Shapes,
     TranslationStep,
     TriangularStep,
 )
@@ -174,24 +173,13 @@ class SplitStep(OrthogonalStep):
 
     n_out = 2
     reason = "splits the features"
+    reshapes = True
 
     def apply(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return halves(x, self.module.mode)
 
     def invert(self, y: tuple[Tensor, Tensor]) -> Tensor:
         return joined(*y, self.module.mode)
-
-    def own_shapes(self, shapes: Shapes, inverse: bool) -> Shapes:
-        checkerboard = "checkerboard" in self.module.mode
-        if inverse:
-            first, second = shapes
-            return ((*first[:-1], 2 * first[-1]) if checkerboard else (first[0] + second[0], *first[1:]),)
-        ((channels, *rest),) = shapes
-        if checkerboard:
-            half = (channels, *rest[:-1], rest[-1] // 2) if rest else (channels // 2,)
-            return half, half
-        both = ((channels + 1) // 2, *rest), (channels // 2, *rest)
-        return both[::-1] if self.module.mode == "channel_inv" else both
 
 
 class LevelStep(SplitStep):
@@ -209,9 +197,6 @@ class LevelStep(SplitStep):
     def invert(self, y: tuple[Tensor, Tensor]) -> Tensor:
         done, rest = y
         return super().invert((rest, done))
-
-    def own_shapes(self, shapes: Shapes, inverse: bool) -> Shapes:
-        return super().own_shapes(shapes[::-1], True) if inverse else super().own_shapes(shapes, False)[::-1]
 
 
 def halves(x: Tensor, mode: str) -> tuple[Tensor, Tensor]:

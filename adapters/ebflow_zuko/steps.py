@@ -112,6 +112,10 @@ class UnivariateStep(LazyStep):
         return SMOOTHNESS.get(self.kind or "", Smoothness.UNKNOWN)
 
     @property
+    def conditional(self) -> bool:
+        return "hyper" in getattr(self.module, "_modules", ())
+
+    @property
     def match_after(self) -> bool:
         return self.kind == "PowerTransform" or (self.inverted and self.kind in BOUNDED)
 
@@ -133,6 +137,10 @@ class AutoregressiveStep(LazyStep):
     def smoothness(self) -> Smoothness:
         return worst_of([smoothness_of_factory(self.module.univariate), smoothness_of(self.module.hyper)])
 
+    @property
+    def conditional(self) -> bool:
+        return bool(self.module.hyper.in_features > self.module.order.numel())
+
 
 class CouplingStep(AutoregressiveStep):
     """GeneralCouplingTransform. zuko finds the halves of its mask on each call, which synchronises with the device."""
@@ -147,6 +155,10 @@ class CouplingStep(AutoregressiveStep):
     def _constant(self) -> int:
         """The number of constant features, from the output size of the network, without reading the mask."""
         return self.module.mask.numel() - self.module.hyper.out_features // self.module.total
+
+    @property
+    def conditional(self) -> bool:
+        return bool(self.module.hyper.in_features > self._constant)
 
 
 class SoftclipStep(LazyPart, BoundedStep):
