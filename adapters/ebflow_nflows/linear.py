@@ -11,7 +11,6 @@ from ebflow_plugin.adapting import (
     ElementwiseAffineStep,
     Factor,
     InitialisedAffineStep,
-    IsometryStep,
     MatrixStep,
     MixingStep,
     OrthogonalStep,
@@ -98,9 +97,6 @@ class NaiveLinearStep(MatrixStep):
     def weight(self) -> Tensor:
         return self.module._weight
 
-    def bias(self) -> Tensor:
-        return self.module.bias
-
 
 class OneByOneConvolutionStep(PackedLUStep):
     """OneByOneConvolution: a fixed permutation of the channels, then LU factors."""
@@ -112,7 +108,7 @@ class OneByOneConvolutionStep(PackedLUStep):
         return self.module.permutation._permutation
 
 
-class HouseholderStep(IsometryStep, MixingStep):
+class HouseholderStep(OrthogonalStep, MixingStep):
     """HouseholderSequence: a product of reflections, with log-det 0. O(K·D)."""
 
     reason = "orthogonal"
@@ -136,9 +132,6 @@ class QRLinearStep(MixingStep):
     def log_diagonal(self) -> Tensor:
         return self.module.log_upper_diag
 
-    def bias(self) -> Tensor:
-        return self.module.bias
-
 
 class SVDLinearStep(MixingStep):
     """SVDLinear: y = U S V x + b."""
@@ -152,9 +145,6 @@ class SVDLinearStep(MixingStep):
 
     def log_diagonal(self) -> Tensor:
         return torch.log(self.module.diagonal)
-
-    def bias(self) -> Tensor:
-        return self.module.bias
 
 
 class SplitStep(OrthogonalStep):

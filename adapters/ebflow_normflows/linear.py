@@ -6,8 +6,6 @@ matrix of its *inverse*. :func:`ebflow_normflows.adapter.backwards` inverts thos
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -16,7 +14,6 @@ from ebflow_plugin.adapting import (
     Factor,
     InitialisedAffineStep,
     MatrixStep,
-    Memo,
     OrthogonalStep,
     PermutationStep,
     Shape,
@@ -88,9 +85,6 @@ class ShuffleStep(PermutationStep):
     def order(self) -> tuple[Tensor, int]:
         return self.module.perm, 1
 
-    def invert(self, y: Tensor) -> Tensor:
-        return self._select(y, self.module.inv_perm, 1)
-
 
 class SwapStep(OrthogonalStep):
     """Permute with mode ``swap``: the lower half of the channels moves after the upper one."""
@@ -125,10 +119,6 @@ class LUConvolutionStep(TriangularStep):
     reason = "1 × 1 convolution held as LU factors"
     images = True
 
-    def __init__(self, module: Any, path: str, inverted: bool = False) -> None:
-        super().__init__(module, path, inverted)
-        self._order: Memo[Tensor] = Memo(contents=False)
-
     def lower_upper(self) -> tuple[Tensor, Tensor]:
         module = self.module
         lower = torch.tril(module.L, diagonal=-1) + module.eye
@@ -138,7 +128,7 @@ class LUConvolutionStep(TriangularStep):
         return self.module.log_S
 
     def row_order(self) -> Tensor:
-        return self._order.get([self.module.P], lambda: self.module.P.argmax(1), key="rows")
+        return self.module.P.argmax(1)
 
 
 class VectorStep(MatrixStep):
@@ -160,7 +150,7 @@ class LUVectorStep(LUConvolutionStep):
     images = False
 
     def order(self) -> Tensor:
-        return self._order.get([self.module.P], lambda: self.module.P.argmax(0), key="columns")
+        return self.module.P.argmax(0)
 
     def factors(self) -> list[Factor]:
         lower, upper = self.lower_upper()

@@ -85,9 +85,6 @@ class PackedLUStep(TriangularStep):
     def log_diagonal(self) -> Tensor:
         return torch.log(self.module.upper_diag)
 
-    def bias(self) -> Tensor:
-        return self.module.bias
-
 
 def drop_caches(flow: nn.Module, packages: tuple[str, ...]) -> None:
     """Empties the caches of linear layers (``using_cache``) of nflows and normflows, whose graphs cannot be copied.

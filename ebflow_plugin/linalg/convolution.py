@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Literal, NamedTuple
@@ -31,7 +32,7 @@ from ebflow_plugin.linalg.band import Band
 from ebflow_plugin.linalg.circular import circular_twin, frequency_blocks, from_cells, has_twin, on_frequencies, weights
 from ebflow_plugin.linalg.dense import Dense
 from ebflow_plugin.linalg.geometry import Geometry, convolve, convolve_transposed, patches
-from ebflow_plugin.linalg.memo import is_traced
+from ebflow_plugin.linalg.memo import is_traced, without_reading
 from ebflow_plugin.linalg.operators import Approximation, Blocks, Cost, LinearOperator, Solver
 
 # Bytes of a dense matrix and its factors. Beyond it the machine would swap, or fail far from the cause.
@@ -120,7 +121,8 @@ class Convolution(LinearOperator):
         return Convolution(weight, self.geometry)
 
     def sum_of_squares(self) -> float | None:
-        if not self.geometry.reads_each_once:
+        axes = self.geometry.rows, self.geometry.columns
+        if any(axis.mode != "zeros" and (axis.mode != "circular" or axis.extent > axis.size) for axis in axes):
             return None  # entries of taps that share a pixel add up
         one = replace(self.geometry, channels=1, out_channels=1, groups=1)
         times = patches(self.like.new_ones(1, *one.shape, dtype=torch.float64), one).sum(0)
@@ -136,7 +138,9 @@ class Convolution(LinearOperator):
         If the kernel is differentiated, no factorisation is part of the graph. With :math:`W^{-1}` held constant, each
         step :math:`x + W^{-1} (y - w \star x)` at the solution adds one correct order of derivatives; it takes three.
         """
-        solvers = [partial(part.solve, part.matrix.inverse()) for part in self._parts(self.weight.detach())]
+        traced = is_traced(self.weight)
+        with without_reading() if traced else nullcontext():  # a training step must not wait for the device
+            solvers = [partial(part.solve, part.matrix.inverse()) for part in self._parts(self.weight.detach())]
 
         def solve(y: Tensor) -> Tensor:
             pieces = [one(piece) for one, piece in zip(solvers, y.chunk(len(solvers), 1), strict=True)]
@@ -148,7 +152,7 @@ class Convolution(LinearOperator):
                 x = x + solve(y - self.apply(x))
             return x
 
-        return refined if is_traced(self.weight) else solve
+        return refined if traced else solve
 
     def _parts(self, weight: Tensor) -> list[_Part]:
         """The convolution in parts that do not mix: all groups of channels at once, or each of them."""

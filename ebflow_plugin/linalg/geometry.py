@@ -111,12 +111,6 @@ class Geometry:
         return math.prod(self.shape)
 
     @property
-    def reads_each_once(self) -> bool:
-        """Whether no two taps of an output pixel read the same pixel, and zero or circular padding alone is read."""
-        axes = (self.rows, self.columns)
-        return all(axis.mode == "zeros" or (axis.mode == "circular" and axis.extent <= axis.size) for axis in axes)
-
-    @property
     def transposed(self) -> Geometry:
         """The same convolution of the transposed image."""
         return replace(self, rows=self.columns, columns=self.rows)

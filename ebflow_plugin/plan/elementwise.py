@@ -48,7 +48,6 @@ class ElementwiseStep(Step):
     """
 
     linearity = Linearity.NONLINEAR
-    closed = True
     reason = "elementwise"
 
     @abstractmethod

@@ -88,7 +88,6 @@ class IdentityStep(OrthogonalStep):
 class TranslationStep(IsometryStep):
     """y = x + b, where b may depend on the context."""
 
-    closed = True
     reason = "translation"
 
     @abstractmethod
@@ -114,7 +113,6 @@ class TranslationStep(IsometryStep):
 class ElementwiseAffineStep(LinearStep):
     """y = scale · x + shift, elementwise. O(D)."""
 
-    closed = True
     reason = "elementwise affine"
 
     @abstractmethod

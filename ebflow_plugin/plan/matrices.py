@@ -124,8 +124,8 @@ class MixingStep(LinearStep):
         return self.log_diagonal().sum() * self.copies(shape)
 
     def bias(self) -> Tensor | None:
-        """b, with shape ``(D,)``."""
-        return None
+        """b, with shape ``(D,)``: by default the ``bias`` of the module, if it has one."""
+        return getattr(self.module, "bias", None)
 
     def apply(self, x: Tensor) -> Tensor:
         return self.shifted(self.products()[0](self.checked(x)))
@@ -281,9 +281,6 @@ class FullLinearStep(MatrixStep):
         return self.module.weight
 
     dense = weight
-
-    def bias(self) -> Tensor | None:
-        return self.module.bias
 
     @property
     def features(self) -> int:
