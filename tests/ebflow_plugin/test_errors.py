@@ -13,6 +13,7 @@ import ebflow_plugin as ebf
 from ebflow_nflows import FullLinear
 from ebflow_plugin.log_z.estimate import log_mean_exp
 from ebflow_plugin.objectives import ML, SSM
+from nflows_small import Level
 from randomness import rng
 
 ROOT = Path(ebf.__file__).parent
@@ -23,17 +24,6 @@ class Unknown(transforms.Transform):
 
     def forward(self, inputs, context=None):
         return 2.0 * inputs, inputs.new_full((len(inputs),), inputs.shape[1] * 2.0).log()
-
-
-class Level(distributions.StandardNormal):
-    """A base density with a parameter that no score depends on."""
-
-    def __init__(self, shape):
-        super().__init__(shape)
-        self.level = nn.Parameter(torch.zeros(()))
-
-    def _log_prob(self, inputs, context):
-        return super()._log_prob(inputs, context) + self.level
 
 
 def wrapped(transform, base=distributions.StandardNormal):

@@ -233,15 +233,7 @@ def test_a_context_reaches_every_row_of_a_jacobian():
 
 
 def test_parameters_that_no_score_depends_on_are_told_and_are_no_failure(x):
-    class Level(distributions.StandardNormal):
-        def __init__(self):
-            super().__init__([D])
-            self.level = torch.nn.Parameter(torch.zeros(()))
-
-        def _log_prob(self, inputs, context):
-            return super()._log_prob(inputs, context) + self.level
-
-    flow = flow_of(transforms.LULinear(D), base=Level())
+    flow = flow_of(transforms.LULinear(D), base=nflows_small.Level([D]))
     with pytest.warns(ebf.UnseenParameterWarning, match="cannot see 1 trainable parameters(?s:.*)_distribution.level"):
         report = ebf.verify(flow, x)
     (check,) = (check for check in report if "every trainable parameter" in check.name)

@@ -130,7 +130,7 @@ def test_a_flow_must_be_wrapped_first(model, cls):
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_bad_data(model, x, name):
     loss = make_objective(name, model)
-    for given, message in (
+    for args, message in (
         (([[0.0, 0.0]],), "x must be a tensor, got list"),
         ((torch.zeros(6, 3).double(),), r"x must have shape \(B, 2\), got \(6, 3\)"),
         ((x.float(),), "x is torch.float32, the flow is torch.float64"),
@@ -139,7 +139,7 @@ def test_bad_data(model, x, name):
         ((x[:0],), "x holds no samples"),
     ):
         with pytest.raises(ebf.InputError, match=message):
-            loss(*given)
+            loss(*args)
     assert loss.losses(x[:0]).shape == (0,)
 
 
