@@ -90,6 +90,7 @@ def residual(activation):
         (residual(nn.ReLU()), "score jumps"),
         (residual(torch.tanh), "smooth"),
         (residual(nn.SiLU()), "smooth"),
+        (residual(F.silu), "smooth"),
     ],
 )
 def test_what_cannot_be_seen_into_is_not_called_smooth(net, expected):
@@ -141,9 +142,9 @@ def test_dequantised_data_stay_below_one():
 
 def test_verify_takes_what_the_wrapper_added(x):
     flow = flow_of(transforms.LULinear(D, identity_init=False))
-    steps = [ebf.Dequantize(8), ebf.Rescale(0.05, 0.95), ebf.Logit()]
-    model = ebf.wrap(flow, preprocess=steps)
-    assert ebf.verify(model, torch.randint(8, (6, D)))
+    for noise in ("uniform", "smooth"):
+        steps = [ebf.Dequantize(8, noise=noise), ebf.Rescale(0.05, 0.95), ebf.Logit()]
+        assert ebf.verify(ebf.wrap(flow, preprocess=steps), torch.randint(8, (6, D)))
     plain = ebf.wrap(flow)
     plain.calibrate(torch.randn(200, D, dtype=torch.float64))
     assert ebf.verify(plain, x)

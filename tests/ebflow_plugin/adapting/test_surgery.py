@@ -8,6 +8,7 @@ from torch.nn import functional as F
 import ebflow_plugin as ebf
 from cases import SUPPORTED, Case
 from ebflow_plugin.adapting.surgery import Smooth, _features
+from nflows_small import Net
 
 
 def constrained(case: Case) -> bool:
@@ -159,10 +160,6 @@ def test_smooth_refuses_bad_options():
 
 def test_smooth_replaces_modules_in_place_too():
     from nflows import distributions, flows, transforms
-
-    class Net(nn.Sequential):
-        def forward(self, x, context=None):
-            return super().forward(x)
 
     coupling = transforms.AffineCouplingTransform(
         [1, 0], lambda i, o: Net(nn.Linear(i, 8), nn.ReLU(), nn.Linear(8, 8), nn.LeakyReLU(0.1), nn.Linear(8, o))

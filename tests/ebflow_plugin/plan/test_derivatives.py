@@ -9,7 +9,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from nflows import distributions, flows, transforms
-from nflows.nn import nets
 from nflows.transforms import nonlinearities
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -22,6 +21,7 @@ from ebflow_nflows import FullConv2d, FullLinear, SmoothLeakyReLU
 from ebflow_plugin.linalg.geometry import convolve, convolve_transposed
 from ebflow_plugin.objectives import DSM, SM, SSM
 from ebflow_plugin.plan.derivatives import derivatives
+from nflows_small import flow_of, smooth_net
 from randomness import rng
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the smoothness of splines is not the subject here
@@ -45,9 +45,8 @@ def test_random_compositions(library, images, draw, seed):
     assert_derivatives(model, data(images, 3, seed))
 
 
-def make(*layers, base=None):
-    base = distributions.StandardNormal([D]) if base is None else base
-    return ebf.wrap(flows.Flow(transforms.CompositeTransform(list(layers)), base).double())
+def make(*layers):
+    return ebf.wrap(flow_of(*layers, shape=(D,)))
 
 
 def fc():
@@ -85,10 +84,8 @@ def test_elementwise_steps_between_linear_ones(transform):
 
 def test_by_hand():
     """E = ½(w tanh x)² - log(1 - tanh² x) in one dimension, against its derivatives on paper."""
-    flow = flows.Flow(
-        transforms.CompositeTransform([transforms.Tanh(), FullLinear(1)]), distributions.StandardNormal([1])
-    )
-    model = ebf.wrap(flow.double())
+    flow = flow_of(transforms.Tanh(), FullLinear(1), shape=(1,))
+    model = ebf.wrap(flow)
     with torch.no_grad():
         flow._transform._transforms[1].weight.fill_(3.0)
     x, v = torch.tensor([[0.3]], dtype=torch.float64), torch.tensor([[2.0]], dtype=torch.float64)
@@ -128,9 +125,7 @@ def test_products_of_a_training_step(objective, products):
 
 def test_networks_are_differentiated_twice_and_the_steps_before_are_not():
     mask = torch.arange(D) % 2
-    coupling = transforms.AffineCouplingTransform(
-        mask, lambda i, o: nets.ResidualNet(i, o, hidden_features=4, activation=torch.tanh)
-    )
+    coupling = transforms.AffineCouplingTransform(mask, smooth_net(hidden=4))
     model = make(FullLinear(D, init="normal"), SmoothLeakyReLU(0.3), coupling, FullLinear(D, init="normal"))
     assert model.plan.closed_steps == 2
     assert [row.second_derivatives for row in model.report] == ["product", "closed form", *["double backward"] * 2]

@@ -6,13 +6,14 @@ s is continuous. Where it jumps, autograd's derivative misses the jump, and the 
 
 import pytest
 import torch
-from nflows import distributions, flows, transforms
+from nflows import transforms
 from nflows.transforms.nonlinearities import CauchyCDFInverse
 from torch import nn
 
 import ebflow_plugin as ebf
-from cases import SUPPORTED, Case, perturb
+from cases import SUPPORTED, Case
 from ebflow_nflows import FullLinear, SmoothLeakyReLU
+from nflows_small import Net, flow_of
 from randomness import rng
 from stein import stein_defect
 
@@ -45,10 +46,7 @@ def test_what_claims_to_be_smooth_is(case: Case):
 
 
 def one_dimensional(*layers):
-    torch.manual_seed(0)
-    flow = flows.Flow(transforms.CompositeTransform(layers), distributions.StandardNormal([1])).double().eval()
-    perturb(flow, 0.3)
-    return ebf.wrap(flow)
+    return ebf.wrap(flow_of(*layers, shape=(1,), mode="eval", noise=0.3))
 
 
 def spline(cls, **options):
@@ -95,13 +93,9 @@ def test_steps_that_jump_are_said_to_and_bias_the_objective(name):
 
 
 def test_a_relu_conditioner_biases_and_smooth_removes_it():
-    class Net(nn.Sequential):
-        def forward(self, x, context=None):
-            return super().forward(x)
-
     torch.manual_seed(0)
     coupling = transforms.AffineCouplingTransform([1, 0], lambda i, o: Net(nn.Linear(i, 3), nn.ReLU(), nn.Linear(3, o)))
-    flow = flows.Flow(coupling, distributions.StandardNormal([2])).double().eval()
+    flow = flow_of(coupling, shape=(2,), mode="eval")
     with torch.no_grad():
         for parameter in flow.parameters():
             parameter.mul_(4.0)

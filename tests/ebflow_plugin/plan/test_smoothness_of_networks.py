@@ -27,37 +27,22 @@ def forgotten():
     REGISTERED_NETWORKS.pop(OwnNetwork, None)
 
 
-def test_nobody_can_see_into_a_forward_of_ones_own():
-    assert smoothness_of(nn.Sequential(OwnNetwork())) == "unknown"
-
-
 @pytest.mark.parametrize("smoothness", ["smooth", "score jumps", "density jumps", "unknown"])
 def test_what_is_taught_holds(smoothness):
+    assert smoothness_of(nn.Sequential(OwnNetwork())) == "unknown"  # nobody can see into a forward of one's own
     ebf.register_nonlinear(OwnNetwork, smoothness=smoothness)
     assert smoothness_of(nn.Sequential(OwnNetwork())) == smoothness
-
-
-def test_what_is_inside_is_looked_at_all_the_same():
-    ebf.register_nonlinear(OwnNetwork, smoothness="smooth")
-    assert smoothness_of(OwnNetwork(nn.ReLU())) == "score jumps"
-
-
-def test_it_holds_for_classes_that_do_not_change_it():
-    ebf.register_nonlinear(OwnNetwork, smoothness="smooth")
-    assert smoothness_of(Same()) == "smooth"
-    assert smoothness_of(Other()) == "unknown"
-
-
-def test_a_hook_may_change_it():
-    ebf.register_nonlinear(OwnNetwork, smoothness="smooth")
-    network = OwnNetwork()
-    network.register_forward_hook(lambda module, inputs, output: output.abs())
-    assert smoothness_of(network) == "unknown"
-
-
-def test_the_last_word_holds():
-    ebf.register_nonlinear(OwnNetwork, smoothness="score jumps")
-    ebf.register_nonlinear(OwnNetwork, smoothness="smooth", force=True)
+    ebf.register_nonlinear(OwnNetwork, smoothness="smooth", force=True)  # the last word holds
     assert smoothness_of(OwnNetwork()) == "smooth"
     ebf.register_linear(OwnNetwork, force=True)
     assert smoothness_of(OwnNetwork()) == "unknown"
+
+
+def test_what_was_taught_of_a_class_is_not_all_that_counts():
+    ebf.register_nonlinear(OwnNetwork, smoothness="smooth")
+    assert smoothness_of(OwnNetwork(nn.ReLU())) == "score jumps"  # what is inside is looked at all the same
+    assert smoothness_of(Same()) == "smooth"
+    assert smoothness_of(Other()) == "unknown"
+    network = OwnNetwork()
+    network.register_forward_hook(lambda module, inputs, output: output.abs())
+    assert smoothness_of(network) == "unknown"
