@@ -1,7 +1,5 @@
 """The data of a start and of a calibration: on which device they are, and in which mode of autograd they are read."""
 
-import copy
-
 import normflows
 import pytest
 import torch
@@ -17,16 +15,6 @@ from gaussian_models import nll
 from randomness import rng
 
 D = 3
-
-
-class Elsewhere(torch.Tensor):
-    """A tensor that says it is on another device, until it is moved. No test has a second device to use."""
-
-    device = torch.device("cuda", 0)
-
-    def to(self, device, **options):
-        assert device == torch.device("cpu")
-        return self.as_subclass(torch.Tensor).clone()
 
 
 def skewed(n=300):
@@ -55,29 +43,6 @@ CALLS = {
     "calibrate": lambda model, data: model.calibrate(data),
     "diagonal": lambda model, data: model.calibrate(data, "diagonal"),
 }
-
-
-# Devices
-
-
-FORMS = [(call, form) for call in CALLS for form in ("tensor", "pair", "loader")]
-
-
-@pytest.mark.parametrize(("call", "form"), [both for both in FORMS if both != ("initialize", "loader")])
-def test_batches_are_moved_to_the_device_of_the_flow(call, form):
-    torch.manual_seed(0)
-    context = torch.randn(300, 2, dtype=torch.float64, generator=rng(1)) if form == "pair" else None
-    here, x = nflows_model(context), skewed()
-    there = copy.deepcopy(here)
-    away = x.as_subclass(Elsewhere)
-    given = {
-        "tensor": lambda: (x, away),
-        "pair": lambda: ((x, context), (away, context.as_subclass(Elsewhere))),
-        "loader": lambda: (list(x.split(100)), [part.as_subclass(Elsewhere) for part in x.split(100)]),
-    }[form]()
-    for model, rows in zip((here, there), given, strict=True):
-        CALLS[call](model, rows)
-    assert torch.equal(here.log_prob(x, context), there.log_prob(x, context))
 
 
 def test_a_flow_without_storage_takes_batches_of_the_cpu():

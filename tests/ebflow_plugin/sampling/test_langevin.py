@@ -136,20 +136,6 @@ def test_seeds_batches_and_bars():
     assert "10 chains, 6 steps" in repr(parts)
 
 
-def test_no_tensor_is_made_without_a_device():
-    flow = flows.Flow(ebflow_nflows.FullLinear(2, dtype=WIDE), Mixture())  # a base of nflows makes tensors of its own
-    model = ebf.wrap(flow, preprocess=[ebf.Rescale(0.05, 0.95), ebf.Logit()])
-    x, generator = torch.full((4, 2), 0.5, dtype=WIDE), rng()
-    mask = x > x.mean(0) - 1
-    with torch.device("meta"):  # where a tensor lands that does not say where it belongs
-        for space in ("data", "matched"):
-            found = langevin(model, x, 3, 0.01, burn_in=3, space=space, generator=generator, thin=1)
-            filled = impute(model, x, mask, steps=3, step_size=0.01, space=space, generator=generator)
-            for tensor in (found.samples, found.trajectory, found.energies, found.step_sizes, filled):
-                assert tensor.device.type == "cpu"
-            assert denoise(model, x, 0.1, space=space).device.type == "cpu"
-
-
 def test_images_keep_their_shape():
     layer = ebflow_nflows.FullConv2d(2, kernel_size=3, init="normal", generator=rng())
     model = ebf.wrap(flows.Flow(layer, distributions.StandardNormal([2, 4, 4])))
