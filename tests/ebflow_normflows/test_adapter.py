@@ -1,4 +1,4 @@
-"""What is special about normflows. What holds for every library is in tests/ebflow_plugin/test_testing_contracts.py."""
+"""What is special about normflows. What holds for every library is in tests/ebflow_plugin/test_testing.py."""
 
 import copy
 import inspect

@@ -1,4 +1,4 @@
-"""verify() holds on what is right (test_testing_contracts.py), and finds what is wrong."""
+"""verify() holds on what is right (test_testing.py), and finds what is wrong."""
 
 from functools import partial
 from math import log

@@ -14,7 +14,7 @@ import ebflow_normflows
 import ebflow_plugin as ebf
 from ebflow_plugin.log_z.importance import Gaussian
 from ebflow_plugin.plan.plan import Plan
-from log_z_models import WIDE, assert_agrees, make_model
+from gaussian_models import WIDE, assert_agrees, make_model
 from randomness import rng
 
 DIMS = (2, 10, 50, 200)

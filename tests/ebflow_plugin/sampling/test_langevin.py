@@ -11,10 +11,8 @@ from torch import nn
 import ebflow_nflows
 import ebflow_plugin as ebf
 from ebflow_plugin.sampling.langevin import denoise, impute, langevin
+from gaussian_models import WIDE, assert_moments, make_gaussian
 from randomness import rng
-from sampling_models import assert_moments, make_gaussian
-
-WIDE = torch.float64
 
 
 class Mixture(nn.Module):

@@ -1,4 +1,4 @@
-"""What fit() refuses, before any work is lost."""
+"""What fit() refuses before any work is lost, and what it records and shows."""
 
 import numpy as np
 import pytest
@@ -7,12 +7,14 @@ from nflows import distributions, flows, transforms
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import ebflow_plugin as ebf
-from ebflow_nflows import SmoothLeakyReLU
+from ebflow_nflows import FullConv2d, FullLinear, SmoothLeakyReLU
 from ebflow_plugin.errors import ContextError, EBFlowError, InputError
 from ebflow_plugin.objectives import DSM, ML
-from ebflow_plugin.training import fit
+from ebflow_plugin.training import Event, fit
+from ebflow_plugin.training.events import describe
 from nflows_small import flow_of
-from training_models import make_data, make_model, same, weights
+from randomness import rng
+from training_models import adam, make_data, make_model, same, weights
 
 
 class Stream(IterableDataset):
@@ -160,3 +162,116 @@ def test_several_processes_train_in_lightning(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(InputError, match=r"one process.*ebflow_plugin\.lightning trains in them all"):
         fit(ML(make_model()), make_data(), steps=1)
+
+
+# What a run of fit() records and shows: metrics, the callback, lines
+
+
+QUIET = {"progress": False}
+
+
+def test_a_line_has_the_time_left():
+    record = {"step": 100, "loss": 0.0, "steps_per_second": 10.0}
+    event = Event(100, record, model=None, steps=250, seconds_left=3735.0)
+    assert str(event) == "step 100/250  loss 0.0000  10.0 steps/s  1:02:15 left"
+
+
+def test_the_callback_is_told_how_far_the_run_is_and_can_stop():
+    events = []
+
+    def stop(event):
+        events.append(event)
+        return event.step >= 4
+
+    result = fit(ML(make_model()), make_data(), steps=20, evaluate_every=2, callback=stop, **QUIET)
+    assert [(event.step, event.steps) for event in events] == [(2, 20), (4, 20)]
+    assert [event.record for event in events] == result.history
+    assert all(event.seconds_left > 0 for event in events)
+    assert (result.steps, result.stopped) == (4, "callback")
+
+
+def test_a_record_has_all_that_was_measured():
+    x = make_data()
+    result = fit(DSM(make_model()), x, steps=6, evaluate_every=2, validation=x, ema=True, **QUIET)
+    assert [record["step"] for record in result.history] == [2, 4, 6]
+    names = {
+        "step",
+        "epoch",
+        "loss",
+        "nll",
+        "bits_per_dim",
+        "best_nll",
+        "grad_norm",
+        "lr",
+        "seconds",
+        "steps_per_second",
+    }
+    assert set(result.history[0]) == names
+    best = min(result.start_nll, *(record["nll"] for record in result.history))
+    assert result.history[-1]["best_nll"] == result.best_nll == best
+    assert fit(ML(make_model()), x, epochs=3, batch_size=100, evaluate_every=1, **QUIET).history[-1]["epoch"] == 2
+
+
+def test_the_recorded_loss_is_the_mean_since_the_last_record():
+    x, losses = make_data(64), []
+
+    class Spy(ML):
+        def forward(self, x, context=None):
+            losses.append(super().forward(x, context))
+            return losses[-1]
+
+    result = fit(Spy(make_model()), x, steps=6, batch_size=16, evaluate_every=3, **QUIET)
+    means = [torch.stack(losses[:3]).mean().item(), torch.stack(losses[3:6]).mean().item()]
+    assert [record["loss"] for record in result.history] == pytest.approx(means, rel=1e-5)
+
+
+def test_there_is_a_line_for_the_start_and_each_evaluation(capsys):
+    x = make_data()
+    fit(ML(make_model()), x, steps=4, evaluate_every=2, validation=x)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3
+    assert lines[0].startswith("step 0/4  NLL ")
+    assert "loss" not in lines[0]
+    for word in ("step 4/4", "loss", "NLL", "bits/dim", "steps/s", "left"):
+        assert word in lines[-1]
+    fit(ML(make_model()), x, steps=4, **QUIET)
+    assert capsys.readouterr().err == ""
+
+
+# Training by ML without determinants: metrics, and where it ends. Resumed runs are in test_resuming.py
+
+
+def test_metrics_show_the_solves_and_the_exact_nll():
+    noise = torch.randn(60, 2, 6, 6, generator=rng(0))
+    x = noise + 0.5 * noise.roll(1, 3)
+    steps = [FullConv2d(2, kernel_size=3), SmoothLeakyReLU(0.5), FullConv2d(2, kernel_size=3)]
+    model = ebf.wrap(flows.Flow(transforms.CompositeTransform(steps), distributions.StandardNormal([2, 6, 6])))
+    objective = ML(model, log_det="stochastic")
+    result = fit(objective, x, steps=12, batch_size=20, validation=x, optimizer=adam(1e-2), progress=False)
+    last = result.history[-1]
+    assert set(last["log_det"]) == {"_transform._transforms.0", "_transform._transforms.2"}
+    for layer in last["log_det"].values():
+        assert layer["probes"] >= 1
+        assert 1 <= layer["iterations"] <= 50
+        assert 0 <= layer["residual"] <= 0.01
+        assert layer["exact"] == 0
+    assert last["exact_log_dets"] == 0
+    with torch.no_grad():
+        assert last["nll"] == pytest.approx(-model.log_prob(x).mean().item(), rel=1e-5)
+    assert result.best_nll < result.start_nll
+
+
+def test_what_did_not_converge_is_counted_in_words():
+    assert describe({"loss": 1.0, "exact_log_dets": 3})[-1] == "3 log-dets exact (no convergence)"
+
+
+def test_training_comes_to_where_exact_likelihood_does():
+    x = torch.randn(400, 6, generator=rng(1)) @ torch.linspace(0.3, 2.0, 36).reshape(6, 6)
+    x = x + torch.randn(400, 6, generator=rng(2))
+    found = {}
+    for way in ("exact", "stochastic"):
+        model = ebf.wrap(flows.Flow(FullLinear(6), distributions.StandardNormal([6])))
+        options = {"optimizer": adam(2e-2), "progress": False}
+        result = fit(ML(model, log_det=way), x, steps=300, batch_size=100, validation=x, ema=True, **options)
+        found[way] = result.history[-1]["nll"]
+    assert found["stochastic"] == pytest.approx(found["exact"], abs=0.05)
