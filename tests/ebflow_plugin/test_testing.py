@@ -2,20 +2,21 @@
 
 import copy
 import re
+from functools import partial
+
 import pytest
 import torch
-import ebflow_plugin as ebf
-from autograd_oracle import assert_derivatives
-from cases import CASES, NFLOWS_CASES, NORMFLOWS_CASES, REFUSED, SUPPORTED, ZUKO_CASES, Case, first_of_each_class
-from ebflow_plugin import testing
-from ebflow_plugin.adapting import InitialisedAffineStep
-from functools import partial
 from nflows import transforms
 from torch import nn
-import nflows_small
-from ebflow_nflows.steps import NflowsStep, UnknownStep
-from randomness import randn
 
+import ebflow_plugin as ebf
+import nflows_small
+from autograd_oracle import assert_derivatives
+from cases import CASES, NFLOWS_CASES, NORMFLOWS_CASES, REFUSED, SUPPORTED, ZUKO_CASES, Case, first_of_each_class
+from ebflow_nflows.steps import NflowsStep, UnknownStep
+from ebflow_plugin import testing
+from ebflow_plugin.adapting import InitialisedAffineStep
+from randomness import randn
 
 # The inverse of a full matrix is the density direction here, so that energy() needs one solve; a rotation of zuko is
 # the exponential of a matrix.

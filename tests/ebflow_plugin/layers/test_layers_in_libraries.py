@@ -53,6 +53,7 @@ def drawn(library, flow):
     if library is ebflow_zuko:
         samples, log_prob = flow().rsample_and_log_prob((2,))
         torch.testing.assert_close(log_prob, flow().log_prob(samples))
+        assert flow().event_shape == samples.shape[1:]
         return samples
     return flow.float().sample(2) if library is ebflow_nflows else flow.sample(2)[0]
 
