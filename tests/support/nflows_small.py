@@ -1,10 +1,12 @@
 """Small nflows models, for tests of single facts. The cases are in nflows_cases.py."""
 
+import math
+
 import torch
 from nflows.distributions import StandardNormal
 from nflows.flows import Flow
 from nflows.nn.nets import ResidualNet
-from nflows.transforms import AffineCouplingTransform, CompositeTransform, PiecewiseRationalQuadraticCDF
+from nflows.transforms import AffineCouplingTransform, CompositeTransform, PiecewiseRationalQuadraticCDF, Transform
 from torch import nn
 
 import ebflow_plugin as ebf
@@ -63,6 +65,16 @@ class OwnNetwork(nn.Module):
 
     def forward(self, inputs, context=None):
         return torch.tanh(self.layers(inputs))
+
+
+class Doubled(Transform):
+    """2 x, by a class that nobody knows."""
+
+    def forward(self, inputs, context=None):
+        return 2.0 * inputs, inputs.new_full((len(inputs),), inputs[0].numel() * math.log(2.0))
+
+    def inverse(self, inputs, context=None):
+        return inputs / 2.0, inputs.new_full((len(inputs),), -inputs[0].numel() * math.log(2.0))
 
 
 class Level(StandardNormal):

@@ -102,13 +102,17 @@ def test_samples_do_not_depend_on_the_batch_size(batch_size):
     whole = model.sample(20, generator=rng())
     assert torch.allclose(model.sample(20, generator=rng(), batch_size=batch_size), whole, atol=1e-12)
     assert whole.unique(dim=0).shape[0] == 20
+    assert not whole.requires_grad
+    assert not torch.equal(model.sample(20), model.sample(20))
 
 
 def test_batches_with_a_context():
     layer = transforms.MaskedAffineAutoregressiveTransform(D, 8, context_features=2)
     model = ebf.wrap(flow_of(layer, shape=(D,), mode="eval"))
     context = torch.randn(3, 2, dtype=WIDE)
+    state = torch.get_rng_state()
     whole, parts = (model.sample(5, context, generator=rng(), batch_size=size) for size in (None, 4))
+    assert torch.equal(state, torch.get_rng_state())
     assert whole.shape == (3, 5, D)
     assert torch.allclose(whole, parts, atol=1e-12)
 
