@@ -291,21 +291,3 @@ def test_what_cannot_be_registered(model):
 def test_docstrings_have_equation_cost_and_example(cls):
     for word in (".. math::", "Cost:", "Use it", "Example:", "Arguments:"):
         assert word in cls.__doc__, word
-
-
-@pytest.mark.parametrize("projection", ["rademacher", "gaussian"])
-def test_gradients_for_each_sample(projection):
-    """vmap(grad) draws another direction for each sample, which it refuses to do in place."""
-    torch.manual_seed(0)
-    model = ebf.wrap(Flow(LULinear(3), StandardNormal([3])).double())
-    loss = SSM(model, projection=projection)
-    weights = {name: p.detach() for name, p in loss.named_parameters()}
-
-    def value(weights, row):
-        return torch.func.functional_call(loss, weights, (row[None],))
-
-    gradients = torch.func.vmap(torch.func.grad(value), in_dims=(None, 0), randomness="different")
-    x = torch.randn(4, 3, dtype=torch.float64)
-    each, again = gradients(weights, x), gradients(weights, x[:1].repeat(4, 1))
-    assert all(torch.isfinite(each[name]).all() and len(each[name]) == 4 for name in weights)
-    assert any(not torch.equal(again[name][0], again[name][1]) for name in weights)  # by the directions alone
