@@ -38,6 +38,13 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
+def resumed(folder, step, **options):
+    """A run that is cut after a step, and goes on."""
+    with pytest.raises(CrashError):
+        run(folder, Cut(step), **options)
+    return run(folder, **options)
+
+
 # --- resuming
 
 RUNS = {
@@ -67,9 +74,7 @@ def test_a_run_that_is_cut_after_any_step_equals_an_uninterrupted_one(tmp_path, 
 def test_the_statistics_of_an_objective_resume_too(tmp_path):
     options = {"objective": lambda model: ML(model, log_det="stochastic"), "model": None}
     expected, rows, _ = run(tmp_path / "whole", **options)
-    with pytest.raises(CrashError):
-        run(tmp_path / "parts", Cut(9), **options)
-    found, again, _ = run(tmp_path / "parts", **options)
+    found, again, _ = resumed(tmp_path / "parts", 9, **options)
     assert again == rows
     assert same(found, expected)
 
@@ -81,17 +86,12 @@ def test_shrinking_noise_goes_on_where_it_was(tmp_path, start, monkeypatch):
     def objective(model):
         return DSM(model, sigma=schedule, latent_weight=0.5) + 0.5 * FDSSM(model, sigma=schedule)
 
-    def parts(name):
-        with pytest.raises(CrashError):
-            run(tmp_path / name, Cut(9), objective=objective)
-        return run(tmp_path / name, objective=objective)[:2]
-
     expected, rows, _ = run(tmp_path / "whole", objective=objective)
-    found, again = parts("parts")
+    found, again, _ = resumed(tmp_path / "parts", 9, objective=objective)
     assert again == rows
     assert same(found, expected)
     monkeypatch.setattr(AddedNoise, "load_state", lambda noise, state: None)
-    assert not same(parts("forgetful")[0], expected)
+    assert not same(resumed(tmp_path / "forgetful", 9, objective=objective)[0], expected)
 
 
 def test_the_last_two_are_kept_and_the_best_with_its_nll(tmp_path):
