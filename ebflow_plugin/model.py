@@ -170,7 +170,7 @@ class EBFlow(PlannedFlow):
                 refuse_one_shot(data)
                 barrier("model.initialize(gaussianize=True)")
                 passes = Passes(plan, lambda: self._rows(data, generator), in_memory(data) is not None)
-                report = gaussianization.gaussianize(passes, self._calibrated, progress)
+                report = gaussianization.gaussianize(passes, self.flow, self._calibrated, progress)
                 if report.kept:
                     self.calibration.set()  # it belongs to the old weights
                 return report

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ebflow_plugin.chunks import picked, rows_in_chunks
 from ebflow_plugin.closed_form.kernels import fit_kernel
 from ebflow_plugin.closed_form.moments import Moments
 from ebflow_plugin.errors import InputError, SingularError
@@ -104,10 +105,12 @@ class FullLayer:
 
     def weighted_rows(self, value: Tensor, weights: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
         """The rows of an input, of some data points at a time, and the weight of each row."""
-        parts = [None] * -(-len(value) // IMAGES) if weights is None else weights.split(IMAGES)
-        for part, own in zip(value.split(IMAGES), parts, strict=True):
-            rows = self.rows(part)
-            yield rows, None if own is None else own.repeat_interleave(len(rows) // len(part))
+        if len(value):
+            size = len(value) if isinstance(self.module, FullLinear) else IMAGES
+            for part in rows_in_chunks(len(value), size):
+                some, own = picked(part, value, weights)
+                rows = self.rows(some)
+                yield rows, None if own is None else own.repeat_interleave(len(rows) // len(some))
 
     def first_cell(self, value: Tensor) -> Tensor:
         """The entries of an input that are the first output's own place: a view, ``(B, D)`` or ``(B, C, *stride)``."""

@@ -36,11 +36,10 @@ from itertools import pairwise
 from math import inf, isfinite
 
 import torch
+from torch import nn
 from torch.nn import functional
 
 from ebflow_plugin.chunks import with_progress
-from ebflow_plugin.closed_form.arrived import Arrived
-from ebflow_plugin.closed_form.calibration import share_memory
 from ebflow_plugin.closed_form.full_layers import FullLayer
 from ebflow_plugin.closed_form.initialization import (
     broadcast,
@@ -51,14 +50,14 @@ from ebflow_plugin.closed_form.initialization import (
     start_together,
 )
 from ebflow_plugin.closed_form.marginals import MarginalMap, fit_marginals
-from ebflow_plugin.closed_form.passes import Passes
+from ebflow_plugin.closed_form.passes import LayerInput, Passes
 from ebflow_plugin.errors import InputError, SingularError
 from ebflow_plugin.layers import FullConv2d, FullLinear, SinhArcsinh
+from ebflow_plugin.linalg.memo import own_tensors
 from ebflow_plugin.plan.elementwise import ElementwiseStep
-from ebflow_plugin.plan.linear import InitialisedAffineStep
 from ebflow_plugin.plan.matrices import FullStep
 from ebflow_plugin.plan.plan import Plan
-from ebflow_plugin.plan.step import LinearStep, Step
+from ebflow_plugin.plan.step import LinearStep
 
 ENOUGH = 10  # with this many rows per feature, a hidden layer needs no shrinkage
 
@@ -162,8 +161,16 @@ def chain(plan: Plan) -> list[Link]:
         InputError: If there are fewer than two, or no nonlinearity.
     """
     links = [Link.at(plan, first_full_layer(plan))]
-    while (following := _next_link(plan, links)) is not None:
-        links.append(following)
+    for place, step in enumerate(plan.steps):
+        if place <= links[-1].place or step is links[-1].bend:
+            continue
+        if isinstance(step, FullStep):
+            following = Link.at(plan, place)
+            if not _is_free(following.layer, links):
+                break
+            links.append(following)
+        elif not (isinstance(step, LinearStep) and step.n_in == step.n_out == 1 and may_precede(step)):
+            break  # ActNorms, permutations, squeezes and fixed linear steps may come between
     first = links[0].layer
     if first.module.bias is None:
         raise InputError(
@@ -180,45 +187,26 @@ def chain(plan: Plan) -> list[Link]:
     return links
 
 
-def _next_link(plan: Plan, links: list[Link]) -> Link | None:
-    """The next full layer of a chain: after ActNorms, permutations, squeezes and fixed linear steps."""
-    last = links[-1]
-    for place in range(last.place + 1 + (last.bend is not None), len(plan.steps)):
-        step = plan.steps[place]
-        if isinstance(step, FullStep):
-            following = Link.at(plan, place)
-            return following if _is_free(following.layer, links) else None
-        if not (isinstance(step, LinearStep) and step.n_in == step.n_out == 1 and may_precede(step)):
-            return None
-    return None
-
-
 def _is_free(layer: FullLayer, links: list[Link]) -> bool:
     """Whether a later full layer can be set to a whitening map, with parameters of its own."""
     try:
         layer.refuse_unfit()
     except InputError:
         return False
-    return layer.module.bias is not None and not any(share_memory(layer.module, link.layer.module) for link in links)
+    own = _memory(layer.module)
+    return layer.module.bias is not None and all(own.isdisjoint(_memory(link.layer.module)) for link in links)
 
 
-class Saved:
-    """The state of the steps that a start may write to, to put it back."""
-
-    def __init__(self, plan: Plan, links: list[Link]) -> None:
-        steps: list[Step | None] = [step for link in links for step in (link.layer.step, link.bend)]
-        steps += [step for step in plan.steps if isinstance(step, InitialisedAffineStep)]
-        modules = [step.module for step in steps if step is not None and hasattr(step.module, "state_dict")]
-        self._states = [(module, copy.deepcopy(module.state_dict())) for module in modules]
-
-    def restore(self) -> None:
-        """Puts it back."""
-        for module, state in self._states:
-            module.load_state_dict(state)
+def _memory(module: nn.Module) -> set[tuple[torch.device, int]]:
+    """Where the tensors of a module are: if two modules share memory, editing one edits the other."""
+    # A meta tensor has no address.
+    return {(tensor.device, tensor.untyped_storage().data_ptr() or id(tensor)) for tensor in own_tensors(module)}
 
 
 @torch.no_grad()
-def gaussianize(passes: Passes, appended: tuple[LinearStep, ...] = (), progress: bool = False) -> StartReport:
+def gaussianize(
+    passes: Passes, flow: nn.Module, appended: tuple[LinearStep, ...] = (), progress: bool = False
+) -> StartReport:
     """Initialises every full layer of a chain to a whitening, and every nonlinearity between to a marginal map.
 
     One pass over the data per layer, O(N·D² + D³) for rows of D entries, and two to judge the model before and after.
@@ -228,6 +216,7 @@ def gaussianize(passes: Passes, appended: tuple[LinearStep, ...] = (), progress:
 
     Arguments:
         passes: The plan, and the data.
+        flow: The module that all steps of the plan belong to.
         appended: The steps after those of the plan, which the start replaces: a calibration.
         progress: Shows a progress bar.
 
@@ -236,21 +225,20 @@ def gaussianize(passes: Passes, appended: tuple[LinearStep, ...] = (), progress:
         SingularError: If the data cannot be whitened.
     """
     plan, links = passes.plan, chain(passes.plan)
-    whole, saved = replace(plan, steps=(*plan.steps, *appended)), Saved(plan, links)
+    whole, saved = replace(plan, steps=(*plan.steps, *appended)), copy.deepcopy(flow.state_dict())
     try:
         try:
             before = passes.nll(whole)
         except SingularError:  # of the old weights: nothing is less likely
             before = inf
-        saved.restore()  # ActNorms start again, from the output of the new layers
+        flow.load_state_dict(saved)  # ActNorms start again, from the output of the new layers
         layers = _fit(passes, links, progress)
     except BaseException:
-        saved.restore()
+        flow.load_state_dict(saved)
         raise
     report = StartReport(tuple(layers), before)
     if not report.kept:
-        saved.restore()
-        assert passes.first is not None
+        flow.load_state_dict(saved)
         start_together(whole, *passes.first)
     return report
 
@@ -260,10 +248,10 @@ def _fit(passes: Passes, links: list[Link], progress: bool) -> list[LayerStart]:
     plan, started = passes.plan, list[LayerStart]()
     linear, since = 0.0, 0  # the log-det of the linear steps so far; where the last pass ended
     shape: tuple[int, ...] | None = None
-    judged: tuple[Arrived, float] | None = None  # the last layer, and the whitening of it that was judged
+    judged: tuple[LayerInput, float] | None = None  # the last layer, and the whitening of it that was judged
     for number, link in enumerate(with_progress(links, progress, "Gaussianising start")):
         layer, last = link.layer, link is links[-1]
-        arrived = Arrived(layer, passes.to(link.place))
+        arrived = LayerInput(layer, passes.to(link.place))
         linear -= float(plan[since : link.place].log_z(shape or passes.event_shape, arrived.fit.mean))
         rho, nll = arrived.judge()
         nll -= linear
@@ -291,8 +279,7 @@ def _fit(passes: Passes, links: list[Link], progress: bool) -> list[LayerStart]:
         if link.bend is not None:
             matrix, bias = layer.matrix, layer.module.bias
             sample, others = (functional.linear(rows, matrix, bias) for rows in (arrived.sample, arrived.others))
-            own = fit_marginals(link.bend, sample, others)
-            fitted = MarginalMap(*broadcast(own.scale, own.shift, own.log_tail, own.skewness, own.helps))
+            fitted = MarginalMap(*broadcast(*fit_marginals(link.bend, sample, others)))
             linear += arrived.times * fitted.write(link.bend, layer.module)
             fitted_features = int(fitted.helps.sum())
         started.append(LayerStart(layer.where, nll, rho, fitted_features))
@@ -307,7 +294,6 @@ def _settle(passes: Passes, link: Link) -> tuple[float, bool]:
         The NLL, and whether the layer was aimed: before nonlinear steps it may be better left as it was.
     """
     plan, layer = passes.plan, link.layer.module
-    assert passes.first is not None
     start_together(plan, *passes.first)
     linear = is_linear(plan, link.place + 1)
     unaimed = inf if linear and passes.base is not None else passes.nll()
@@ -336,7 +322,6 @@ def _straighten(links: list[Link], passes: Passes, shape: tuple[int, ...], start
         The starts of these layers.
     """
     started = [replace(start, fitted_features=None if links[0].bend is None else 0)]
-    assert passes.first is not None
     for before, link in pairwise(links):
         module, layer = before.layer.module, link.layer
         scale, shift = torch.ones_like(module.bias), torch.zeros_like(module.bias)

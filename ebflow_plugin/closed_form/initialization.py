@@ -10,6 +10,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, distributed, nn
 
+from ebflow_plugin.chunks import picked
 from ebflow_plugin.closed_form.calibration import gaussian_of
 from ebflow_plugin.closed_form.full_layers import FullLayer
 from ebflow_plugin.closed_form.moments import Moments, Rows
@@ -87,10 +88,10 @@ def whiten(plan: Plan, stream: Iterable[Rows]) -> None:
     layer.whiten(moments, shape)
     start_together(plan, *first)
     if is_linear(plan, index + 1):
-        latents, _ = plan.encode(first[0][:1], plan.embed(None if first[1] is None else first[1][:1]))
-        shapes = tuple(tuple(latent.shape[1:]) for latent in latents)
+        x, context = picked(slice(1), *first)
+        latents, _ = plan.encode(x, plan.embed(context))
         try:
-            base = gaussian_of(plan.base, shapes, latents[0].new_empty(0), "whiten=True")
+            base = gaussian_of(plan.base, latents, "whiten=True")
         except InputError:
             return  # nothing to fit to in closed form: the layer whitens, and no more was promised
         fit_to_base(plan, index, base, *first)
@@ -121,8 +122,9 @@ def fit_to_base(plan: Plan, place: int, base: tuple[Tensor, Tensor], x: Tensor, 
         Whether there is such a map; if the steps after the layer are singular, there is none.
     """
     layer, after = layer_at(plan, place), plan[place + 1 :]
-    embedded = plan.embed(None if context is None else context[:1])
-    (white,), _ = plan[: place + 1].encode(x[:1], embedded)
+    x, context = picked(slice(1), x, context)
+    embedded = plan.embed(context)
+    (white,), _ = plan[: place + 1].encode(x, embedded)
     axis = -1 if isinstance(layer.module, FullLinear) else 1
     shape = white.movedim(axis, -1).shape[1:]
     size, (mean, std) = shape[-1], base
@@ -157,10 +159,7 @@ def fit_to_base(plan: Plan, place: int, base: tuple[Tensor, Tensor], x: Tensor, 
 
 def resampled(x: Tensor, context: Tensor | None, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """A batch for a start that cannot weight its rows: each is there as often as its weight asks."""
-    if weights is None:
-        return x, context
-    rows = resampled_rows(weights)
-    return x[rows], None if context is None else context[rows]
+    return (x, context) if weights is None else picked(resampled_rows(weights), x, context)
 
 
 def start_together(plan: Plan, x: Tensor, context: Tensor | None) -> None:

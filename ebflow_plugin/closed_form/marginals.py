@@ -10,10 +10,11 @@ skewness. Each feature has a few parameters and thousands of rows, so the sampli
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import product
 from math import inf, log
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,8 +40,7 @@ OUTER = ((0.5, 0.0, 0.0, 0.0), (0.0, 1.0, 0.0, 0.0), (0.5, 1.0, 0.0, 0.0), (0.5,
 INNER = ((0.0, 0.0, 0.4, 0.0), (0.0, 0.0, 0.0, 0.4), (0.0, 1.0, 0.0, 0.4), (0.4, 0.0, 0.4, 0.0))
 
 
-@dataclass(frozen=True)
-class MarginalMap:
+class MarginalMap(NamedTuple):
     """The parameters of a marginal map f(a y + b), each of shape ``(D,)``.
 
     Attributes:
@@ -59,9 +59,9 @@ class MarginalMap:
 
     def curve(self, step: ElementwiseStep, y: Tensor) -> ElementwiseMap:
         """The nonlinearity at a y + b. Sets δ and ε of a SinhArcsinh."""
-        self._set(step)
         moved = y * self.scale + self.shift
         if learnable(step):
+            self._set(step)
             moved = moved.view(*y.shape, *(1 for _ in range(-1 - step.module.dim)))
         found = (step.inverse_map if step.inverted else step.forward_map)(moved, None)
         return ElementwiseMap(found.value.view(y.shape), lambda: found.log_slope().view(y.shape), found.slopes)
@@ -73,15 +73,15 @@ class MarginalMap:
             The change of the layer's log-determinant.
         """
         assert layer.bias is not None
-        self._set(step)
+        if learnable(step):
+            self._set(step)
         layer.weight.mul_(self.scale.view(-1, *(1 for _ in layer.weight.shape[1:])))
         layer.bias.mul_(self.scale).add_(self.shift)
         return self.scale.abs().double().log().sum().item()
 
     def _set(self, step: ElementwiseStep) -> None:
-        if learnable(step):
-            step.module.log_tail.copy_(self.log_tail)
-            step.module.skewness.copy_(self.skewness)
+        step.module.log_tail.copy_(self.log_tail)
+        step.module.skewness.copy_(self.skewness)
 
     @classmethod
     def nearly_linear(cls, step: ElementwiseStep, like: Tensor) -> MarginalMap:
@@ -94,18 +94,8 @@ class MarginalMap:
             candidate = cls(torch.full_like(like, scale), torch.full_like(like, shift), zero, zero, none)
             slopes = candidate.curve(step, points).log_slope()
             if bool((slopes.amax(0) - slopes.amin(0) < ALMOST).all()):
-                return candidate
+                break
         return candidate
-
-    def where(self, chosen: Tensor, other: MarginalMap) -> MarginalMap:
-        """This map for the chosen features, the other one for the rest."""
-        return MarginalMap(
-            torch.where(chosen, self.scale, other.scale),
-            torch.where(chosen, self.shift, other.shift),
-            torch.where(chosen, self.log_tail, other.log_tail),
-            torch.where(chosen, self.skewness, other.skewness),
-            chosen,
-        )
 
 
 def learnable(step: ElementwiseStep) -> bool:
@@ -155,21 +145,22 @@ def fit_marginals(step: ElementwiseStep, y: Tensor, held_out: Tensor) -> Margina
     Raises:
         InputError: If f is not finite at any point of the grid.
     """
+    step = copy.copy(step)
+    step.module = copy.deepcopy(step.module)  # to try parameters on
     points, weights = condense(y)
-    sign = torch.ones_like(points[0])
+    sign, helps = torch.ones_like(points[0]), torch.ones_like(points[0], dtype=torch.bool)
 
     def marginal(numbers: Tensor, sign: Tensor) -> MarginalMap:
-        scale, shift, log_tail, skewness = numbers
-        return MarginalMap(sign * scale.exp(), shift, log_tail, skewness, torch.ones_like(sign, dtype=torch.bool))
+        return MarginalMap(sign * numbers[0].exp(), *numbers[1:], helps)
 
     def nll(numbers: Tensor, sign: Tensor) -> Tensor:
         curve = marginal(numbers, sign).curve(step, points)
         mean = (weights * curve.value).sum(0)
         variance = (weights * (curve.value - mean).square()).sum(0)
         value = 0.5 * variance.log() - (weights * curve.log_slope()).sum(0) - numbers[0]
-        return value.nan_to_num(nan=float("inf"))
+        return value.nan_to_num(nan=inf)
 
-    best, numbers = torch.full_like(sign, float("inf")), points.new_zeros(4, points.shape[1])
+    best, numbers = torch.full_like(sign, inf), points.new_zeros(4, points.shape[1])
     for start, start_sign in _starts(step):
         tried = points.new_tensor(start)[:, None].expand_as(numbers)
         tried_sign = torch.full_like(sign, start_sign)
@@ -185,7 +176,7 @@ def fit_marginals(step: ElementwiseStep, y: Tensor, held_out: Tensor) -> Margina
     fitted, straight = marginal(numbers, sign), MarginalMap.nearly_linear(step, sign)
     margin = len(OUTER[0]) / len(held_out)  # the gain that this many fitted parameters can have by chance
     better = _held_out_nll(step, fitted, y, held_out) + margin < _held_out_nll(step, straight, y, held_out)
-    return fitted.where(better, straight)
+    return MarginalMap(*(torch.where(better, mine, other) for mine, other in zip(fitted, straight, strict=True)))
 
 
 def _starts(step: ElementwiseStep) -> list[tuple[tuple[float, ...], float]]:

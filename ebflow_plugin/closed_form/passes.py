@@ -1,19 +1,24 @@
-"""Repeated passes over data through a plan: the activations at one step after another, and the NLL of held-out rows."""
+"""Repeated passes over data through a plan: the input of one full layer after another, and the NLL of held-out rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from math import inf, log, pi
 
 import torch
 from torch import Tensor
 
-from ebflow_plugin.closed_form.calibration import gaussian_of
+from ebflow_plugin.chunks import picked
+from ebflow_plugin.closed_form.calibration import choose_shrinkage, gaussian_of
+from ebflow_plugin.closed_form.full_layers import FullLayer, refuse_dependent, spreads
 from ebflow_plugin.closed_form.initialization import fit_to_base, resampled, start_together
 from ebflow_plugin.closed_form.moments import HeldOut, Moments, Rows
+from ebflow_plugin.errors import InputError, SingularError
 from ebflow_plugin.plan.inputs import resampled_rows
 from ebflow_plugin.plan.plan import Plan
 
 HELD_OUT = 5  # every fifth row is held out
+ROWS = 5000  # a marginal map is fitted to this many rows, up to twice as many
 
 
 class Passes:
@@ -32,34 +37,28 @@ class Passes:
         base: Mean and standard deviation of the Gaussian base, in float64 with shape ``(D,)``, after :meth:`nll`.
     """
 
+    first: tuple[Tensor, Tensor | None]
+    base: tuple[Tensor, Tensor] | None = None
+
     def __init__(self, plan: Plan, data: Callable[[], Iterator[Rows]], keep: bool) -> None:
         self.plan, self.data, self.keep = plan, data, keep
-        self.first: tuple[Tensor, Tensor | None] | None = None
-        self.base: tuple[Tensor, Tensor] | None = None
+        self.restart()
+
+    def restart(self) -> None:
+        """Forgets cached activations, after a change of the steps that computed them."""
         self._place, self._cached = 0, list[Rows]()
 
     @property
     def event_shape(self) -> tuple[int, ...]:
         """The event shape of the data, after the first batch."""
-        assert self.first is not None
         return tuple(self.first[0].shape[1:])
 
-    def to(self, place: int) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
-        """The inputs of a step, the log-dets of the nonlinear steps before it, ``(B,)``, and weights, in batches."""
-        part = self.plan[self._place : place]
-        started = False
-        for index, (x, context, weights, log_det) in enumerate(self._batches()):
-            if not started:
-                start_together(part, *resampled(x, context, weights))
-                started = True
-            assert log_det is not None
-            (value,), added = part.encode(x, self.plan.embed(context))
-            total = log_det if added is None else log_det + added
-            if self.keep and index < len(self._cached):
-                self._cached[index] = value, context, weights, total
-            elif self.keep:
-                self._cached.append((value, context, weights, total))
-            yield value, total, weights
+    def to(self, place: int) -> Iterator[Rows]:
+        """The inputs of a step in batches, each with the log-dets of the nonlinear steps before it."""
+        for index, ((value,), *others) in enumerate(self._through(self.plan[self._place : place])):
+            if self.keep:
+                self._cached[index : index + 1] = [(value, *others)]  # in the place of the one before, if there is one
+            yield value, *others
         if self.keep:
             self._place = place
 
@@ -73,48 +72,114 @@ class Passes:
             InputError: If the base is not a diagonal Gaussian.
             SingularError: If a linear step is singular.
         """
-        plan = plan or self.plan
-        part = plan[self._place :]
-        losses, held_out = Moments(diagonal=True), HeldOut(HELD_OUT)
-        for x, context, weights, log_det in self._batches():
-            if not held_out.rows:
-                start_together(part, *resampled(x, context, weights))
-            assert log_det is not None
-            held = held_out(x)
-            if not bool(held.any()):
-                continue
-            embedded = plan.embed(None if context is None else context[held])
-            latents, added = part.encode(x[held], embedded)
-            if self.base is None:
-                shapes = tuple(tuple(latent.shape[1:]) for latent in latents)
-                self.base = gaussian_of(plan.base, shapes, latents[0].new_empty(0), "gaussianize=True")
-            total = log_det[held] if added is None else log_det[held] + added
-            own = None if weights is None else weights[held]
-            losses.add((total + plan.base_log_prob(latents, embedded))[:, None], own)
+        plan, losses = plan or self.plan, Moments(diagonal=True)
+        for latents, context, weights, log_det in self._through(plan[self._place :], HeldOut(HELD_OUT)):
+            self.base = self.base or gaussian_of(plan.base, latents, "gaussianize=True")
+            losses.add((log_det + plan.base_log_prob(latents, plan.embed(context)))[:, None], weights)
         losses.reduce()
         if not losses.count:
             return float("nan")
-        assert self.first is not None
         return plan.log_z(self.event_shape, self.first[0].new_empty(0, dtype=torch.float64)).item() - losses.mean.item()
 
     def fit_to_base(self, place: int) -> bool:
         """Fits a layer to the base, after :meth:`nll` (:func:`.initialization.fit_to_base`)."""
-        assert self.first is not None
         assert self.base is not None
         return fit_to_base(self.plan, place, self.base, *self.first)
 
-    def restart(self) -> None:
-        """Forgets cached activations, after a change of the steps that computed them."""
-        self._cached.clear()
-        self._place = 0
+    def _through(
+        self, part: Plan, held_out: HeldOut | None = None
+    ) -> Iterator[tuple[tuple[Tensor, ...], Tensor | None, Tensor | None, Tensor]]:
+        """What some steps make of the data, or of held-out rows alone. The first batch initialises the steps."""
+        started = False
+        for x, context, weights, log_det in self._cached or self.data():
+            if not started:
+                first, started = resampled(x, context, weights), True
+                self.first = getattr(self, "first", first)
+                start_together(part, *first)
+            if held_out is not None:
+                x, context, weights, log_det = picked(held_out(x), x, context, weights, log_det)
+            if len(x):
+                latents, added = part.encode(x, self.plan.embed(context))
+                yield latents, context, weights, log_det if added is None else log_det + added
 
-    def _batches(self) -> Iterator[Rows]:
-        if self._cached:
-            yield from list(self._cached)
-            return
-        for x, context, weights, log_volume in self.data():
-            self.first = self.first or resampled(x, context, weights)
-            yield x, context, weights, x.new_zeros(len(x)).double() if log_volume is None else log_volume.double()
+
+class LayerInput:
+    """Statistics of the input of a layer, from one pass: of the rows to fit to, and of the held-out rows."""
+
+    def __init__(self, layer: FullLayer, stream: Iterable[Rows]) -> None:
+        self.layer = layer
+        self.fit, self.held, self.log_dets = Moments(), Moments(), Moments(diagonal=True)
+        sample, others, held_out = Thinned(ROWS), Thinned(ROWS // 2), HeldOut(HELD_OUT)
+        self.matrix: Tensor | None = None  # of a convolution, fitted to the rows to fit to
+        for value, _, weights, log_det in stream:
+            held = held_out(value)
+            self.shape: tuple[int, ...] = tuple(value.shape[1:])
+            self.times = len(layer.rows(value[:1]))
+            self.log_dets.add(*picked(held, log_det[:, None], weights))
+            for chosen, moments, thinned in ((~held, self.fit, sample), (held, self.held, others)):
+                for rows, each in layer.weighted_rows(*picked(chosen, value, weights)):
+                    moments.add(rows, each)
+                    thinned.add(rows, each, shuffled=self.times > 1)
+        if self.held.count < 2 * self.times:
+            raise InputError(f"gaussianize=True needs at least {2 * HELD_OUT} data points, got {held_out.rows}")
+        for moments in (self.fit, self.held, self.log_dets):  # so that every process decides the same
+            moments.reduce()
+        self.sample, self.others = sample.rows(), others.rows()
+
+    def everything(self) -> Moments:
+        """The moments of all rows, those held out included."""
+        merged = Moments()
+        for part in (self.fit, self.held):
+            merged.merge(part)
+        return merged
+
+    def judge(self) -> tuple[float, float]:
+        """The shrinkage that minimises the held-out NLL of a Gaussian with the moments of ``fit``, and that NLL.
+
+        For a convolution it is the shrinkage for which patches are most likely, and the NLL of the fitted layer.
+        """
+        where, entries = self.layer.where, len(self.fit.mean)
+        if not bool(torch.isfinite(self.fit.scatter).all()):
+            raise InputError(f"the input of {where} holds NaN or inf; ebflow_plugin.verify(flow, x) finds where")
+        if len(self.layer.cells) < entries or self.layer.groups > 1:
+            return self._judge_patches()
+        spread = spreads(self.fit, where)
+        rho, nll, correlation = _shrink(self.fit, self.held, spread)
+        if rho > 0 and self.fit.count > 2 * entries:  # a shrinkage that too few rows do not explain
+            refuse_dependent(torch.linalg.eigvalsh(correlation), self.fit.count, where)
+        return rho, self.times * (nll + spread.log().sum().item()) - self.log_dets.mean.item()
+
+    def _judge_patches(self) -> tuple[float, float]:
+        """Chooses between no shrinkage and that for which held-out patches are most likely, by the layer that it gives.
+
+        Overlapping patches are no independent rows, and natural images have heavy tails: little shrinkage is best.
+        """
+        spread = self.fit.covariance().diagonal().clamp_min(0.0).sqrt()
+        live = (spread > 0).nonzero().flatten()  # the taps of a kernel that is wider than the image read zeros alone
+        rho = _shrink(self.fit.part(live), self.held.part(live), spread[live])[0] if len(live) else 0.0
+        second, best = self.held.second_moments(self.fit.mean), (0.0, inf)
+        for shrinkage in dict.fromkeys((0.0, rho)):
+            try:
+                matrix, log_det = self.layer.whitening(self.fit, self.shape, shrinkage, self.matrix)
+            except SingularError:
+                if shrinkage == rho or self.fit.count > 2 * len(spread):
+                    raise
+                continue
+            nll = 0.5 * (((matrix @ second) * matrix).sum().item() + len(matrix) * log(2 * pi)) - log_det
+            if nll < best[1]:
+                best, self.matrix = (shrinkage, nll), matrix
+        return best[0], self.times * best[1] - self.log_dets.mean.item()
+
+    def whiten(self, moments: Moments, shrinkage: float) -> float:
+        """Sets the layer to the whitening map of these rows. Returns the log-determinant of all rows of an event."""
+        return self.times * self.layer.whiten(moments, self.shape, shrinkage, self.matrix)
+
+
+def _shrink(fit: Moments, held: Moments, spread: Tensor) -> tuple[float, float, Tensor]:
+    """The shrinkage, the NLL of held-out rows in units of the spread, and the correlations."""
+    scales = torch.outer(spread, spread)
+    correlation = fit.covariance() / scales
+    return *choose_shrinkage(correlation, held.second_moments(fit.mean) / scales), correlation
 
 
 class Thinned:
@@ -131,27 +196,19 @@ class Thinned:
     def __init__(self, count: int) -> None:
         self.count, self.stride, self.seen = count, 1, 0
         self._generator = torch.Generator().manual_seed(0)
-        self._parts: list[Tensor] = []
-        self._weights: list[Tensor] = []
+        self._rows, self._weights = list[Tensor](), list[Tensor]()
 
     def add(self, rows: Tensor, weights: Tensor | None = None, *, shuffled: bool = False) -> None:
-        """Adds rows with any event shape, and their weights: of all rows, or of none.
-
-        Shuffled, if their order has a period, as that of pixels has.
-        """
-        chosen: slice | Tensor = slice(-self.seen % self.stride, None, self.stride)
-        if shuffled:
-            chosen = torch.randperm(len(rows), generator=self._generator)[chosen].to(rows.device)
-        self._parts.append(rows[chosen].clone())
-        if weights is not None:
-            self._weights.append(weights[chosen].clone())
+        """Adds rows with any event shape, and their weights. Shuffled, if their order has a period, as pixels have."""
+        order = torch.randperm(len(rows), generator=self._generator) if shuffled else torch.arange(len(rows))
+        chosen = order[-self.seen % self.stride :: self.stride].to(rows.device)
+        self._rows.append(rows[chosen])
+        self._weights.append(rows.new_ones(len(chosen)) if weights is None else weights[chosen])
         self.seen += len(rows)
-        while sum(map(len, self._parts)) > 2 * self.count:
-            self._parts = [torch.cat(self._parts)[::2].clone()]
-            self._weights = [torch.cat(self._weights)[::2].clone()] if self._weights else []
+        while sum(map(len, self._rows)) > 2 * self.count:
+            self._rows, self._weights = ([torch.cat(parts)[::2].clone()] for parts in (self._rows, self._weights))
             self.stride *= 2
 
     def rows(self) -> Tensor:
         """The selected rows, each as often as its weight asks."""
-        rows = torch.cat(self._parts)
-        return rows[resampled_rows(torch.cat(self._weights))] if self._weights else rows
+        return torch.cat(self._rows)[resampled_rows(torch.cat(self._weights))]
