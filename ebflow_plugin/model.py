@@ -25,8 +25,6 @@ from ebflow_plugin.plan.inverse import draw
 from ebflow_plugin.plan.step import Shape
 from ebflow_plugin.planned import PlannedFlow
 
-__all__ = ["EBFlow"]
-
 
 class EBFlow(PlannedFlow):
     """An energy-based view of a flow, created by :func:`wrap`.

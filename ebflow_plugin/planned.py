@@ -15,7 +15,7 @@ from ebflow_plugin.adapting.discovery import FoundFlow, find_flow
 from ebflow_plugin.closed_form.calibration import Calibration, CalibrationStep
 from ebflow_plugin.closed_form.moments import Rows, batches
 from ebflow_plugin.linalg.memo import without_reading
-from ebflow_plugin.log_z.exact import Normalizer
+from ebflow_plugin.log_z.exact import exact_log_z
 from ebflow_plugin.plan.inputs import check_input, refuse_non_finite
 from ebflow_plugin.plan.plan import Plan, score_of
 from ebflow_plugin.plan.preprocessing import Dequantize, boundary, preprocessing_steps, refuse_trainable
@@ -77,7 +77,7 @@ class PlannedFlow(nn.Module):
         start = boundary(bare, self.match_after, dequantized)
         self._plan = replace(bare, steps=(*bare.steps, *self._calibrated))
         self._event_shape = self._plan.event_shape
-        self._prefix, self._core, self._exact = bare[:start], self._plan[start:], Normalizer(bare[start:])
+        self._prefix, self._core, self._exact = bare[:start], self._plan[start:], bare[start:]
         sizes = {name: p.numel() for name, p in self.flow.named_parameters() if p.is_floating_point()}
         # The largest parameter has the device and dtype of the flow; others may have another dtype (the mixture of
         # normflows, a number inside Residual). Its name, since it may be moved or swapped.
@@ -111,8 +111,8 @@ class PlannedFlow(nn.Module):
         return self._prefix
 
     @property
-    def exact(self) -> Normalizer:
-        """The exact log Z of the last :attr:`core` without its calibration, cached; its ``plan`` has these steps."""
+    def exact(self) -> Plan:
+        """The last :attr:`core` without its calibration, which caches its exact log Z."""
         return self._exact
 
     @property
@@ -194,9 +194,9 @@ class PlannedFlow(nn.Module):
     def _log_z(self, event_shape: Shape, like: Tensor) -> Tensor:
         """Log Z, of which the expensive part, of the flow behind the preprocessing, is cached."""
         if not self._prefix.steps:
-            total = self._exact.log_z(event_shape, like)
+            total = exact_log_z(self._exact, event_shape, like)
         else:
-            total = self._exact.log_z(self._prefix.latent_shapes(event_shape)[0], like)
+            total = exact_log_z(self._exact, self._prefix.latent_shapes(event_shape)[0], like)
             total = total + self._prefix.log_z(event_shape, like)
         for step in self._calibrated:
             total = total - step.log_abs_det(event_shape)
@@ -310,8 +310,7 @@ class Watch:
 
     def __init__(self, parts: list[Any], buffers: nn.Module | None = None, *, traced: bool = False) -> None:
         self._classes = [(part, type(part)) for part in parts]
-        self._sizes: list[tuple[dict[Any, Any], int]] = []
-        self._members: list[tuple[dict[Any, Any], tuple[Any, ...], tuple[Any, ...]]] = []
+        self._held: list[tuple[dict[Any, Any], int, tuple[Any, ...], tuple[Any, ...]]] = []
         for part in parts:
             attributes = vars(part)
             chosen = {name: value for name, value in attributes.items() if _decides(name, value, traced)}
@@ -339,20 +338,15 @@ class Watch:
         return watch
 
     def _record(self, held: Any, members: Any) -> None:
-        self._sizes.append((held, len(held)))
-        if members:
-            self._members.append((held, tuple(members), tuple(members.values())))
+        self._held.append((held, len(held), tuple(members), tuple(members.values())))
 
     def unchanged(self) -> bool:
         """Whether nothing has changed."""
         for part, kind in self._classes:
             if type(part) is not kind:
                 return False
-        for held, size in self._sizes:
-            if len(held) != size:
-                return False
-        for held, names, values in self._members:  # noqa: SIM110, since all() of a generator takes twice as long
-            if not all(map(is_, map(held.get, names), values)):
+        for held, size, names, values in self._held:
+            if len(held) != size or (names and not all(map(is_, map(held.get, names), values))):
                 return False
         return True
 

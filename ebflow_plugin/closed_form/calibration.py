@@ -23,7 +23,7 @@ from ebflow_plugin.linalg.memo import own_tensors
 from ebflow_plugin.linalg.random import gaussian_like
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.step import Base, LinearStep, Shape
-from ebflow_plugin.plan.values import flatten, parts_of, unflatten
+from ebflow_plugin.plan.values import flatten, parts_of, shapes_of, unflatten
 
 HELD_OUT = 10  # every tenth row is held out
 
@@ -126,14 +126,13 @@ def gaussian_of(base: Base, latents: tuple[Tensor, ...], call: str) -> tuple[Ten
     """
     why = f"{call} fits a Gaussian base with a diagonal covariance and without a context; {base.class_name} is none"
     with torch.inference_mode(False), torch.enable_grad():
-        rows = flatten(latents).new_zeros(3, sum(latent[0].numel() for latent in latents))
+        rows = flatten(latents)[:1].repeat(3, 1).zero_()
         rows[1], rows[2] = 1.0, gaussian_like(rows[2], torch.Generator("cpu").manual_seed(0))
         rows.requires_grad_()
         if any(tensor.is_inference() for tensor in own_tensors(base.module)):
             base = copy.deepcopy(base)  # gradients cannot pass through tensors that were made in inference mode
         try:
-            points = unflatten(rows, tuple(tuple(latent.shape[1:]) for latent in latents))
-            log_prob = base.log_prob(parts_of(points), None)
+            log_prob = base.log_prob(parts_of(unflatten(rows, shapes_of(latents))), None)
             (scores,) = torch.autograd.grad(log_prob.sum(), rows)
         except Exception as error:
             raise InputError(f"{why}: {error}") from error

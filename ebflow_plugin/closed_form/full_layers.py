@@ -7,7 +7,6 @@ kernel. Of these, those of a cell of stride × stride pixels are the output's ow
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,30 +24,22 @@ IMAGES = 100  # patches are taken of so many at once, since they take k² times 
 ROUNDING = 1e-10  # an eigenvalue below this fraction of the largest has lost most of its digits
 
 
-@dataclass(frozen=True)
 class FullLayer:
     """A full layer as a matrix that takes rows to features, in groups that it does not mix.
 
-    Attributes:
+    Arguments:
         step: Its step.
+
+    Attributes:
+        module: The layer itself, a FullLinear or a FullConv2d.
+        where: Its place in the model, for messages.
+        groups: The number of groups of features that the layer does not mix.
     """
 
-    step: FullStep
-
-    @property
-    def module(self) -> Any:
-        """The layer itself, a FullLinear or a FullConv2d."""
-        return self.step.module
-
-    @property
-    def where(self) -> str:
-        """Its place in the model, for messages."""
-        return self.step.where
-
-    @property
-    def groups(self) -> int:
-        """The number of groups of features that the layer does not mix."""
-        return 1 if isinstance(self.module, FullLinear) else self.module.setting.groups
+    def __init__(self, step: FullStep) -> None:
+        self.step, self.where = step, step.where
+        self.module: Any = step.module
+        self.groups: int = 1 if isinstance(self.module, FullLinear) else self.module.setting.groups
 
     @property
     def cell(self) -> Tensor:
@@ -151,8 +142,8 @@ class FullLayer:
         starts = (None,) * self.groups if start is None else start.chunk(self.groups)
         blocks, total = list[Tensor](), 0.0
         for chosen, begin in zip(places, starts, strict=True):
-            part = moments.part(chosen) if self.groups > 1 else moments
-            block, log_det = self._block(part, shape, shrinkage, None if begin is None else begin[:, chosen])
+            begin = None if begin is None else begin[:, chosen]
+            block, log_det = self._block(moments.part(chosen), shape, shrinkage, begin)
             blocks.append(block)
             total += log_det
         return torch.block_diag(*blocks), total

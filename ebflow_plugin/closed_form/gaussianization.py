@@ -341,8 +341,8 @@ def _straighten(links: list[Link], passes: Passes, shape: tuple[int, ...], start
         first.add_(unit.view_as(first))
         sources = part.decode((probes,))  # a step away from the centre shows a row of the inverse of A
         inverse = ((sources[1:] - sources[:1]) / (size * scale)).flatten(1).double()
-        values, vectors = torch.linalg.eigh(inverse @ inverse.T)
-        undoing = (vectors * values.clamp_min(0.0).sqrt()) @ vectors.T
+        vectors, values, _ = torch.linalg.svd(inverse)
+        undoing = (vectors * values) @ vectors.T
         matrix = values.new_zeros(layer.matrix.shape)
         matrix[:, cell] = undoing
         layer.set(matrix, -undoing @ layer.first_cell(ends[:1]).flatten().double())

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ebflow_plugin.chunks import picked
 from ebflow_plugin.closed_form.calibration import choose_shrinkage, gaussian_of
-from ebflow_plugin.closed_form.full_layers import FullLayer, refuse_dependent, spreads
+from ebflow_plugin.closed_form.full_layers import FullLayer
 from ebflow_plugin.closed_form.initialization import fit_to_base, resampled, start_together
 from ebflow_plugin.closed_form.moments import HeldOut, Moments, Rows
 from ebflow_plugin.errors import InputError, SingularError
@@ -134,34 +134,27 @@ class LayerInput:
         return merged
 
     def judge(self) -> tuple[float, float]:
-        """The shrinkage that minimises the held-out NLL of a Gaussian with the moments of ``fit``, and that NLL.
-
-        For a convolution it is the shrinkage for which patches are most likely, and the NLL of the fitted layer.
-        """
-        where, entries = self.layer.where, len(self.fit.mean)
-        if not bool(torch.isfinite(self.fit.scatter).all()):
-            raise InputError(f"the input of {where} holds NaN or inf; ebflow_plugin.verify(flow, x) finds where")
-        if len(self.layer.cells) < entries or self.layer.groups > 1:
-            return self._judge_patches()
-        spread = spreads(self.fit, where)
-        rho, nll, correlation = _shrink(self.fit, self.held, spread)
-        if rho > 0 and self.fit.count > 2 * entries:  # a shrinkage that too few rows do not explain
-            refuse_dependent(torch.linalg.eigvalsh(correlation), self.fit.count, where)
-        return rho, self.times * (nll + spread.log().sum().item()) - self.log_dets.mean.item()
-
-    def _judge_patches(self) -> tuple[float, float]:
-        """Chooses between no shrinkage and that for which held-out patches are most likely, by the layer that it gives.
+        """Chooses between no shrinkage and that for which held-out rows are most likely, by the layer that it gives.
 
         Overlapping patches are no independent rows, and natural images have heavy tails: little shrinkage is best.
+
+        Returns:
+            The shrinkage, and the held-out NLL of a Gaussian with the moments of ``fit``, as the layer whitens them.
         """
+        if not bool(torch.isfinite(self.fit.scatter).all()):
+            raise InputError(
+                f"the input of {self.layer.where} holds NaN or inf; ebflow_plugin.verify(flow, x) finds where"
+            )
         spread = self.fit.covariance().diagonal().clamp_min(0.0).sqrt()
         live = (spread > 0).nonzero().flatten()  # the taps of a kernel that is wider than the image read zeros alone
-        rho = _shrink(self.fit.part(live), self.held.part(live), spread[live])[0] if len(live) else 0.0
-        second, best = self.held.second_moments(self.fit.mean), (0.0, inf)
+        rho, second, best = 0.0, self.held.second_moments(self.fit.mean), (0.0, inf)
+        if len(live):
+            fit, held, scales = self.fit.part(live), self.held.part(live), torch.outer(spread[live], spread[live])
+            rho, _ = choose_shrinkage(fit.covariance() / scales, held.second_moments(fit.mean) / scales)
         for shrinkage in dict.fromkeys((0.0, rho)):
             try:
                 matrix, log_det = self.layer.whitening(self.fit, self.shape, shrinkage, self.matrix)
-            except SingularError:
+            except SingularError:  # which too few rows explain
                 if shrinkage == rho or self.fit.count > 2 * len(spread):
                     raise
                 continue
@@ -173,13 +166,6 @@ class LayerInput:
     def whiten(self, moments: Moments, shrinkage: float) -> float:
         """Sets the layer to the whitening map of these rows. Returns the log-determinant of all rows of an event."""
         return self.times * self.layer.whiten(moments, self.shape, shrinkage, self.matrix)
-
-
-def _shrink(fit: Moments, held: Moments, spread: Tensor) -> tuple[float, float, Tensor]:
-    """The shrinkage, the NLL of held-out rows in units of the spread, and the correlations."""
-    scales = torch.outer(spread, spread)
-    correlation = fit.covariance() / scales
-    return *choose_shrinkage(correlation, held.second_moments(fit.mean) / scales), correlation
 
 
 class Thinned:

@@ -13,8 +13,10 @@ from torch import Generator, Tensor
 
 from ebflow_plugin.closed_form.calibration import Calibration, CalibrationStep
 from ebflow_plugin.linalg.random import kept_random_state
+from ebflow_plugin.log_z.exact import exact_log_z
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.plan.inputs import counted_rows, refuse_weights, to_device
+from ebflow_plugin.plan.values import shapes_of
 
 
 class Likelihood(NamedTuple):
@@ -69,7 +71,7 @@ class LikelihoodSum:
             self._left -= len(x)
         if len(x) == 0:
             return
-        plan, (x, context, weights) = self._exact.plan, to_device((x, context, weights), self._sums.device)
+        plan, (x, context, weights) = self._exact, to_device((x, context, weights), self._sums.device)
         if weights is None:
             shares = self._sums.new_ones(len(x))
         else:
@@ -79,11 +81,11 @@ class LikelihoodSum:
         _, u, before = self._model.match(x, context, self._generator)
         context = plan.embed(context)
         latents, log_det = plan.encode(u, context)
-        log_z = self._exact.log_z(tuple(u.shape[1:]), u)
+        log_z = exact_log_z(plan, tuple(u.shape[1:]), u)
         densities = [(latents, log_z)]
         if self._calibration is not None:
             moved, _ = self._calibration.encode(latents[0] if len(latents) == 1 else latents, context)
-            scale = self._calibration.log_det(tuple(tuple(part.shape[1:]) for part in latents))
+            scale = self._calibration.log_det(shapes_of(latents))
             densities.insert(0, ((moved,) if isinstance(moved, Tensor) else moved, log_z - scale))
         nlls = []
         for z, constant in densities:

@@ -32,7 +32,7 @@ from ebflow_plugin.errors import (
     raise_from_step,
     refuse_inference_tensors,
 )
-from ebflow_plugin.linalg.memo import may_read
+from ebflow_plugin.linalg.memo import Memo, may_read
 from ebflow_plugin.plan.inputs import usable
 from ebflow_plugin.plan.linear import InitialisedAffineStep
 from ebflow_plugin.plan.smoothness import stochastic_parts
@@ -58,6 +58,11 @@ class Plan:
     base: Base
     embedding: Callable[[Tensor | None], Tensor | None] | None = None
     adapter: str = ""
+
+    @cached_property
+    def memo(self) -> Memo[Tensor]:
+        """The cached log Z (:func:`~ebflow_plugin.log_z.exact.exact_log_z`)."""
+        return Memo()
 
     def __getitem__(self, part: slice) -> Plan:
         return replace(self, steps=self.steps[part])

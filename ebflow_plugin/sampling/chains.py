@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
-from ebflow_plugin.chunks import with_progress
+from ebflow_plugin.chunks import picked, rows_in_chunks, with_progress
 from ebflow_plugin.errors import EBFlowError, InputError
 from ebflow_plugin.linalg.random import gaussian_like, uniform_like
 from ebflow_plugin.plan.inputs import check_tensor, refuse_non_finite
@@ -43,10 +43,11 @@ class Chains:
 
 
 def run_chains(
-    energy: Callable[[Tensor], Tensor],
+    energy: Callable[[Tensor, Tensor | None], Tensor],
     x: Tensor,
-    frozen: Tensor | None,
     *,
+    context: Tensor | None,
+    frozen: Tensor | None,
     steps: int,
     step_size: float,
     burn_in: int,
@@ -54,10 +55,13 @@ def run_chains(
     adapt: bool,
     thin: int | None,
     covariance: Tensor | None,
+    batch_size: int | None,
     generator: Generator | None,
     progress: bool,
 ) -> Chains:
-    """Runs a chain from each row of x, on an energy from ``(B, *)`` to ``(B,)``; frozen entries do not change.
+    """Runs a chain from each row of x, on an energy from ``(B, *)`` and a context to ``(B,)``.
+
+    Frozen entries do not change. Energies are computed ``batch_size`` rows at a time, which changes no random number.
 
     The options are those of :func:`~ebflow_plugin.sampling.langevin.langevin`.
     """
@@ -70,12 +74,15 @@ def run_chains(
 
     def value_and_slope(x: Tensor) -> tuple[Tensor, Tensor]:
         """The energy at x, and its gradient in the variable of the moves."""
-        with torch.inference_mode(False), torch.enable_grad():
-            x = x.detach().clone().requires_grad_()
-            value = energy(x)
-            (slope,) = torch.autograd.grad(value.sum(), x, allow_unused=True, materialize_grads=True)
-        slope = slope if frozen is None else slope.masked_fill(frozen, 0.0)
-        return value.detach(), slope if units is None else units.pull(slope)
+        values, slopes = list[Tensor](), list[Tensor]()
+        for part in rows_in_chunks(len(x), batch_size):
+            with torch.inference_mode(False), torch.enable_grad():
+                rows, given = picked(part, x.detach().clone(), context)
+                value = energy(rows.requires_grad_(), given)
+                slopes += torch.autograd.grad(value.sum(), rows, allow_unused=True, materialize_grads=True)
+            values.append(value.detach())
+        slope = torch.cat(slopes) if frozen is None else torch.cat(slopes).masked_fill(frozen, 0.0)
+        return torch.cat(values), slope if units is None else units.pull(slope)
 
     value, slope = value_and_slope(x)
     if not bool(torch.isfinite(value).all()):
@@ -146,13 +153,11 @@ class Preconditioner:
     def __init__(self, covariance: Tensor, frozen: Tensor) -> None:
         patterns, self._pattern_of = torch.unique(frozen.flatten(1), dim=0, return_inverse=True)
         precision = torch.linalg.inv(covariance.double())
-        self._factors = []
+        unit, self._factors = torch.ones_like(precision[0]).diag(), list[Tensor]()
         for pattern in patterns:
-            moving = (~pattern).nonzero().flatten()
-            block = torch.linalg.inv(precision[moving][:, moving])
-            factor = torch.zeros_like(precision)
-            factor[moving[:, None], moving] = torch.linalg.cholesky(0.5 * (block + block.mT))
-            self._factors.append(factor.to(covariance))
+            moving = ~pattern[:, None] & ~pattern
+            among = torch.linalg.inv(precision.where(moving, unit))
+            self._factors.append(torch.linalg.cholesky(0.5 * (among + among.mT)).where(moving, 0.0).to(covariance))
 
     def push(self, w: Tensor) -> Tensor:
         """L w, with the shape of w."""
@@ -165,11 +170,9 @@ class Preconditioner:
     def _each(self, rows: Tensor, matrices: list[Tensor]) -> Tensor:
         """Multiplies each row by the matrix of its pattern."""
         flat = rows.flatten(1)
-        if len(matrices) == 1:
-            return (flat @ matrices[0]).reshape(rows.shape)
         result = torch.empty_like(flat)
         for number, matrix in enumerate(matrices):
-            chosen = (self._pattern_of == number).nonzero().flatten()
+            chosen = self._pattern_of == number
             result[chosen] = flat[chosen] @ matrix
         return result.reshape(rows.shape)
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Generator, Tensor
 
-from ebflow_plugin.chunks import over_rows, rows_in_chunks
+from ebflow_plugin.chunks import over_rows
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.options import at_least, one_of, positive
 from ebflow_plugin.plan.inputs import check_tensor, refuse_non_finite, refuse_other_models
-from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.sampling.chains import Chains, run_chains
 
 
@@ -86,9 +86,11 @@ def langevin(
     refuse_non_finite("x0", x0)
     if len(x0) == 0:
         raise InputError("there are no chains to run: x0 has no rows")
-    mask = None if mask is None else _check_mask(mask, x0)
+    frozen = None if mask is None else ~_check_mask(mask, x0)
     run = partial(
         run_chains,
+        context=context,
+        frozen=frozen,
         steps=at_least(0, "steps", steps),
         step_size=positive("step_size", step_size),
         burn_in=at_least(0, "burn_in", burn_in),
@@ -96,38 +98,23 @@ def langevin(
         adapt=adapt,
         thin=None if thin is None else at_least(1, "thin", thin),
         covariance=covariance,
+        batch_size=batch_size,
         generator=generator,
         progress=progress,
     )
-    mapped = space == "matched" and (len(model.prefix.steps) > 0 or model.dequantize is not None)
-    target: EBFlow | Plan = model.core if mapped else model
-    parts = []
     with torch.no_grad():
-        for part in rows_in_chunks(len(x0), batch_size):
-            start, rows = x0[part], None if context is None else context[part]
-            frozen = None if mask is None else ~mask[part]
-            energy = partial(target.energy, context=rows)
-            if not mapped:
-                parts.append(run(energy, start, frozen))
-                continue
-            u, _ = model.preprocess(start, generator)
-            back = partial(model.to_data, context=rows)
-            if frozen is not None:
-                _refuse_mixing(u, back, frozen)
-            result = run(energy, u, frozen)
-            samples = back(result.samples)
-            if frozen is not None:  # undoes the rounding of the map to the matched variable and back
-                samples = torch.where(frozen, start, samples)
-            trajectory = None if result.trajectory is None else torch.stack([back(u) for u in result.trajectory])
-            parts.append(replace(result, samples=samples, trajectory=trajectory))
-    trajectories = [part.trajectory for part in parts if part.trajectory is not None]
-    return Chains(
-        samples=torch.cat([part.samples for part in parts]),
-        trajectory=torch.cat(trajectories, 1) if trajectories else None,
-        energies=torch.cat([part.energies for part in parts], 1),
-        acceptance=torch.cat([part.acceptance for part in parts]),
-        step_sizes=torch.cat([part.step_sizes for part in parts]),
-    )
+        if space == "data" or not (model.prefix.steps or model.dequantize):
+            return run(model.energy, x0)
+        u, _ = model.preprocess(x0, generator)
+        back = partial(over_rows, model.to_data, context=context, size=batch_size)
+        if frozen is not None:
+            _refuse_mixing(u, back, frozen)
+        found = run(model.core.energy, u)
+        samples = back(found.samples)
+        if frozen is not None:  # undoes the rounding of the map to the matched variable and back
+            samples = torch.where(frozen, x0, samples)
+        trajectory = None if found.trajectory is None else torch.stack([back(u) for u in found.trajectory])
+    return replace(found, samples=samples, trajectory=trajectory)
 
 
 def impute(
@@ -140,14 +127,8 @@ def impute(
     chains: int = 1,
     init: Tensor | None = None,
     context: Tensor | None = None,
-    adjusted: bool = True,
-    burn_in: int = 0,
-    adapt: bool = True,
-    covariance: Tensor | None = None,
     space: str = "matched",
-    batch_size: int | None = None,
-    generator: Generator | None = None,
-    progress: bool = False,
+    **options: Any,
 ) -> Tensor:
     r"""Fills in missing entries by Langevin steps on the energy, given the others (Eq. 11 of the paper).
 
@@ -168,14 +149,9 @@ def impute(
         chains: The number of chains for each row of x.
         init: The initial values of the missing entries, with the shape of x; by default those of x.
         context: The context of the model, with ``B`` rows.
-        adjusted: As for :func:`langevin`.
-        burn_in: As for :func:`langevin`.
-        adapt: As for :func:`langevin`.
-        covariance: As for :func:`langevin`, of all entries; it is conditioned on the observed ones.
         space: As for :func:`langevin`. The matched variable needs an elementwise preprocessing.
-        batch_size: The largest number of chains at a time.
-        generator: The source of all randomness.
-        progress: Shows a progress bar.
+        options: Other options of :func:`langevin`: ``adjusted``, ``burn_in``, ``adapt``, ``covariance`` (of all
+            entries; it is conditioned on the observed ones), ``batch_size``, ``generator``, ``progress``.
 
     Returns:
         The filled data, with shape ``(B, chains, *)``.
@@ -212,14 +188,8 @@ def impute(
         step_size,
         mask=mask.repeat_interleave(chains, dim=0),
         context=None if context is None else context.repeat_interleave(chains, dim=0),
-        adjusted=adjusted,
-        burn_in=burn_in,
-        adapt=adapt,
-        covariance=covariance,
         space=space,
-        batch_size=batch_size,
-        generator=generator,
-        progress=progress,
+        **options,
     )
     return found.samples.unflatten(0, (len(x), chains))
 
