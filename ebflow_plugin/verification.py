@@ -261,10 +261,10 @@ def _log_det(step: Step, value: Value, context: Tensor | None, name: str) -> Ite
     ones = [picked(slice(row, row + 1), rows, context) for row in range(len(rows))]
     theirs = torch.stack([torch.linalg.slogdet(_jacobian(step, value, *one))[1] for one in ones])
     if isinstance(step, LinearStep):
-        ours = torch.as_tensor(step.log_det(shapes_of(value), rows)).to(theirs).expand_as(theirs)
+        ours = torch.as_tensor(step.log_det(shapes_of(value), rows)).expand_as(theirs)
     else:
-        _, ours = step.encode(unflatten(rows, shapes_of(value)), context)
-    yield compare(name, ours.detach(), theirs, 1e-5, step.path)
+        ours = torch.as_tensor(step.encode(unflatten(rows, shapes_of(value)), context)[1])
+    yield compare(name, ours.detach().to(theirs), theirs, 1e-5, step.path)
 
 
 def _jacobian(step: Step, value: Value, point: Tensor, context: Tensor | None) -> Tensor:

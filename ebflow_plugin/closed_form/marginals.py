@@ -151,7 +151,8 @@ def fit_marginals(step: ElementwiseStep, y: Tensor, held_out: Tensor) -> Margina
     sign, helps = torch.ones_like(points[0]), torch.ones_like(points[0], dtype=torch.bool)
 
     def marginal(numbers: Tensor, sign: Tensor) -> MarginalMap:
-        return MarginalMap(sign * numbers[0].exp(), *numbers[1:], helps)
+        scale, shift, log_tail, skewness = numbers
+        return MarginalMap(sign * scale.exp(), shift, log_tail, skewness, helps)
 
     def nll(numbers: Tensor, sign: Tensor) -> Tensor:
         curve = marginal(numbers, sign).curve(step, points)

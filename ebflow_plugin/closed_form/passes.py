@@ -55,10 +55,11 @@ class Passes:
 
     def to(self, place: int) -> Iterator[Rows]:
         """The inputs of a step in batches, each with the log-dets of the nonlinear steps before it."""
-        for index, ((value,), *others) in enumerate(self._through(self.plan[self._place : place])):
+        for index, ((value,), context, weights, log_det) in enumerate(self._through(self.plan[self._place : place])):
+            rows = value, context, weights, log_det
             if self.keep:
-                self._cached[index : index + 1] = [(value, *others)]  # in the place of the one before, if there is one
-            yield value, *others
+                self._cached[index : index + 1] = [rows]  # in the place of the one before, if there is one
+            yield rows
         if self.keep:
             self._place = place
 

@@ -141,7 +141,7 @@ def gaussian(shape: Shape, like: Tensor, mean: Tensor | float = 0.0, scale: Tens
         flat: Distribution = Independent(Normal(mean, scale, validate_args=False), 1, validate_args=False)
     else:
         flat = MultivariateNormal(mean, scale_tril=scale, validate_args=False)
-    return TransformedDistribution(flat, ReshapeTransform((size,), shape), validate_args=False)
+    return TransformedDistribution(flat, ReshapeTransform(torch.Size((size,)), torch.Size(shape)), validate_args=False)
 
 
 def gaussian_of(data: Tensor) -> Distribution:
