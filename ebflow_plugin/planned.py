@@ -19,7 +19,7 @@ from ebflow_plugin.log_z.exact import exact_log_z
 from ebflow_plugin.plan.inputs import check_input, refuse_non_finite
 from ebflow_plugin.plan.plan import Plan, score_of
 from ebflow_plugin.plan.preprocessing import Dequantize, boundary, preprocessing_steps, refuse_trainable
-from ebflow_plugin.plan.step import LinearStep, NonlinearStep, Shape
+from ebflow_plugin.plan.step import Shape
 from ebflow_plugin.report import FlowReport
 
 # Values that steps read on each call: a module that counts its calls, say, does not change the plan.
@@ -82,7 +82,8 @@ class PlannedFlow(nn.Module):
         # The largest parameter has the device and dtype of the flow; others may have another dtype (the mixture of
         # normflows, a number inside Residual). Its name, since it may be moved or swapped.
         self._anchor = max(sizes, key=sizes.__getitem__, default=None)
-        self._watch = Watch.of(bare, self.flow, self.calibration)
+        parts = {id(part): part for part in (*self.flow.modules(), *(part.module for part in bare.parts()))}
+        self._watch = Watch([part for part in parts.values() if hasattr(part, "__dict__")], self.calibration)
 
     def _follow(self) -> None:
         """Walks the flow again if it has changed. Every public call does this once."""
@@ -325,11 +326,6 @@ class Watch:
             self._record(buffers._buffers, buffers._buffers)
 
     @classmethod
-    def of(cls, plan: Plan, flow: nn.Module, buffers: nn.Module) -> Watch:
-        """Watches the modules that a plan of the flow was built from."""
-        return cls(_arrangement(plan, flow), buffers)
-
-    @classmethod
     def of_parameters(cls, model: nn.Module) -> Watch:
         """Watches which parameters the modules of a model hold, not their values."""
         watch = cls([])
@@ -358,30 +354,3 @@ def _decides(name: str, value: Any, traced: bool = False) -> bool:
     if traced and isinstance(value, (Tensor, float)):
         return True
     return not isinstance(value, _READ_EACH_CALL)
-
-
-def _arrangement(plan: Plan, flow: nn.Module) -> list[Any]:
-    """The flow, the containers of its steps and its base, these themselves, and the submodules of linear steps."""
-    owners, steps = {""}, (*plan.steps, plan.base)
-    for part in steps:
-        names = part.path.split(".")
-        owners.update(".".join(names[:depth]) for depth in range(1, len(names)))
-    known = dict(flow.named_modules(remove_duplicate=False))
-    parts: dict[int, Any] = {}
-
-    def members() -> Iterator[Any]:
-        for owner in owners:
-            if owner in known:
-                yield known[owner]
-                yield from known[owner].children()
-        for part in steps:
-            yield part.module
-            if isinstance(part, LinearStep) and isinstance(part.module, nn.Module) and part.path not in owners:
-                yield from part.module.modules()
-            if isinstance(part, NonlinearStep):
-                yield from part.reads
-
-    for member in members():
-        if hasattr(member, "__dict__"):
-            parts[id(member)] = member
-    return list(parts.values())

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.linalg.operators import LinearOperator
@@ -211,14 +211,10 @@ class NonlinearStep(Step):
     """A step whose log-det depends on x (or on the context), computed by its module.
 
     Subclasses call the module in the way of their library: :meth:`call_forward` and :meth:`call_inverse`.
-
-    Attributes:
-        reads: Submodules whose parameters it reads, in place of calling them.
     """
 
     linearity = Linearity.NONLINEAR
     reason = "log-det depends on x"
-    reads: Sequence[nn.Module] = ()
 
     def __init__(self, module: Any, path: str, inverted: bool = False) -> None:
         super().__init__(module, path, inverted)

@@ -67,10 +67,8 @@ def run_chains(
     """
     sizes = torch.full_like(x.flatten(1)[:, 0], step_size)
     wide = (-1, *[1] * (x.dim() - 1))
-    units = None
-    if covariance is not None:
-        stays = torch.zeros_like(x, dtype=torch.bool) if frozen is None else frozen
-        units = Preconditioner(check_covariance(covariance, x), stays)
+    frozen = torch.zeros_like(x, dtype=torch.bool) if frozen is None else frozen
+    units = Preconditioner(None if covariance is None else check_covariance(covariance, x), frozen)
 
     def value_and_slope(x: Tensor) -> tuple[Tensor, Tensor]:
         """The energy at x, and its gradient in the variable of the moves."""
@@ -81,8 +79,7 @@ def run_chains(
                 value = energy(rows.requires_grad_(), given)
                 slopes += torch.autograd.grad(value.sum(), rows, allow_unused=True, materialize_grads=True)
             values.append(value.detach())
-        slope = torch.cat(slopes) if frozen is None else torch.cat(slopes).masked_fill(frozen, 0.0)
-        return torch.cat(values), slope if units is None else units.pull(slope)
+        return torch.cat(values), units.pull(torch.cat(slopes))
 
     value, slope = value_and_slope(x)
     if not bool(torch.isfinite(value).all()):
@@ -90,37 +87,33 @@ def run_chains(
     energies, kept = [value], []
     accepted, tuned, counted = torch.zeros_like(sizes), torch.zeros_like(sizes), 0
     for t in with_progress(range(burn_in + steps), progress, "Langevin"):
-        noise = gaussian_like(x, generator)
-        noise = noise if frozen is None else noise.masked_fill(frozen, 0.0)
-        alpha = sizes.reshape(wide)
-        move = (2 * alpha).sqrt() * noise - alpha * slope
-        new = x + (move if units is None else units.push(move))
+        noise, alpha = gaussian_like(x, generator), sizes.reshape(wide)
+        new = x + units.push((2 * alpha).sqrt() * noise - alpha * slope)
         new_value, new_slope = value_and_slope(new)
+        taken = torch.isfinite(new_value)
         if adjusted:
             # The noise of the reverse move, and its probability relative to that of the forward noise.
             reverse = (0.5 * alpha).sqrt() * (slope + new_slope) - noise
             change = value - new_value + 0.5 * (noise.square() - reverse.square()).flatten(1).sum(1)
             # A proposal without a finite energy lies outside the support, and has probability zero.
-            chance = torch.where(torch.isfinite(new_value), change.clamp_max(0.0).exp(), 0.0).nan_to_num(0.0)
+            chance = torch.where(taken, change.clamp_max(0.0).exp(), 0.0).nan_to_num(0.0)
             taken = uniform_like(chance, generator) < chance
-            x = torch.where(taken.reshape(wide), new, x)
-            slope = torch.where(taken.reshape(wide), new_slope, slope)
-            value = torch.where(taken, new_value, value)
-            if t >= burn_in:
-                accepted += taken
-            elif adapt:
-                sizes = sizes * ((chance - TARGET) * (t + 1) ** -0.5).exp()
-                if t >= burn_in // 2:  # the mean over the second half is less noisy than the last value
-                    tuned, counted = tuned + sizes.log(), counted + 1
-                if t + 1 == burn_in:
-                    sizes = (tuned / counted).exp()
-        else:
-            if not bool(torch.isfinite(new_value).all()):
-                raise EBFlowError(
-                    f"an unadjusted chain diverged at step {t + 1}: its energy is not finite. Lower step_size, or use "
-                    "adjusted=True"
-                )
-            x, value, slope = new, new_value, new_slope
+        elif not bool(taken.all()):
+            raise EBFlowError(
+                f"an unadjusted chain diverged at step {t + 1}: its energy is not finite. Lower step_size, or use "
+                "adjusted=True"
+            )
+        x = torch.where(taken.reshape(wide), new, x)
+        slope = torch.where(taken.reshape(wide), new_slope, slope)
+        value = torch.where(taken, new_value, value)
+        if t >= burn_in:
+            accepted += taken
+        elif adjusted and adapt:
+            sizes = sizes * ((chance - TARGET) * (t + 1) ** -0.5).exp()
+            if t >= burn_in // 2:  # the mean over the second half is less noisy than the last value
+                tuned, counted = tuned + sizes.log(), counted + 1
+            if t + 1 == burn_in:
+                sizes = (tuned / counted).exp()
         energies.append(value)
         if thin is not None and t >= burn_in and (t - burn_in + 1) % thin == 0:
             kept.append(x)
@@ -140,7 +133,7 @@ class Preconditioner:
     Cost: :math:`O(D^3)` for each distinct set of frozen entries, then :math:`O(D^2)` for each chain and step.
 
     Arguments:
-        covariance: The covariance of the (flattened) variable of the chains: ``(D, D)``.
+        covariance: The covariance of the (flattened) variable of the chains: ``(D, D)``; None for L = I.
         frozen: True for entries that do not change, with shape ``(B, *)``.
 
     Example:
@@ -150,10 +143,13 @@ class Preconditioner:
         tensor([[1.7321, 0.0000]])
     """
 
-    def __init__(self, covariance: Tensor, frozen: Tensor) -> None:
+    def __init__(self, covariance: Tensor | None, frozen: Tensor) -> None:
+        self._frozen, self._factors = frozen, list[Tensor]()
+        if covariance is None:
+            return
         patterns, self._pattern_of = torch.unique(frozen.flatten(1), dim=0, return_inverse=True)
         precision = torch.linalg.inv(covariance.double())
-        unit, self._factors = torch.ones_like(precision[0]).diag(), list[Tensor]()
+        unit = torch.ones_like(precision[0]).diag()
         for pattern in patterns:
             moving = ~pattern[:, None] & ~pattern
             among = torch.linalg.inv(precision.where(moving, unit))
@@ -169,6 +165,8 @@ class Preconditioner:
 
     def _each(self, rows: Tensor, matrices: list[Tensor]) -> Tensor:
         """Multiplies each row by the matrix of its pattern."""
+        if not matrices:
+            return rows.masked_fill(self._frozen, 0.0)
         flat = rows.flatten(1)
         result = torch.empty_like(flat)
         for number, matrix in enumerate(matrices):
