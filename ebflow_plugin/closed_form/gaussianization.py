@@ -45,16 +45,14 @@ from ebflow_plugin.closed_form.initialization import (
     broadcast,
     first_full_layer,
     is_linear,
-    layer_at,
     may_precede,
     start_together,
 )
 from ebflow_plugin.closed_form.marginals import MarginalMap, fit_marginals
 from ebflow_plugin.closed_form.passes import LayerInput, Passes
 from ebflow_plugin.errors import InputError, SingularError
-from ebflow_plugin.layers import FullConv2d, FullLinear, SinhArcsinh
+from ebflow_plugin.layers import FullConv2d
 from ebflow_plugin.linalg.memo import own_tensors
-from ebflow_plugin.plan.elementwise import ElementwiseStep
 from ebflow_plugin.plan.matrices import FullStep
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.step import LinearStep
@@ -129,72 +127,44 @@ class StartReport:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class Link:
-    """A full layer of a chain.
-
-    Attributes:
-        place: Its index in the plan.
-        layer: The layer.
-        bend: The nonlinearity right after it, if it has the same parameters for each row of the layer's output.
-    """
-
-    place: int
-    layer: FullLayer
-    bend: ElementwiseStep | None
-
-    @classmethod
-    def at(cls, plan: Plan, place: int) -> Link:
-        """The link of the full layer with this index."""
-        layer, after = layer_at(plan, place), next(iter(plan.steps[place + 1 :]), None)
-        features = -1 if isinstance(layer.module, FullLinear) else -3
-        if not isinstance(after, ElementwiseStep):
-            return cls(place, layer, None)
-        per_column = isinstance(after.module, SinhArcsinh) and after.module.dim != features
-        return cls(place, layer, None if per_column else after)
-
-
-def chain(plan: Plan) -> list[Link]:
+def chain(plan: Plan) -> list[FullLayer]:
     """The full layers that can start together: linear steps between them, and nonlinearities to fit.
 
     Raises:
         InputError: If there are fewer than two, or no nonlinearity.
     """
-    links = [Link.at(plan, first_full_layer(plan))]
+    layers = [first_full_layer(plan)]
     for place, step in enumerate(plan.steps):
-        if place <= links[-1].place or step is links[-1].bend:
+        if place <= layers[-1].place or step is layers[-1].bend:
             continue
         if isinstance(step, FullStep):
-            following = Link.at(plan, place)
-            if not _is_free(following.layer, links):
+            following = FullLayer(plan, place)
+            if not _is_free(following, layers):
                 break
-            links.append(following)
+            layers.append(following)
         elif not (isinstance(step, LinearStep) and step.n_in == step.n_out == 1 and may_precede(step)):
             break  # ActNorms, permutations, squeezes and fixed linear steps may come between
-    first = links[0].layer
+    first = layers[0]
     if first.module.bias is None:
         raise InputError(
             "gaussianize=True needs a full layer with a bias, so that its features have scales and shifts of their "
             f"own; {first.where} has none. Use whiten=True alone."
         )
-    if not any(link.bend for link in links[:-1]):
-        after = plan.steps[links[0].place + 1 :]
+    if not any(other.bend for other in layers[:-1]):
+        after = plan.steps[layers[0].place + 1 :]
         raise InputError(
             "gaussianize=True needs an elementwise nonlinearity, such as SinhArcsinh, after the first full layer, and "
             "another full layer with a bias and parameters of its own after that; "
             f"found {after[0].where if after else 'nothing'}. Use whiten=True alone."
         )
-    return links
+    return layers
 
 
-def _is_free(layer: FullLayer, links: list[Link]) -> bool:
+def _is_free(layer: FullLayer, layers: list[FullLayer]) -> bool:
     """Whether a later full layer can be set to a whitening map, with parameters of its own."""
-    try:
-        layer.refuse_unfit()
-    except InputError:
-        return False
     own = _memory(layer.module)
-    return layer.module.bias is not None and all(own.isdisjoint(_memory(link.layer.module)) for link in links)
+    apart = all(own.isdisjoint(_memory(other.module)) for other in layers)
+    return layer.unfit() is None and layer.module.bias is not None and apart
 
 
 def _memory(module: nn.Module) -> set[tuple[torch.device, int]]:
@@ -224,7 +194,7 @@ def gaussianize(
         InputError: If there is no such chain, or the base is not a diagonal Gaussian.
         SingularError: If the data cannot be whitened.
     """
-    plan, links = passes.plan, chain(passes.plan)
+    plan, layers = passes.plan, chain(passes.plan)
     whole, saved = replace(plan, steps=(*plan.steps, *appended)), copy.deepcopy(flow.state_dict())
     try:
         try:
@@ -232,36 +202,36 @@ def gaussianize(
         except SingularError:  # of the old weights: nothing is less likely
             before = inf
         flow.load_state_dict(saved)  # ActNorms start again, from the output of the new layers
-        layers = _fit(passes, links, progress)
+        started = _fit(passes, layers, progress)
     except BaseException:
         flow.load_state_dict(saved)
         raise
-    report = StartReport(tuple(layers), before)
+    report = StartReport(tuple(started), before)
     if not report.kept:
         flow.load_state_dict(saved)
         start_together(whole, *passes.first)
     return report
 
 
-def _fit(passes: Passes, links: list[Link], progress: bool) -> list[LayerStart]:
+def _fit(passes: Passes, layers: list[FullLayer], progress: bool) -> list[LayerStart]:
     """Fits the layers of a chain. The NLL of the last is that of the whole model."""
     plan, started = passes.plan, list[LayerStart]()
     linear, since = 0.0, 0  # the log-det of the linear steps so far; where the last pass ended
     shape: tuple[int, ...] | None = None
     judged: tuple[LayerInput, float] | None = None  # the last layer, and the whitening of it that was judged
-    for number, link in enumerate(with_progress(links, progress, "Gaussianising start")):
-        layer, last = link.layer, link is links[-1]
-        arrived = LayerInput(layer, passes.to(link.place))
-        linear -= float(plan[since : link.place].log_z(shape or passes.event_shape, arrived.fit.mean))
+    for number, layer in enumerate(with_progress(layers, progress, "Gaussianising start")):
+        last = layer is layers[-1]
+        arrived = LayerInput(layer, passes.to(layer.place))
+        linear -= float(plan[since : layer.place].log_z(shape or passes.event_shape, arrived.fit.mean))
         rho, nll = arrived.judge()
         nll -= linear
         if judged is not None and not nll <= started[-1].nll:
             before, shrinkage = judged
             before.whiten(before.fit, shrinkage)  # what follows will be affine, so that this is the last whitening
             kept = replace(started.pop(), shrinkage=shrinkage)
-            started += _straighten(links[number - 1 :], passes, before.shape, kept)
+            started += _straighten(layers[number - 1 :], passes, before.shape, kept)
             passes.restart()
-            nll, _ = _settle(passes, links[-1])
+            nll, _ = _settle(passes, layers[-1])
             return [*started[:-1], replace(started[-1], nll=nll)]
         enough = arrived.fit.count >= ENOUGH * len(arrived.fit.mean)
         judged, moments = (arrived, rho), arrived.fit
@@ -270,50 +240,50 @@ def _fit(passes: Passes, links: list[Link], progress: bool) -> list[LayerStart]:
             rho = 0.0  # shrinkage keeps the basis near that of the layer before, whose features are Gaussian already
         linear += arrived.whiten(moments, rho)
         if last:
-            nll, aimed = _settle(passes, link)
+            nll, aimed = _settle(passes, layer)
             arrived.whiten(arrived.everything(), rho)  # the model is judged: no row is left to hold out for
             if aimed:
-                passes.fit_to_base(link.place)
+                passes.fit_to_base(layer.place)
             return [*started, LayerStart(layer.where, nll, rho, None)]
         fitted_features = None
-        if link.bend is not None:
+        if layer.bend is not None:
             matrix, bias = layer.matrix, layer.module.bias
             sample, others = (functional.linear(rows, matrix, bias) for rows in (arrived.sample, arrived.others))
-            fitted = MarginalMap(*broadcast(*fit_marginals(link.bend, sample, others)))
-            linear += arrived.times * fitted.write(link.bend, layer.module)
+            fitted = MarginalMap(*broadcast(*fit_marginals(layer.bend, sample, others)))
+            linear += arrived.times * fitted.write(layer.bend, layer.module)
             fitted_features = int(fitted.helps.sum())
         started.append(LayerStart(layer.where, nll, rho, fitted_features))
-        since, shape = link.place + 1, arrived.shape
+        since, shape = layer.place + 1, arrived.shape
     raise AssertionError("a chain has a last layer")
 
 
-def _settle(passes: Passes, link: Link) -> tuple[float, bool]:
+def _settle(passes: Passes, layer: FullLayer) -> tuple[float, bool]:
     """Aims the last layer, whose output is white, at the base, and judges the whole model by held-out rows.
 
     Returns:
         The NLL, and whether the layer was aimed: before nonlinear steps it may be better left as it was.
     """
-    plan, layer = passes.plan, link.layer.module
+    plan = passes.plan
     start_together(plan, *passes.first)
-    linear = is_linear(plan, link.place + 1)
+    linear = is_linear(plan, layer.place + 1)
     unaimed = inf if linear and passes.base is not None else passes.nll()
-    white = copy.deepcopy(layer.state_dict())
-    aimed = passes.fit_to_base(link.place)
+    white = copy.deepcopy(layer.module.state_dict())
+    aimed = passes.fit_to_base(layer.place)
     nll = passes.nll() if aimed or linear else inf
     if linear or nll <= unaimed:
         return nll, aimed
-    layer.load_state_dict(white)
+    layer.module.load_state_dict(white)
     return unaimed, False
 
 
-def _straighten(links: list[Link], passes: Passes, shape: tuple[int, ...], start: LayerStart) -> list[LayerStart]:
+def _straighten(layers: list[FullLayer], passes: Passes, shape: tuple[int, ...], start: LayerStart) -> list[LayerStart]:
     """Makes the marginal maps after some layers nearly affine.
 
     The first layer whitens. Each later layer undoes the steps since the one before it, up to a rotation of what is
     white already: if these take y to A y + c, with A the same for each row, the layer is (A Aᵀ)^(-1/2) (· - c).
 
     Arguments:
-        links: The layers.
+        layers: The layers.
         passes: The data.
         shape: The event shape of the input of the first.
         start: The start of the first so far.
@@ -321,9 +291,9 @@ def _straighten(links: list[Link], passes: Passes, shape: tuple[int, ...], start
     Returns:
         The starts of these layers.
     """
-    started = [replace(start, fitted_features=None if links[0].bend is None else 0)]
-    for before, link in pairwise(links):
-        module, layer = before.layer.module, link.layer
+    started = [replace(start, fitted_features=None if layers[0].bend is None else 0)]
+    for before, layer in pairwise(layers):
+        module = before.module
         scale, shift = torch.ones_like(module.bias), torch.zeros_like(module.bias)
         if before.bend is not None:
             straight = MarginalMap.nearly_linear(before.bend, module.bias)
@@ -331,8 +301,8 @@ def _straighten(links: list[Link], passes: Passes, shape: tuple[int, ...], start
             scale, shift = straight.scale, straight.shift
         if isinstance(module, FullConv2d):
             scale, shift = scale[:, None, None], shift[:, None, None]
-        start_together(passes.plan[: link.place], *passes.first)
-        part, white = passes.plan[before.place + 1 : link.place], scale.new_zeros(1, *module.output_shape(shape))
+        start_together(passes.plan[: layer.place], *passes.first)
+        part, white = passes.plan[before.place + 1 : layer.place], scale.new_zeros(1, *module.output_shape(shape))
         (ends,), _ = part.encode(torch.cat([white + shift, white + shift + scale]))
         size, cell = (ends[1] - ends[0]).abs().mean(), layer.cells.to(white.device)
         unit = size * torch.eye(len(cell)).to(white)
@@ -346,7 +316,7 @@ def _straighten(links: list[Link], passes: Passes, shape: tuple[int, ...], start
         matrix = values.new_zeros(layer.matrix.shape)
         matrix[:, cell] = undoing
         layer.set(matrix, -undoing @ layer.first_cell(ends[:1]).flatten().double())
-        straightened = link.bend is not None and link is not links[-1]
+        straightened = layer.bend is not None and layer is not layers[-1]
         started.append(LayerStart(layer.where, start.nll, 0.0, 0 if straightened else None))
         shape = tuple(ends.shape[1:])
     return started

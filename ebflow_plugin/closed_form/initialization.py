@@ -25,16 +25,18 @@ from ebflow_plugin.plan.step import LinearStep, Step
 from ebflow_plugin.plan.values import flatten
 
 
-def first_full_layer(plan: Plan) -> int:
-    """The index of the first full layer, which only ActNorms, permutations and other fixed steps may precede.
+def first_full_layer(plan: Plan) -> FullLayer:
+    """The first full layer, which only ActNorms, permutations and other fixed steps may precede.
 
     Raises:
         InputError: If no full layer can become the whitening map.
     """
     for index, step in enumerate(plan.steps):
         if isinstance(step, FullStep):
-            FullLayer(step).refuse_unfit()
-            return index
+            layer = FullLayer(plan, index)
+            if (why := layer.unfit()) is not None:
+                raise InputError(why)
+            return layer
         if step.n_in != 1 or step.n_out != 1:
             raise InputError(f"the whitening start needs a full layer that sees all data; {step.where} comes first")
         if not may_precede(step):
@@ -48,13 +50,6 @@ def first_full_layer(plan: Plan) -> int:
         "the whitening start needs a FullLinear or FullConv2d, and the flow has none; ebflow_plugin.unconstrain(flow) "
         "turns LU and similar layers into full ones"
     )
-
-
-def layer_at(plan: Plan, place: int) -> FullLayer:
-    """The full layer with this index."""
-    step = plan.steps[place]
-    assert isinstance(step, FullStep)
-    return FullLayer(step)
 
 
 def may_precede(step: Step) -> bool:
@@ -71,9 +66,8 @@ def whiten(plan: Plan, stream: Iterable[Rows]) -> None:
         plan: The plan.
         stream: The data, in one pass.
     """
-    index = first_full_layer(plan)
-    layer, before = layer_at(plan, index), plan[:index]
-    moments = Moments()
+    layer, moments = first_full_layer(plan), Moments()
+    before = plan[: layer.place]
     first: tuple[Tensor, Tensor | None] | None = None
     for x, context, weights, _ in stream:
         if first is None:
@@ -87,14 +81,14 @@ def whiten(plan: Plan, stream: Iterable[Rows]) -> None:
     moments.reduce()
     layer.whiten(moments, shape)
     start_together(plan, *first)
-    if is_linear(plan, index + 1):
+    if is_linear(plan, layer.place + 1):
         x, context = picked(slice(1), *first)
         latents, _ = plan.encode(x, plan.embed(context))
         try:
             base = gaussian_of(plan.base, latents, "whiten=True")
         except InputError:
             return  # nothing to fit to in closed form: the layer whitens, and no more was promised
-        fit_to_base(plan, index, base, *first)
+        fit_to_base(plan, layer.place, base, *first)
 
 
 def is_linear(plan: Plan, start: int) -> bool:
@@ -121,7 +115,7 @@ def fit_to_base(plan: Plan, place: int, base: tuple[Tensor, Tensor], x: Tensor, 
     Returns:
         Whether there is such a map; if the steps after the layer are singular, there is none.
     """
-    layer, after = layer_at(plan, place), plan[place + 1 :]
+    layer, after = FullLayer(plan, place), plan[place + 1 :]
     x, context = picked(slice(1), x, context)
     embedded = plan.embed(context)
     (white,), _ = plan[: place + 1].encode(x, embedded)

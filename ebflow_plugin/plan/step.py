@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, ClassVar, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.linalg.operators import LinearOperator
