@@ -57,7 +57,7 @@ class PlannedFlow(nn.Module):
         self.match_after, self.overrides, self.check_finite = match_after, dict(overrides or {}), check_finite
         self._watch: Watch | None = None
         self._build()
-        self.register_load_state_dict_post_hook(_move_calibration)
+        self.register_load_state_dict_pre_hook(_make_room)
 
     def rebuild(self) -> None:
         """Walks the flow again.
@@ -72,7 +72,10 @@ class PlannedFlow(nn.Module):
     def _build(self) -> None:
         """Builds the plans, with the adapter that there is."""
         bare, dequantized = self._adapter.plan(self.flow, self.overrides), self.dequantize is not None
-        self._calibrated = self._calibrating(bare)
+        self._calibrated: tuple[CalibrationStep, ...] = ()
+        if self.calibration.mean is not None:
+            shapes = bare.base.shapes or ((len(self.calibration.mean),),)  # one flat vector if the shapes are unknown
+            self._calibrated = (CalibrationStep(self.calibration, shapes),)
         bare = replace(bare, steps=(*preprocessing_steps(list(self.preprocessing)), *bare.steps))
         start = boundary(bare, self.match_after, dequantized)
         self._plan = replace(bare, steps=(*bare.steps, *self._calibrated))
@@ -127,13 +130,6 @@ class PlannedFlow(nn.Module):
         """The one random part: the first module of ``preprocess``, if it is a Dequantize."""
         first = self.preprocessing[0] if len(self.preprocessing) else None
         return first if isinstance(first, Dequantize) else None
-
-    def _calibrating(self, bare: Plan) -> tuple[CalibrationStep, ...]:
-        """The step of the calibration, after those of the flow, if the model is calibrated."""
-        if self.calibration.mean is None:
-            return ()
-        shapes = bare.base.shapes or ((len(self.calibration.mean),),)  # one flat vector if the shapes are unknown
-        return (CalibrationStep(self.calibration, shapes),)
 
     def _uncalibrated(self) -> Plan:
         """The plan without the step of the calibration."""
@@ -284,11 +280,11 @@ class PlannedFlow(nn.Module):
         return {name: value for name, value in self.__dict__.items() if name not in built} | {"_watch": None}
 
 
-def _move_calibration(model: nn.Module, keys: Any) -> None:
-    """Moves a loaded calibration to the device and dtype of the model."""
+def _make_room(model: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    """Makes room for the calibration of a state dict, or removes that of the model if there is none in it."""
     assert isinstance(model, PlannedFlow)
-    like = model.like()
-    model.calibration.to(device=like.device, dtype=like.dtype)
+    stored, like = {name: state_dict.get(f"{prefix}calibration.{name}") for name in Calibration.names}, model.like()
+    model.calibration.set(**{name: None if t is None else like.new_empty(t.shape) for name, t in stored.items()})
 
 
 class Watch:

@@ -57,13 +57,6 @@ class Calibration(nn.Module):
         for name in self.names:
             setattr(self, name, tensors.get(name))
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        """Sets or removes the map first: the file and the model need not both be calibrated."""
-        stored = {name: state_dict.get(prefix + name) for name in self.names}
-        like = self.mean if self.mean is not None else stored["mean"]
-        self.set(**{name: None if t is None else t.detach().clone().to(like) for name, t in stored.items()})
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
 
 class CalibrationStep(LinearStep):
     """The step of a :class:`Calibration`: after the flow, over all of its latents."""

@@ -167,10 +167,10 @@ def fit_marginals(step: ElementwiseStep, y: Tensor, held_out: Tensor) -> Margina
 
     if learnable(step):  # a sign of y can be absorbed into ε
         starts = [(log(scale), 0.0, log(tail), 0.0, 1.0) for scale, tail in product((1.0, 0.5, 2.0, 6.0), TAILS)]
-        moves, limits = (*OUTER, *INNER), (-inf, inf)
+        moves, limits = [*OUTER, *INNER], (-inf, inf)
     else:
         starts = [(log(abs(a)), b, 0.0, 0.0, 1.0 if a > 0 else -1.0) for a, b in product(SCALES, SHIFTS)]
-        moves, limits = OUTER, (log(LEAST), log(MOST))
+        moves, limits = [*OUTER], (log(LEAST), log(MOST))
     for start in starts:
         improve(points.new_tensor(start)[:, None].expand_as(numbers))
     if not bool(torch.isfinite(best).all()):
