@@ -272,7 +272,7 @@ def _jacobian(step: Step, value: Value, point: Tensor, context: Tensor | None) -
     rows = []
     for which in torch.arange(point.shape[1], device=point.device).split(_CHUNK):
         copies = point.repeat(len(which), 1).requires_grad_()
-        condition = None if context is None else context.expand(len(which), *context.shape[1:])
+        condition = None if context is None else context.repeat_interleave(len(which), 0)
         with torch.enable_grad():
             entries = _on_flat(step, value, condition)(copies).gather(1, which[:, None])
         rows.append(torch.autograd.grad(entries.sum(), copies)[0])
