@@ -42,6 +42,8 @@ from torch.nn import functional
 from ebflow_plugin.chunks import with_progress
 from ebflow_plugin.closed_form.full_layers import FullLayer
 from ebflow_plugin.closed_form.initialization import (
+    LayerInput,
+    Passes,
     broadcast,
     first_full_layer,
     is_linear,
@@ -49,7 +51,6 @@ from ebflow_plugin.closed_form.initialization import (
     start_together,
 )
 from ebflow_plugin.closed_form.marginals import MarginalMap, fit_marginals
-from ebflow_plugin.closed_form.passes import LayerInput, Passes
 from ebflow_plugin.errors import InputError, SingularError
 from ebflow_plugin.layers import FullConv2d
 from ebflow_plugin.linalg.memo import own_tensors
