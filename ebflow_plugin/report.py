@@ -131,14 +131,9 @@ class FlowReport:
         parts.append(f"energy() skips {' and '.join(skipped) or 'no dense determinant'}")
         if self.preprocessing:
             parts.append(f"score matching begins after {self.rows[self.preprocessing - 1].path} (MaP)")
-        parts.append(self._second_derivatives())
-        return "; ".join(parts)
-
-    def _second_derivatives(self) -> str:
-        twice = [row.path for row in self.rows if row.second_derivatives == "double backward"]
-        if twice:
-            return f"second derivatives by double backward from {twice[0]} on"
-        return "second derivatives in closed form"
+        twice = next((row.path for row in self.rows if row.second_derivatives == "double backward"), None)
+        how = "in closed form" if twice is None else f"by double backward from {twice} on"
+        return "; ".join((*parts, f"second derivatives {how}"))
 
     def __str__(self) -> str:
         head = ("step", "class", "linearity", "log-det cost", "score", "why")

@@ -211,12 +211,8 @@ def invariants(
 
 def _library_flaws(plan: Plan, event_shape: tuple[int, ...]) -> list[str]:
     """Known errors of the library's own log-dets for this event shape; ours are checked against autograd."""
-    flaws = [
-        (step, step.library_flaw(shapes[0]))
-        for step, shapes in plan.shapes(event_shape)
-        if isinstance(step, LinearStep)
-    ]
-    return [f"the library {flaw} ({step.where})" for step, flaw in flaws if flaw]
+    linear = [(step, shapes) for step, shapes in plan.shapes(event_shape) if isinstance(step, LinearStep)]
+    return [f"the library {flaw} ({step.where})" for step, shapes in linear if (flaw := step.library_flaw(shapes[0]))]
 
 
 def _step_checks(plan: Plan, x: Tensor, context: Tensor | None, when: str) -> Iterator[Check]:

@@ -29,18 +29,20 @@ HELD_OUT = 10  # every tenth row is held out
 
 
 class Calibration(nn.Module):
-    """An affine map of flat latents, u = A (z - m), in buffers: part of checkpoints, but not trained.
+    """An affine map of flat latents, in buffers: part of checkpoints, but not trained.
 
     Attributes:
-        mean: m, which is mapped to zero, with shape ``(D,)``; None if the model is not calibrated.
-        to_base: A, a lower triangle with shape ``(D, D)``, or ``(D,)`` if it is diagonal.
+        mean: m, with shape ``(D,)``; None if the model is not calibrated.
+        to_base: The map A in u = A (z - m) + μ, with shape ``(D, D)``, or ``(D,)`` if it is diagonal.
         from_base: The inverse of A.
+        center: μ, the mean of the base, with shape ``(D,)``.
     """
 
-    names = ("mean", "to_base", "from_base")
+    names = ("mean", "to_base", "from_base", "center")
     mean: Tensor | None
     to_base: Tensor | None
     from_base: Tensor | None
+    center: Tensor | None
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,10 +71,12 @@ class CalibrationStep(LinearStep):
         self.n_in = self.n_out = len(shapes)
 
     def apply(self, x: Any) -> Any:
-        return unflatten(_times(self.module.to_base, flatten(x) - self.module.mean), self._shapes)
+        c = self.module
+        return unflatten(_times(c.to_base, flatten(x) - c.mean) + c.center, self._shapes)
 
     def invert(self, y: Any) -> Any:
-        return unflatten(_times(self.module.from_base, flatten(y)) + self.module.mean, self._shapes)
+        c = self.module
+        return unflatten(_times(c.from_base, flatten(y) - c.center) + c.mean, self._shapes)
 
     def log_abs_det(self, shape: Shape) -> Tensor:
         to_base: Tensor = self.module.to_base
@@ -145,7 +149,7 @@ def gaussian_of(base: Base, latents: tuple[Tensor, ...], call: str) -> tuple[Ten
 def fit_affine(
     moments: Moments, others: Moments, base: tuple[Tensor, Tensor], kind: str, shrinkage: float | None = None
 ) -> tuple[dict[str, Tensor], float, float]:
-    """Fits u = A (z - m) to moments of latents, with the shrinkage that minimises the held-out NLL.
+    """Fits u = A (z - m) + μ to moments of latents, with the shrinkage that minimises the held-out NLL.
 
     Returns:
         The tensors of a :class:`Calibration`, the shrinkage, and the mean held-out NLL of the latents in nats.
@@ -176,8 +180,8 @@ def fit_affine(
         inverse = torch.linalg.solve_triangular(lower, unit, upper=False)
         to_base, from_base = std[:, None] * inverse / spread, spread[:, None] * lower / std
         nll = nll + lower.diagonal().log().sum() + 0.5 * ((inverse @ observed) * inverse).sum()
-    mean = moments.mean - _times(from_base, center[None])[0]
-    return {"mean": mean, "to_base": to_base, "from_base": from_base}, rho, nll.item()
+    tensors = {"mean": moments.mean, "to_base": to_base, "from_base": from_base, "center": center}
+    return tensors, rho, nll.item()
 
 
 def choose_shrinkage(correlation: Tensor, observed: Tensor) -> tuple[float, float]:

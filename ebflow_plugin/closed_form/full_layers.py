@@ -104,12 +104,10 @@ class FullLayer:
 
     def weighted_rows(self, value: Tensor, weights: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
         """The rows of an input, of some data points at a time, and the weight of each row."""
-        if len(value):
-            size = len(value) if isinstance(self.module, FullLinear) else IMAGES
-            for part in rows_in_chunks(len(value), size):
-                some, own = picked(part, value, weights)
-                rows = self.rows(some)
-                yield rows, None if own is None else own.repeat_interleave(len(rows) // len(some))
+        for part in rows_in_chunks(len(value), None if isinstance(self.module, FullLinear) else IMAGES):
+            some, own = picked(part, value, weights)
+            rows = self.rows(some)
+            yield rows, None if own is None else own.repeat_interleave(len(rows) // len(some))
 
     def first_cell(self, value: Tensor) -> Tensor:
         """The entries of an input that are the first output's own place: a view, ``(B, D)`` or ``(B, C, *stride)``."""

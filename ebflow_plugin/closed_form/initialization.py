@@ -251,7 +251,9 @@ class Thinned:
 
     def add(self, rows: Tensor, weights: Tensor | None = None, *, shuffled: bool = False) -> None:
         """Adds rows with any event shape, and their weights. Shuffled, if their order has a period, as pixels have."""
-        order = torch.randperm(len(rows), generator=self._generator) if shuffled else torch.arange(len(rows))
+        order = torch.arange(len(rows), device="cpu")
+        if shuffled:
+            order = torch.randperm(len(rows), generator=self._generator, device="cpu")
         chosen = order[-self.seen % self.stride :: self.stride].to(rows.device)
         self._rows.append(rows[chosen])
         self._weights.append(rows.new_ones(len(chosen)) if weights is None else weights[chosen])
