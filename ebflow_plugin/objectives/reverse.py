@@ -16,7 +16,6 @@ from ebflow_plugin.objectives.likelihood import LogDetObjective, LogDetOptions
 from ebflow_plugin.options import integer, one_of
 from ebflow_plugin.plan.inverse import reparametrised
 from ebflow_plugin.plan.plan import Plan
-from ebflow_plugin.plan.values import dot
 from ebflow_plugin.sampling.target import LogDensity, log_density_of, refuse_integers
 
 
@@ -134,7 +133,7 @@ class ReverseKL(LogDetObjective):
             (slope,) = torch.autograd.grad(values.sum(), point)
         with torch.no_grad():
             constant = values - chosen.log_z(shape, drawn, without)
-        moved = dot(drawn, slope)
+        moved = (drawn * slope).flatten(1).sum(1)
         return constant + (moved - moved.detach())
 
     def _values(self, plan: Plan, x: Tensor) -> Tensor:

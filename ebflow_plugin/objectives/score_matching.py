@@ -25,7 +25,6 @@ from ebflow_plugin.options import integer, is_number, one_of, positive
 from ebflow_plugin.plan.derivatives import derivatives
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.smooth_modules import Smoothness
-from ebflow_plugin.plan.values import dot
 
 SMALL_EPS = 0.1  # below it, only a handful of samples show FDSSM the jumps of a score
 
@@ -98,7 +97,8 @@ class ScoreObjective(DrawnObjective):
         """½‖∇E‖² minus the sum or the mean of the curvatures along the directions."""
         found = derivatives(plan, u, context, directions, energy=self.energy_weight > 0)
         curvatures = torch.stack(found.curvatures)
-        values = 0.5 * dot(found.gradient, found.gradient) - (curvatures.mean(0) if mean else curvatures.sum(0))
+        slope = found.gradient.square().flatten(1).sum(1)
+        values = 0.5 * slope - (curvatures.mean(0) if mean else curvatures.sum(0))
         return Matched(values, found.latents, found.energy)
 
 
@@ -354,7 +354,7 @@ class DSM(ScoreObjective):
         found = derivatives(plan, noised, context)
         error = found.gradient - pull
         energy = plan.energy(u, context) if self.energy_weight else None  # of the data without noise
-        return Matched(0.5 * dot(error, error), found.latents, energy)
+        return Matched(0.5 * error.square().flatten(1).sum(1), found.latents, energy)
 
     @property
     def added_noise(self) -> str:
