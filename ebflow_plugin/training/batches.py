@@ -23,6 +23,7 @@ from ebflow_plugin.plan.inputs import (
     counted_rows,
     in_memory,
     refuse_non_finite,
+    to_device,
 )
 
 T = TypeVar("T")
@@ -42,9 +43,10 @@ def total_of(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def maximum_of(tensor: Tensor) -> Tensor:
-    """The elementwise maximum over all processes, in place."""
-    distributed.all_reduce(tensor, distributed.ReduceOp.MAX)
+def least_of(tensor: Tensor) -> Tensor:
+    """The elementwise minimum over all processes, in place."""
+    if process()[1] > 1:
+        distributed.all_reduce(tensor, distributed.ReduceOp.MIN)
     return tensor
 
 
@@ -106,12 +108,12 @@ class Loader:
         return self
 
     def __len__(self) -> int:
-        world = process()[1]
-        if not self.shuffle:
-            return -(-self.rows // (self._size(world) * world))
-        return self.rows // (self._size(world) * world)
+        rows = self._size() * process()[1]
+        return self.rows // rows if self.shuffle else -(-self.rows // rows)
 
-    def _size(self, world: int) -> int:
+    def _size(self) -> int:
+        """Rows of a batch, in each process."""
+        world = process()[1]
         size = min(self.batch_size, self.rows // world if self.shuffle else self.rows)
         if not size:
             raise InputError(f"the data have {self.rows} rows, too few for {world} processes")
@@ -127,7 +129,7 @@ class Loader:
         (rank, world), count = process(), len(self)
         if self.place == count:  # who counts batches does not exhaust it
             self.set_epoch(self.epoch + 1)
-        size, order = self._size(world), torch.arange(self.rows, device="cpu")
+        size, order = self._size(), torch.arange(self.rows, device="cpu")
         if self.shuffle:
             generator = Generator("cpu").manual_seed(derive_seed(self.seed, "order", self.epoch))
             order = torch.randperm(self.rows, generator=generator, device="cpu")
@@ -151,7 +153,7 @@ class Loader:
 
     def state_dict(self) -> dict[str, int]:
         """The place in the data, and what it is counted in."""
-        return {"epoch": self.epoch, "place": self.place, "rows": self.rows, "batch": self._size(1) * process()[1]}
+        return {"epoch": self.epoch, "place": self.place, "rows": self.rows, "batch": self._size() * process()[1]}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Goes to a place; to the start of its epoch, if it is counted in other batches."""
@@ -210,23 +212,24 @@ def once(loader: Any) -> Iterator[Batch]:
             yield from map(batch_of, loader)
 
 
-def endless(loader: Any) -> Iterator[Batch]:
-    """The batches of one epoch after the other, each as x, its context and its weights."""
+def endless(loader: Any, device: torch.device) -> Iterator[Batch]:
+    """The batches of one epoch after the other on a device, each as x, its context and its weights."""
     for epoch in count():
         if hasattr(getattr(loader, "sampler", None), "set_epoch"):
             loader.sampler.set_epoch(epoch)
-        yield from loader.batches() if isinstance(loader, Loader) else map(batch_of, loader)
+        for batch in loader.batches() if isinstance(loader, Loader) else map(batch_of, loader):
+            yield to_device(batch, device)
 
 
 def refuse_batch(name: str, batch: Batch, model: EBFlow) -> None:
     """Raises if a batch is not what the model takes, or holds NaN or inf. Synchronises with the device."""
-    (x, context, weights), dequantize = batch, model.dequantize
+    x, context, weights = batch
     try:
         model.check(x, context)
         rows = x if weights is None else x[counted_rows(check_weights(weights, x))]
         if rows.is_floating_point():
             refuse_non_finite("its first batch", rows)
-        if dequantize is not None:
-            dequantize.refuse(rows)
+        if model.dequantize is not None:
+            model.dequantize.refuse(rows)
     except InputError as error:
         raise InputError(f"{name}: {error}") from error

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Any
@@ -21,12 +19,11 @@ from ebflow_plugin.errors import EBFlowError, InputError, TrainingError
 from ebflow_plugin.linalg.random import derive_seed, kept_random_state
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives import Objective, ReverseKL
-from ebflow_plugin.objectives.evaluation import LikelihoodSum, calibrated
 from ebflow_plugin.objectives.noise import noise_of, terms_of, use_generators
 from ebflow_plugin.options import as_integer, at_least, flag, one_of, positive
-from ebflow_plugin.plan.inputs import to_device
 from ebflow_plugin.training.batches import endless, loader_of, once, process, refuse_batch
 from ebflow_plugin.training.ema import EMA
+from ebflow_plugin.training.evaluation import Judge
 from ebflow_plugin.training.events import Event, Record
 from ebflow_plugin.training.files import write_weights
 from ebflow_plugin.training.guards import FiniteWatch, checks_every, failure, gradient_norms
@@ -189,41 +186,42 @@ def fit(
     size = max(batch_size, VALIDATION_BATCH)
     held_out = None if validation is None else loader_of("validation", validation, size, None)
     length = 0 if loader is None else len(loader)
-    stream: Iterator[Any] = repeat((None, None, None)) if loader is None else endless(loader)
+    total = int(steps) if epochs is None else epochs * length  # type: ignore[arg-type]
+    every = evaluate_every or evaluate_every_default(total)
     if compile and not objective.is_compiled:
         objective.compile()
     plan, device = model.core, model.like().device
-    noise = noise_of(objective, seed, 0, device)
-    with ExitStack() as stack, torch.inference_mode(False), torch.enable_grad():
-        stack.enter_context(kept_random_state(device))
+    stream: Iterator[Any] = repeat((None, None, None)) if loader is None else endless(loader, device)
+    with (
+        kept_random_state(device),
+        use_generators(noise_of(objective, seed, 0, device)),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
         torch.manual_seed(derive_seed(seed, "global", 0))
-        noise_of_evaluations = derive_seed(seed, "validation", 0)
-        stack.enter_context(use_generators(noise))
         optimiser = optimizer_of(objective, optimizer)
         schedule = scheduler_of(optimiser, scheduler, validated=held_out is not None)
-        first = to_device(next(stream), device)
+        plateau = isinstance(schedule, ReduceLROnPlateau)
+        first = next(stream)
         if loader is not None:
             refuse_batch("data", first, model)
             if plan.uninitialised():
                 model.initialize(*first, generator=Generator(device).manual_seed(derive_seed(seed, "start")))
-        starts = held_out is not None and not plan.waits_for_data()
-        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        parameters, look, watch = list(trained.values()), checks_every(device), FiniteWatch(list(trained))
-        summed = zero = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
-        total = int(steps) if epochs is None else epochs * length  # type: ignore[arg-type]
-        every, average = evaluate_every or evaluate_every_default(total), _average(model, ema)
-        history: list[Record] = []
-        judge = Judge(model, held_out, lambda: once(loader), kind, average, noise_of_evaluations)
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        watch = FiniteWatch([name for name, parameter in model.named_parameters() if parameter.requires_grad])
+        look, average, history = checks_every(device), _average(model, ema), list[Record]()
+        judge = Judge(model, held_out, lambda: once(loader), kind, average, derive_seed(seed, "validation", 0))
+        zero = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
         start_nll, stopped, step, seconds = None, "steps", 0, 0.0
         try:
-            if starts:
+            if held_out is not None and not plan.waits_for_data():
                 start_nll = judge(0)["nll"]  # the start may have the best weights of the run
                 if progress:
                     print(Event(0, {"nll": start_nll}, model, steps=total), file=sys.stderr, flush=True)
-            began = time.monotonic()
-            mark = began, 0
+            began = since = time.monotonic()
+            summed, before = zero, 0  # the losses since the last evaluation, and its step
             for step, batch in zip(range(1, total + 1), chain([first], stream), strict=False):
-                x, context, weights = to_device(batch, device)
+                x, context, weights = batch
                 for parameter in parameters:
                     parameter.grad = None
                 loss = objective(x, context) if weights is None else objective(x, context, weights)
@@ -238,14 +236,14 @@ def fit(
                 if clip_norm is not None:
                     nn.utils.clip_grads_with_norm_(parameters, clip_norm, norm)
                 optimiser.step()
-                if schedule is not None and not isinstance(schedule, ReduceLROnPlateau):
+                if schedule is not None and not plateau:
                     schedule.step()
                 if average is not None:
                     average.update()
                 summed = summed + loss.detach()
                 if not due:
                     continue
-                passed, taken = time.monotonic() - mark[0], step - mark[1]
+                passed, taken = time.monotonic() - since, step - before
                 seconds += passed
                 record: Record = {
                     "step": step,
@@ -258,21 +256,20 @@ def fit(
                 }
                 if held_out is not None:
                     record |= judge(step)
-                    if isinstance(schedule, ReduceLROnPlateau):
-                        schedule.step(record["nll"])
+                    if plateau:
+                        schedule.step(record["nll"])  # type: ignore[union-attr]
                 record |= objective.metrics()
                 history.append(record)
-                left = (time.monotonic() - began) / step * (total - step)
-                event = Event(step, record, model, average, total, left)
+                event = Event(step, record, model, average, total, (time.monotonic() - began) / step * (total - step))
                 if progress:
                     print(event, file=sys.stderr, flush=True)
                 if callback is not None and callback(event) is True:
                     stopped = "callback"
-                elif patience is not None and judge.stale >= patience:
-                    stopped = "patience"
-                if stopped != "steps":
                     break
-                summed, mark = zero, (time.monotonic(), step)
+                if patience is not None and judge.stale >= patience:
+                    stopped = "patience"
+                    break
+                summed, before, since = zero, step, time.monotonic()
         except (TrainingError, InputError):
             raise
         except EBFlowError as error:  # a singular layer
@@ -281,61 +278,6 @@ def fit(
             for parameter in parameters:
                 parameter.grad = None
         return FitResult(history, step, stopped, start_nll, judge.nll, judge.step, judge.state, average)
-
-
-class Judge:
-    """The exact NLL of validation data on the way, and the weights with the lowest of them.
-
-    Arguments:
-        model: The model.
-        held_out: The validation data, as batches.
-        training: Returns the training data, on which the model is calibrated.
-        kind: The kind of calibration, if any.
-        average: The averaged weights, which are judged in the place of the current ones, if there are any.
-        seed: Of the noise of a :class:`~ebflow_plugin.Dequantize`, the same each time.
-
-    Attributes:
-        nll: The lowest NLL so far, with its ``step`` and its ``state``, a state dict of the model on the CPU.
-        stale: The evaluations since then.
-    """
-
-    def __init__(
-        self,
-        model: EBFlow,
-        held_out: Any,
-        training: Callable[[], Any],
-        kind: str | None,
-        average: EMA | None,
-        seed: int,
-    ) -> None:
-        self.model, self.held_out, self.training, self.kind = model, held_out, training, kind
-        self.average, self.seed, self.stale = average, seed, 0
-        self.nll: float | None = None
-        self.step: int | None = None
-        self.state: dict[str, Tensor] | None = None
-
-    def __call__(self, step: int) -> Record:
-        """Returns what is recorded of the weights of a step."""
-        model = self.model
-        with (
-            nullcontext() if self.average is None else self.average.applied(),
-            calibrated(model, self.training() if self.kind else None, self.kind),
-        ):
-            likelihood = LikelihoodSum(model, self.seed)
-            try:
-                for batch in once(self.held_out):
-                    likelihood.add(*batch)
-            except InputError as error:
-                raise InputError(f"validation: {error}") from error
-            nll, bits, uncalibrated = likelihood.mean()
-            if math.isnan(nll):
-                raise TrainingError(f"step {step}: the NLL on the validation data is not a number")
-            self.stale += 1
-            if self.nll is None or nll < self.nll:
-                self.nll, self.step, self.stale = nll, step, 0
-                self.state = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
-        found: Record = {"nll": nll, "bits_per_dim": bits, "best_nll": self.nll}
-        return found if self.kind is None else {**found, "nll_uncalibrated": uncalibrated}
 
 
 def evaluate_every_default(steps: int) -> int:

@@ -15,7 +15,6 @@ from torch.utils.data import DistributedSampler
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.linalg.random import derive_seed, random_state, set_random_state
 from ebflow_plugin.objectives import Objective
-from ebflow_plugin.objectives.evaluation import Likelihood, LikelihoodSum, calibrated
 from ebflow_plugin.objectives.noise import noise_of, use_generators
 from ebflow_plugin.options import integer, is_number, one_of
 from ebflow_plugin.plan.inputs import batch_of
@@ -27,7 +26,8 @@ from ebflow_plugin.plan.spectrum import (
     conditioning_penalty,
     full_layers,
 )
-from ebflow_plugin.training.batches import gathered, maximum_of, once, process, total_of
+from ebflow_plugin.training.batches import gathered, least_of, once, process, total_of
+from ebflow_plugin.training.evaluation import Likelihood, LikelihoodSum, calibrated
 from ebflow_plugin.training.files import write_weights
 from ebflow_plugin.training.fitting import KINDS
 from ebflow_plugin.training.guards import ADVICE, FiniteWatch, checks_every, failure, gradient_norms
@@ -348,7 +348,7 @@ class FiniteGuard(Callback):
         scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
         named = module.objective.model.named_parameters()
         self._trained = {name: p for name, p in named if p.requires_grad and not scaled}
-        self._watch = FiniteWatch(list(self._trained), maximum_of if trainer.world_size > 1 else None)
+        self._watch = FiniteWatch(list(self._trained), least_of)
 
     def on_before_optimizer_step(self, trainer: Trainer, module: Any, optimizer: Optimizer) -> None:
         step, (_, loss) = trainer.global_step + 1, module.last

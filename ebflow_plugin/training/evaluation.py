@@ -1,20 +1,22 @@
-"""The exact negative log-likelihood (NLL) of data, by which models are compared."""
+"""The exact negative log-likelihood (NLL) of data, by which models are compared and weights are selected."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from copy import copy
+from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from typing import Any, NamedTuple
 
 import torch
 from torch import Generator, Tensor
 
-from ebflow_plugin.closed_form.calibration import Calibration, CalibrationStep
+from ebflow_plugin.errors import InputError, TrainingError
 from ebflow_plugin.linalg.random import kept_random_state
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.plan.inputs import counted_rows, refuse_weights, to_device
+from ebflow_plugin.training.batches import once
+from ebflow_plugin.training.ema import EMA
 
 
 class Likelihood(NamedTuple):
@@ -48,17 +50,11 @@ class LikelihoodSum:
     """
 
     def __init__(self, model: EBFlow, seed: int = 0, rows: int | None = None) -> None:
-        steps, device = model.core.steps, model.like().device
+        core, device = model.core, model.like().device
         self._model, self._exact = model, model.exact
+        self._calibration: Any = deepcopy(core.steps[len(model.exact.plan.steps) :])  # at most one step
         self._generator, self._left = Generator(device).manual_seed(seed), rows
         self._sums = torch.zeros(4, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
-        self._calibration: CalibrationStep | None = None
-        last = steps[-1] if steps else None
-        if isinstance(last, CalibrationStep):
-            # A copy: the model may be calibrated anew before the data are added.
-            self._calibration, module = copy(last), Calibration()
-            module.set(**{name: getattr(self._calibration.module, name) for name in Calibration.names})
-            self._calibration.module = module
 
     @torch.no_grad()
     def add(self, x: Tensor, context: Tensor | None = None, weights: Tensor | None = None) -> None:
@@ -70,27 +66,24 @@ class LikelihoodSum:
         if len(x) == 0:
             return
         plan, (x, context, weights) = self._exact.plan, to_device((x, context, weights), self._sums.device)
-        if weights is None:
-            shares = self._sums.new_ones(len(x))
-        else:
+        shares = self._sums.new_ones(len(x))
+        if weights is not None:
             refuse_weights(weights, x)
-            shares, rows = weights.to(self._sums), counted_rows(weights)
+            shares, rows = weights.to(shares), counted_rows(weights)
             x, context = x[rows], None if context is None else context[rows]
         _, u, before = self._model.match(x, context, self._generator)
         context = plan.embed(context)
         latents, log_det = plan.encode(u, context)
-        log_z = self._exact.log_z(tuple(u.shape[1:]), u)
-        densities = [(latents, log_z)]
-        if self._calibration is not None:
-            moved, _ = self._calibration.encode(latents[0] if len(latents) == 1 else latents, context)
-            scale = self._calibration.log_det(tuple(tuple(part.shape[1:]) for part in latents))
-            densities.insert(0, ((moved,) if isinstance(moved, Tensor) else moved, log_z - scale))
-        nlls = []
-        for z, constant in densities:
-            value = plan.base_log_prob(z, context)
-            value = (value if log_det is None else value + log_det) - constant
-            nlls.append(-(shares * (value if before is None else value + before).to(self._sums)).sum())
-        total = shares.sum()
+        volume = -self._exact.log_z(tuple(u.shape[1:]), u)
+        for part in (before, log_det):
+            volume = volume if part is None else volume + part
+        log_probs = [plan.base_log_prob(latents, context) + volume]
+        for step in self._calibration:
+            moved, _ = step.encode(latents[0] if len(latents) == 1 else latents, context)
+            moved = (moved,) if isinstance(moved, Tensor) else moved
+            scale = step.log_det(tuple(tuple(part.shape[1:]) for part in latents))
+            log_probs.insert(0, plan.base_log_prob(moved, context) + (volume + scale))
+        nlls, total = [-(shares * log_prob.to(shares)).sum() for log_prob in log_probs], shares.sum()
         self._sums = self._sums + torch.stack([nlls[0], nlls[-1], total, total * x[0].numel()])
 
     def mean(self, total: Callable[[Tensor], Tensor] = lambda sums: sums) -> Likelihood:
@@ -117,3 +110,57 @@ def calibrated(model: EBFlow, data: Any, kind: str | None) -> Iterator[None]:
         yield
     finally:
         model.calibration.set(**before)
+
+
+class Judge:
+    """The exact NLL of validation data on the way, and the weights with the lowest of them.
+
+    Arguments:
+        model: The model.
+        held_out: The validation data, as batches.
+        training: Returns the training data, on which the model is calibrated.
+        kind: The kind of calibration, if any.
+        average: The averaged weights, which are judged in the place of the current ones, if there are any.
+        seed: Of the noise of a :class:`~ebflow_plugin.Dequantize`, the same each time.
+
+    Attributes:
+        nll: The lowest NLL so far, with its ``step`` and its ``state``, a state dict of the model on the CPU.
+        stale: The evaluations since then.
+    """
+
+    nll: float | None = None
+    step: int | None = None
+    state: dict[str, Tensor] | None = None
+    stale: int = 0
+
+    def __init__(
+        self,
+        model: EBFlow,
+        held_out: Any,
+        training: Callable[[], Any],
+        kind: str | None,
+        average: EMA | None,
+        seed: int,
+    ) -> None:
+        self.model, self.held_out, self.training, self.kind = model, held_out, training, kind
+        self.average, self.seed = average, seed
+
+    def __call__(self, step: int) -> dict[str, Any]:
+        """Returns what is recorded of the weights of a step."""
+        average = nullcontext() if self.average is None else self.average.applied()
+        with average, calibrated(self.model, self.training() if self.kind else None, self.kind):
+            likelihood = LikelihoodSum(self.model, self.seed)
+            try:
+                for batch in once(self.held_out):
+                    likelihood.add(*batch)
+            except InputError as error:
+                raise InputError(f"validation: {error}") from error
+            nll, bits, uncalibrated = likelihood.mean()
+            if math.isnan(nll):
+                raise TrainingError(f"step {step}: the NLL on the validation data is not a number")
+            self.stale += 1
+            if self.nll is None or nll < self.nll:
+                self.nll, self.step, self.stale = nll, step, 0
+                self.state = {name: value.detach().cpu().clone() for name, value in self.model.state_dict().items()}
+        found = {"nll": nll, "bits_per_dim": bits, "best_nll": self.nll}
+        return found if self.kind is None else {**found, "nll_uncalibrated": uncalibrated}
