@@ -18,7 +18,7 @@ from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives.compiling import CompiledLoss, Prepared
 from ebflow_plugin.objectives.schedule import AddedNoise
 from ebflow_plugin.options import check_generator, is_number
-from ebflow_plugin.plan.inputs import check_weights, counted_rows, resampled_rows, usable
+from ebflow_plugin.plan.inputs import check_weights, counted_rows, refuse_other_models, resampled_rows, usable
 from ebflow_plugin.plan.plan import Plan
 
 
@@ -74,9 +74,7 @@ class Objective(nn.Module, ABC):
         if unknown:
             option = next(iter(unknown))
             raise UnknownNameError(f"{name} has no option {option!r}. {suggest(option, _options_of(type(self)))}")
-        if not isinstance(model, EBFlow):
-            kind = f"{type(model).__module__}.{type(model).__qualname__}"
-            raise InputError(f"{name} needs an EBFlow, got {kind}; wrap it first: {name}(ebflow_plugin.wrap(flow))")
+        refuse_other_models(name, model)
         self.model = model
         self.training = model.training
         check_generator(generator)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-import torch
 from torch import Generator
 
 from ebflow_plugin.linalg.random import derive_seed
@@ -17,16 +16,14 @@ def terms_of(objective: Objective) -> list[Objective]:
     return [part for part in objective.modules() if isinstance(part, Objective) and not isinstance(part, WeightedSum)]
 
 
-def noise_of(objective: Objective, seed: int, rank: int, device: torch.device) -> dict[Objective, Generator]:
-    """The generator of each term in this process.
+def noise_of(objective: Objective, shared: Generator, rank: int = 0) -> dict[Objective, Generator]:
+    """The generator of each term in a process: its own, or the shared one.
 
-    The first process uses a term's own generator. Each other process uses a new one with a seed derived from it, so
-    that no two processes draw the same noise, and the user's generator is not reseeded. Terms without a generator
-    share one.
+    Each process but the first uses, in place of a term's own generator, a new one with a seed derived from it, so that
+    no two processes draw the same noise, and the user's generator is not reseeded.
     """
     generators, copies = {}, dict[int, Generator]()
-    terms, shared = terms_of(objective), Generator(device).manual_seed(derive_seed(seed, "noise", rank))
-    for term in terms:
+    for term in terms_of(objective):
         own = term.generator
         if own is not None and rank:
             own = copies.setdefault(id(own), Generator(own.device).manual_seed(derive_seed(own.initial_seed(), rank)))

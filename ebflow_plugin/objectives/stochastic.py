@@ -246,7 +246,7 @@ class LogDetEstimator:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restores what :meth:`state` returned."""
-        self.accounts = {path: Account.of(known) for path, known in state.items() if path not in (LATE, NEAR)}
+        self.accounts = {path: Account(**known) for path, known in state.items() if path not in (LATE, NEAR)}
         self._near = {name: _Near(*known) for name, known in state.get(NEAR, {}).items()}
         late = state.get(LATE, {"solves": [], "noises": []})
         self._solves.load_state(late["solves"])

@@ -136,15 +136,12 @@ class Loader:
         while self.place < count:
             begin = (self.place * world + rank) * size
             self.place += 1
-            yield self._rows(order[begin : begin + size])
+            index = order[begin : begin + size]
+            if isinstance(self._data, tuple):
+                yield batch_of([None if part is None else part[index.to(part.device)] for part in self._data])
+            else:
+                yield batch_of(default_collate([self._data[row] for row in index.tolist()]))
         self.set_epoch(self.epoch + 1)
-
-    def _rows(self, index: Tensor) -> Batch:
-        if not isinstance(self._data, tuple):
-            return batch_of(default_collate([self._data[place] for place in index.tolist()]))
-        x, context, weights = (None if part is None else part[index.to(part.device)] for part in self._data)
-        assert x is not None
-        return x, context, weights
 
     def set_epoch(self, epoch: int) -> None:
         """Goes to the start of an epoch, unless it is the current one."""

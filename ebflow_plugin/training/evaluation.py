@@ -14,7 +14,7 @@ from torch import Generator, Tensor
 from ebflow_plugin.errors import InputError, TrainingError
 from ebflow_plugin.linalg.random import kept_random_state
 from ebflow_plugin.model import EBFlow
-from ebflow_plugin.plan.inputs import counted_rows, refuse_weights, to_device
+from ebflow_plugin.plan.inputs import counted_rows, refuse_weights
 from ebflow_plugin.training.batches import once
 from ebflow_plugin.training.ema import EMA
 
@@ -65,7 +65,8 @@ class LikelihoodSum:
             self._left -= len(x)
         if len(x) == 0:
             return
-        plan, (x, context, weights) = self._exact.plan, to_device((x, context, weights), self._sums.device)
+        plan, device = self._exact.plan, self._sums.device
+        x, context, weights = (part if part is None else part.to(device) for part in (x, context, weights))
         shares = self._sums.new_ones(len(x))
         if weights is not None:
             refuse_weights(weights, x)

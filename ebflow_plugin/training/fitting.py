@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Any
@@ -27,7 +28,7 @@ from ebflow_plugin.training.evaluation import Judge
 from ebflow_plugin.training.events import Event, Record
 from ebflow_plugin.training.files import write_weights
 from ebflow_plugin.training.guards import FiniteWatch, checks_every, failure, gradient_norms
-from ebflow_plugin.training.optimizers import optimizer_of, scalar_objective, scheduler_of
+from ebflow_plugin.training.optimizers import optimizer_of, scheduler_of
 
 KINDS = ("full", "diagonal")  # of calibration
 EVALUATIONS, AT_LEAST_EVERY = 20, 1000  # by default 20 evaluations in a run, and one in 1000 steps
@@ -175,7 +176,9 @@ def fit(
     if callback is not None and not callable(callback):
         raise InputError(f"callback must be a function of an event, got {callback!r}")
     flag("progress", progress), flag("compile", compile)
-    seed, model = int(seed), scalar_objective("fit", objective).model
+    seed, optimiser = int(seed), optimizer_of(objective, optimizer)
+    schedule = None if scheduler is None else scheduler_of(optimiser, scheduler, validated=validation is not None)
+    plateau, model = isinstance(schedule, ReduceLROnPlateau), objective.model
     if data is None and not all(isinstance(term, ReverseKL) for term in terms_of(objective)):
         raise InputError("fit needs data: only objectives without data, such as ReverseKL, train without them")
     if data is None and (steps is None or kind is not None):
@@ -186,35 +189,31 @@ def fit(
     size = max(batch_size, VALIDATION_BATCH)
     held_out = None if validation is None else loader_of("validation", validation, size, None)
     length = 0 if loader is None else len(loader)
-    total = int(steps) if epochs is None else epochs * length  # type: ignore[arg-type]
-    every = evaluate_every or evaluate_every_default(total)
     if compile and not objective.is_compiled:
         objective.compile()
     plan, device = model.core, model.like().device
     stream: Iterator[Any] = repeat((None, None, None)) if loader is None else endless(loader, device)
-    with (
-        kept_random_state(device),
-        use_generators(noise_of(objective, seed, 0, device)),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-    ):
+    noise, start = (Generator(device).manual_seed(derive_seed(seed, *name)) for name in (("noise", 0), ("start",)))
+    noise_of_evaluations = derive_seed(seed, "validation", 0)
+    with kept_random_state(device), torch.inference_mode(False), torch.enable_grad(), ExitStack() as stack:
         torch.manual_seed(derive_seed(seed, "global", 0))
-        optimiser = optimizer_of(objective, optimizer)
-        schedule = scheduler_of(optimiser, scheduler, validated=held_out is not None)
-        plateau = isinstance(schedule, ReduceLROnPlateau)
+        stack.enter_context(use_generators(noise_of(objective, noise)))
         first = next(stream)
         if loader is not None:
             refuse_batch("data", first, model)
-            if plan.uninitialised():
-                model.initialize(*first, generator=Generator(device).manual_seed(derive_seed(seed, "start")))
-        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        watch = FiniteWatch([name for name, parameter in model.named_parameters() if parameter.requires_grad])
-        look, average, history = checks_every(device), _average(model, ema), list[Record]()
-        judge = Judge(model, held_out, lambda: once(loader), kind, average, derive_seed(seed, "validation", 0))
+        waits = plan.uninitialised()
+        if waits and loader is not None:
+            model.initialize(*first, generator=start)
+            waits = []
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        parameters, look, watch = list(trained.values()), checks_every(device), FiniteWatch(list(trained))
+        total = int(steps) if epochs is None else epochs * length  # type: ignore[arg-type]
+        every, average, history = evaluate_every or evaluate_every_default(total), _average(model, ema), list[Record]()
+        judge = Judge(model, held_out, lambda: once(loader), kind, average, noise_of_evaluations)
         zero = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
         start_nll, stopped, step, seconds = None, "steps", 0, 0.0
         try:
-            if held_out is not None and not plan.waits_for_data():
+            if held_out is not None and not waits:
                 start_nll = judge(0)["nll"]  # the start may have the best weights of the run
                 if progress:
                     print(Event(0, {"nll": start_nll}, model, steps=total), file=sys.stderr, flush=True)

@@ -98,7 +98,8 @@ class LitObjective(LightningModule):
                     "couplings, and makes another model of this one; use ebflow_plugin.lightning.AveragedWeights(decay)"
                 )
         device, seed = self.trainer.strategy.root_device, torch.initial_seed()
-        self._noise = noise_of(self.objective, seed, self.global_rank, device)
+        shared = Generator(device).manual_seed(derive_seed(seed, "noise", self.global_rank))
+        self._noise = noise_of(self.objective, shared, self.global_rank)
         self._probes = Generator(device).manual_seed(derive_seed(seed, "probes", self.global_rank))
 
     def configure_callbacks(self) -> list[Callback]:
@@ -107,9 +108,9 @@ class LitObjective(LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = optimizer_of(self.objective, self._optimizer)
-        scheduler = scheduler_of(optimizer, self._scheduler, validated=True)
-        if scheduler is None:
+        if self._scheduler is None:
             return optimizer
+        scheduler = scheduler_of(optimizer, self._scheduler, validated=True)
         interval = "epoch" if isinstance(scheduler, ReduceLROnPlateau) else "step"
         return [optimizer], [{"scheduler": scheduler, "interval": interval, "monitor": "val_nll"}]
 

@@ -147,7 +147,7 @@ def test_other_processes_draw_from_a_copy_of_the_users_generator():
     objective = objective + 0.5 * SSM(objective.model) + 0.2 * DSM(objective.model, generator=own)
     before, draws = own.get_state(), []
     for rank in range(3):
-        noise = noise_of(objective, 0, rank, torch.device("cpu"))
+        noise = noise_of(objective, rng(derive_seed(0, "noise", rank)), rank)
         first, shared, second = (noise[term] for term in objective.terms)
         assert first is second is not shared
         assert (first is own) == (rank == 0)
