@@ -88,6 +88,7 @@ class LitObjective(LightningModule):
             raise InputError(f"conditioning must be a number, at least 0, got {conditioning!r}")
         self._optimizer, self._scheduler, self._conditioning = optimizer, scheduler, float(conditioning)
         self._noise: dict[Objective, Generator] = {}
+        self._generators: list[Generator] = []
         self.evaluated: Evaluated | None = None
 
     def setup(self, stage: str) -> None:
@@ -101,6 +102,7 @@ class LitObjective(LightningModule):
         shared = Generator(device).manual_seed(derive_seed(seed, "noise", self.global_rank))
         self._noise = noise_of(self.objective, shared, self.global_rank)
         self._probes = Generator(device).manual_seed(derive_seed(seed, "probes", self.global_rank))
+        self._generators = [*self._noise.values(), self._probes]
 
     def configure_callbacks(self) -> list[Callback]:
         given: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
@@ -115,8 +117,12 @@ class LitObjective(LightningModule):
         return [optimizer], [{"scheduler": scheduler, "interval": interval, "monitor": "val_nll"}]
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, context, weights = batch_of(batch)
         with use_generators(self._noise):
-            loss = self._weighted(*batch_of(batch))
+            loss: Tensor = self.objective(x, context) if weights is None else self.objective(x, context, weights)
+        if weights is not None and process()[1] > 1:  # the mean over all processes is taken of the gradients
+            total = weights.to(loss.dtype).sum()
+            loss = loss * (total * process()[1] / total_of(total.clone()))
         self.last = batch, loss.detach()
         if batch_idx % self.trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
             self.log("train_loss", loss.detach().cpu(), prog_bar=True)  # the bar reads it in every step from now on
@@ -124,15 +130,6 @@ class LitObjective(LightningModule):
             layers = self.full_layers()
             loss = loss + self._conditioning * conditioning_penalty(layers, self._probes) if layers else loss
         return loss
-
-    def _weighted(self, x: Tensor, context: Tensor | None, weights: Tensor | None) -> Tensor:
-        """The loss of a batch; of weighted rows by their share in the batches of all processes, whose mean is taken."""
-        if weights is None:
-            loss: Tensor = self.objective(x, context)
-            return loss
-        loss = self.objective(x, context, weights)
-        total = weights.to(loss.dtype).sum()
-        return loss if process()[1] == 1 else loss * (total * process()[1] / total_of(total.clone()))
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         generator, (x, context, weights) = Generator(self.device), batch_of(batch)
@@ -149,8 +146,7 @@ class LitObjective(LightningModule):
         return full_layers(plan, tuple(u.shape[1:]))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        generators = [*self._noise.values(), self._probes]
-        own = {"random": random_state(self.device, generators), "objective": self.objective.state()}
+        own = {"random": random_state(self.device, self._generators), "objective": self.objective.state()}
         ranks = gathered(own)
         kept: dict[str, Any] = {name: [each[name] for each in ranks] for name in own}
         kept |= {"facts": self._facts(), "nll": None, "uncalibrated": None, "prefix": self._prefixes()[0]}
@@ -158,22 +154,21 @@ class LitObjective(LightningModule):
         if self.evaluated is None or self.evaluated.step != self.trainer.global_step:
             return
         kept["nll"] = self.evaluated.likelihood.nll  # what is selected by it is what is saved
-        if self.evaluated.calibration is not None:
-            found = self.evaluated.calibration.items()
-            kept["uncalibrated"], rest = self._without_calibration(checkpoint["state_dict"])
-            new = {f"{prefix}calibration.{name}": tensor for prefix in self._prefixes() for name, tensor in found}
-            checkpoint["state_dict"] = rest | new
+        if (found := self.evaluated.calibration) is not None:
+            state = checkpoint["state_dict"]
+            kept["uncalibrated"] = self._without_calibration(state)
+            for prefix in self._prefixes():
+                state |= {f"{prefix}calibration.{name}": tensor for name, tensor in found.items()}
 
     def _prefixes(self) -> list[str]:
         """The places of the model in this module: one for each term of a sum."""
         model, parts = self.objective.model, self.named_modules(remove_duplicate=False)
         return [f"{name}." for name, part in parts if part is model]
 
-    def _without_calibration(self, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The calibration in a state dict, and the rest."""
+    def _without_calibration(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Takes the calibration out of a state dict, and returns it."""
         places = tuple(f"{prefix}calibration." for prefix in self._prefixes())
-        calibration = {name: tensor for name, tensor in state.items() if name.startswith(places)}
-        return calibration, {name: tensor for name, tensor in state.items() if name not in calibration}
+        return {name: state.pop(name) for name in list(state) if name.startswith(places)}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         kept = checkpoint.get("ebflow_plugin", {})
@@ -182,11 +177,11 @@ class LitObjective(LightningModule):
         if differing:
             raise InputError("the checkpoint is of another run\n  " + "\n  ".join(differing))
         if kept.get("uncalibrated") is not None:
-            checkpoint["state_dict"] = self._without_calibration(checkpoint["state_dict"])[1] | kept["uncalibrated"]
+            self._without_calibration(checkpoint["state_dict"])
+            checkpoint["state_dict"] |= kept["uncalibrated"]
         random, objective = (kept.get(name, ()) for name in ("random", "objective"))
-        if self._noise and len(random) == self.trainer.world_size:  # otherwise the generators start anew
-            generators = [*self._noise.values(), self._probes]
-            set_random_state(random[self.global_rank], self.device, generators)
+        if self._generators and len(random) == self.trainer.world_size:  # otherwise the generators start anew
+            set_random_state(random[self.global_rank], self.device, self._generators)
         if len(objective) == self.trainer.world_size:  # otherwise its statistics do
             self.objective.load_state(objective[self.global_rank])
 
