@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from numbers import Real
 from typing import Any, ClassVar, Self, TypedDict
@@ -96,10 +96,10 @@ class Objective(nn.Module, ABC):
         checked = self.model.check(x, context)
         if len(checked) == 0:
             return checked.detach().flatten(1).sum(1)
-        return self._values(x, context, None, generator)[0]
+        return self._losses(x, context, None, generator)[0]
 
     def prepare(
-        self, x: Tensor, context: Tensor | None, weights: Tensor | None, generator: Generator | None
+        self, x: Tensor | None, context: Tensor | None, weights: Tensor | None, generator: Generator | None
     ) -> Prepared:
         """Everything of a loss that reads values or draws numbers, and so is no part of a compiled graph.
 
@@ -134,8 +134,8 @@ class Objective(nn.Module, ABC):
         """Computes the loss of each sample from what :meth:`draw` returned: of numbers, a pure function of tensors."""
         return self.per_sample(plan, u, context, drawn)
 
-    def _values(
-        self, x: Tensor, context: Tensor | None, weights: Tensor | None, generator: Generator | None
+    def _losses(
+        self, x: Tensor | None, context: Tensor | None, weights: Tensor | None, generator: Generator | None
     ) -> tuple[Tensor, Tensor | None]:
         """The losses of a batch, and the checked weights of its rows."""
         with _graphs_allowed():
@@ -189,8 +189,8 @@ class Objective(nn.Module, ABC):
             >>> objective = ebf.objectives.DSM(model).compile(backend="eager")
             >>> objective(torch.randn(5, 2)).backward()
         """
-        for term in self.modules():
-            if isinstance(term, Objective) and term.not_compiled:
+        for _, term in self.pairs():
+            if term.not_compiled:
                 raise InputError(f"{type(term).__name__} cannot be compiled: {term.not_compiled}")
         self._compiled = CompiledLoss(options)
         return self
@@ -208,7 +208,7 @@ class Objective(nn.Module, ABC):
 
     def forward(
         self,
-        x: Tensor,
+        x: Tensor | None = None,
         context: Tensor | None = None,
         weights: Tensor | None = None,
         *,
@@ -217,15 +217,26 @@ class Objective(nn.Module, ABC):
         """Computes the loss of a batch, a scalar.
 
         Arguments:
-            x: Data, with shape ``(B, *)``.
+            x: Data, with shape ``(B, *)``. Without any, only objectives without data have a loss.
             context: The context of the flow, with ``B`` rows.
             weights: The weights of the rows, with shape ``(B,)``: at least 0, of any scale. No gradient reaches them.
             generator: The source of all randomness in this call, in place of the objective's own.
         """
         if (graph := self._graph()) is not None:
-            return graph(self, [(1.0, self)], [self.prepare(x, context, weights, generator)])
-        values, weights = self._values(x, context, weights, generator)
-        return values.mean() if weights is None else (weights * values).sum() / weights.sum()
+            pairs = self.pairs()
+            return graph(self, pairs, [term.prepare(x, context, weights, generator) for _, term in pairs])
+        return self._loss(x, context, weights, generator)
+
+    def _loss(
+        self, x: Tensor | None, context: Tensor | None, weights: Tensor | None, generator: Generator | None
+    ) -> Tensor:
+        """What :meth:`forward` returns, without a graph of it."""
+        values, shares = self._losses(x, context, weights, generator)
+        return values.mean() if shares is None else (shares * values).sum() / shares.sum()
+
+    def pairs(self) -> list[tuple[float, Objective]]:
+        """The weighted terms of a sum; of another objective, itself."""
+        return [(1.0, self)]
 
     def metrics(self) -> dict[str, Any]:
         """Values that a training run reports beside the loss, as plain numbers, strings and dictionaries."""
@@ -306,8 +317,7 @@ class WeightedSum(Objective):
             weight, term = pair
             if not is_number(weight):
                 raise InputError(f"the weight of {type(term).__name__} must be a finite number, got {weight!r}")
-            parts = term._pairs() if isinstance(term, WeightedSum) else [(1.0, term)]
-            flat += [(weight * share, part) for share, part in parts]
+            flat += [(weight * share, part) for share, part in term.pairs()]
         if not flat:
             raise InputError("a weighted sum needs at least one objective")
         first = flat[0][1]
@@ -321,8 +331,8 @@ class WeightedSum(Objective):
         self.terms = nn.ModuleList(term for _, term in flat)
         self.training = first.training
 
-    def _pairs(self) -> Iterator[tuple[float, Objective]]:
-        return zip(self.weights, self.terms, strict=True)  # type: ignore[arg-type]
+    def pairs(self) -> list[tuple[float, Objective]]:
+        return list(zip(self.weights, self.terms, strict=True))  # type: ignore[arg-type]
 
     @property
     def model(self) -> EBFlow:  # type: ignore[override]
@@ -335,23 +345,13 @@ class WeightedSum(Objective):
 
     def losses(self, x: Tensor, context: Tensor | None = None, *, generator: Generator | None = None) -> Tensor:
         """Computes the weighted sum of the terms' losses of each sample."""
-        terms = [weight * term.losses(x, context, generator=generator) for weight, term in self._pairs()]
+        terms = [weight * term.losses(x, context, generator=generator) for weight, term in self.pairs()]
         return torch.stack(terms).sum(0)
 
-    def forward(
-        self,
-        x: Tensor | None = None,
-        context: Tensor | None = None,
-        weights: Tensor | None = None,
-        *,
-        generator: Generator | None = None,
+    def _loss(
+        self, x: Tensor | None, context: Tensor | None, weights: Tensor | None, generator: Generator | None
     ) -> Tensor:
-        """Computes the weighted sum of the terms' losses, of weighted rows; without data terms, without x."""
-        if (graph := self._graph()) is not None and x is not None:
-            pairs = list(self._pairs())
-            prepared = [term.prepare(x, context, weights, generator) for _, term in pairs]
-            return graph(self, pairs, prepared)
-        terms = [weight * term(x, context, weights, generator=generator) for weight, term in self._pairs()]
+        terms = [weight * term(x, context, weights, generator=generator) for weight, term in self.pairs()]
         return torch.stack(terms).sum(0)
 
     def metrics(self) -> dict[str, Any]:
@@ -369,7 +369,7 @@ class WeightedSum(Objective):
             term.load_state(state.get(str(index), {}))  # type: ignore[operator]
 
     def describe(self) -> str:
-        return " + ".join(f"{weight:g} * {term.describe()}" for weight, term in self._pairs())
+        return " + ".join(f"{weight:g} * {term.describe()}" for weight, term in self.pairs())
 
     def extra_repr(self) -> str:
         """Describes the weights."""

@@ -8,12 +8,7 @@ from contextlib import contextmanager
 from torch import Generator
 
 from ebflow_plugin.linalg.random import derive_seed
-from ebflow_plugin.objectives.base import Objective, WeightedSum
-
-
-def terms_of(objective: Objective) -> list[Objective]:
-    """The objectives that draw noise: the terms of a sum, or the objective itself."""
-    return [part for part in objective.modules() if isinstance(part, Objective) and not isinstance(part, WeightedSum)]
+from ebflow_plugin.objectives.base import Objective
 
 
 def noise_of(objective: Objective, shared: Generator, rank: int = 0) -> dict[Objective, Generator]:
@@ -23,7 +18,7 @@ def noise_of(objective: Objective, shared: Generator, rank: int = 0) -> dict[Obj
     no two processes draw the same noise, and the user's generator is not reseeded.
     """
     generators, copies = {}, dict[int, Generator]()
-    for term in terms_of(objective):
+    for _, term in objective.pairs():
         own = term.generator
         if own is not None and rank:
             own = copies.setdefault(id(own), Generator(own.device).manual_seed(derive_seed(own.initial_seed(), rank)))

@@ -143,22 +143,10 @@ class ReverseKL(LogDetObjective):
             raise InputError("log_density returns no gradient in x: compute it with torch, without detach() or numpy()")
         return -plan.energy(x) - target.to(x)
 
-    def forward(
-        self,
-        x: Tensor | None = None,
-        context: Tensor | None = None,
-        weights: Tensor | None = None,
-        *,
-        generator: Generator | None = None,
+    def _loss(
+        self, x: Tensor | None, context: Tensor | None, weights: Tensor | None, generator: Generator | None
     ) -> Tensor:
-        """Computes the loss of n samples of the model, a scalar.
-
-        Arguments:
-            x: Not used, nor are the context and the weights: they are for the other terms of a sum.
-            context: Not used.
-            weights: Not used.
-            generator: The source of all randomness in this call, in place of the objective's own.
-        """
+        """The mean over the samples: x, the context and the weights are for the other terms of a sum."""
         return self.losses(generator=generator).mean()
 
     def extra_repr(self) -> str:

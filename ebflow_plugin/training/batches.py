@@ -138,7 +138,8 @@ class Loader:
             self.place += 1
             index = order[begin : begin + size]
             if isinstance(self._data, tuple):
-                yield batch_of([None if part is None else part[index.to(part.device)] for part in self._data])
+                x, context, weights = (None if part is None else part[index.to(part.device)] for part in self._data)
+                yield x, context, weights  # type: ignore[misc]
             else:
                 yield batch_of(default_collate([self._data[row] for row in index.tolist()]))
         self.set_epoch(self.epoch + 1)
@@ -220,13 +221,13 @@ def endless(loader: Any, device: torch.device) -> Iterator[Batch]:
 
 def refuse_batch(name: str, batch: Batch, model: EBFlow) -> None:
     """Raises if a batch is not what the model takes, or holds NaN or inf. Synchronises with the device."""
-    x, context, weights = batch
+    (x, context, weights), dequantize = batch, model.dequantize
     try:
         model.check(x, context)
         rows = x if weights is None else x[counted_rows(check_weights(weights, x))]
         if rows.is_floating_point():
             refuse_non_finite("its first batch", rows)
-        if model.dequantize is not None:
-            model.dequantize.refuse(rows)
+        if dequantize is not None:
+            dequantize.refuse(rows)
     except InputError as error:
         raise InputError(f"{name}: {error}") from error

@@ -66,7 +66,8 @@ class LikelihoodSum:
         if len(x) == 0:
             return
         plan, device = self._exact.plan, self._sums.device
-        x, context, weights = (part if part is None else part.to(device) for part in (x, context, weights))
+        x = x.to(device)
+        context, weights = (None if part is None else part.to(device) for part in (context, weights))
         shares = self._sums.new_ones(len(x))
         if weights is not None:
             refuse_weights(weights, x)

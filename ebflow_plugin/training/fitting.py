@@ -20,7 +20,7 @@ from ebflow_plugin.errors import EBFlowError, InputError, TrainingError
 from ebflow_plugin.linalg.random import derive_seed, kept_random_state
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives import Objective, ReverseKL
-from ebflow_plugin.objectives.noise import noise_of, terms_of, use_generators
+from ebflow_plugin.objectives.noise import noise_of, use_generators
 from ebflow_plugin.options import as_integer, at_least, flag, one_of, positive
 from ebflow_plugin.training.batches import endless, loader_of, once, process, refuse_batch
 from ebflow_plugin.training.ema import EMA
@@ -179,7 +179,7 @@ def fit(
     seed, optimiser = int(seed), optimizer_of(objective, optimizer)
     schedule = None if scheduler is None else scheduler_of(optimiser, scheduler, validated=validation is not None)
     plateau, model = isinstance(schedule, ReduceLROnPlateau), objective.model
-    if data is None and not all(isinstance(term, ReverseKL) for term in terms_of(objective)):
+    if data is None and not all(isinstance(term, ReverseKL) for _, term in objective.pairs()):
         raise InputError("fit needs data: only objectives without data, such as ReverseKL, train without them")
     if data is None and (steps is None or kind is not None):
         raise InputError("without data, fit needs steps in place of epochs, and cannot calibrate")
@@ -293,12 +293,11 @@ def _average(model: EBFlow, ema: bool | EMA | None) -> EMA | None:
     """The user's EMA, or a new one. It starts here, after the data-dependent start."""
     if ema is None or ema is False:
         return None
-    if ema is True:
-        return EMA(model)
-    if not isinstance(ema, EMA):
+    average = EMA(model) if ema is True else ema
+    if not isinstance(average, EMA):
         raise InputError(f"ema must be True, an ebflow_plugin.EMA or None, got {ema!r}")
-    if ema.model is not model:
+    if average.model is not model:
         raise InputError("the EMA is of another model; create it as EMA(objective.model)")
-    if ema.updates == 0:
-        ema.restart()
-    return ema
+    if average.updates == 0:
+        average.restart()
+    return average

@@ -28,7 +28,6 @@ from ebflow_plugin.plan.spectrum import (
 )
 from ebflow_plugin.training.batches import gathered, least_of, once, process, total_of
 from ebflow_plugin.training.evaluation import Likelihood, LikelihoodSum, calibrated
-from ebflow_plugin.training.files import write_weights
 from ebflow_plugin.training.fitting import KINDS
 from ebflow_plugin.training.guards import ADVICE, FiniteWatch, checks_every, failure, gradient_norms
 from ebflow_plugin.training.optimizers import optimizer_of, scalar_objective, scheduler_of
@@ -132,6 +131,8 @@ class LitObjective(LightningModule):
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        if _too_early(self.trainer, self):
+            return
         generator, (x, context, weights) = Generator(self.device), batch_of(batch)
         generator.manual_seed(derive_seed("validation", self.global_rank, batch_idx))
         if len(x):  # the last rows may be those of other processes
@@ -199,18 +200,6 @@ class DataDependentStart(Callback):
     :meth:`EBFlow.initialize <ebflow_plugin.EBFlow.initialize>`, called before training.
     """
 
-    def __init__(self) -> None:
-        self._untouched: dict[str, Tensor] = {}
-
-    def on_sanity_check_start(self, trainer: Trainer, module: Any) -> None:
-        if module.objective.model.core.uninitialised():  # validation data must not initialise an ActNorm
-            self._untouched = {name: value.clone() for name, value in module.objective.model.state_dict().items()}
-
-    def on_sanity_check_end(self, trainer: Trainer, module: Any) -> None:
-        if self._untouched:
-            write_weights(module.objective.model, self._untouched, "the weights before the sanity check")
-            self._untouched = {}
-
     def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, index: int) -> None:
         model, rank = module.objective.model, process()[0]
         if trainer.global_step or index or not model.core.uninitialised():
@@ -271,6 +260,8 @@ class ExactNLL(Callback):
         self._sums = []  # drop the sums of a failed validation
 
     def on_validation_batch_start(self, trainer: Trainer, module: Any, batch: Any, index: int, place: int = 0) -> None:
+        if _too_early(trainer, module):
+            return
         # At the first batch: by then every callback that swaps the weights for validation has done so.
         with unsharded(module):
             if not self._sums:
@@ -374,6 +365,11 @@ def unsharded(module: nn.Module) -> Iterator[None]:
     finally:
         for part in sharded:
             part.reshard()
+
+
+def _too_early(trainer: Trainer, module: Any) -> bool:
+    """Whether validation data would initialise an ActNorm: in Lightning's sanity check, before training."""
+    return bool(trainer.sanity_checking and module.objective.model.core.uninitialised())
 
 
 def _loaders(trainer: Trainer) -> list[Any]:
