@@ -98,9 +98,7 @@ class Objective(nn.Module, ABC):
             return checked.detach().flatten(1).sum(1)
         return self._losses(x, context, None, generator)[0]
 
-    def prepare(
-        self, x: Tensor | None, context: Tensor | None, weights: Tensor | None, generator: Generator | None
-    ) -> Prepared:
+    def prepare(self, x: Any, context: Tensor | None, weights: Tensor | None, generator: Generator | None) -> Prepared:
         """Everything of a loss that reads values or draws numbers, and so is no part of a compiled graph.
 
         Rows of weight zero are replaced, so that nothing of them enters a graph.
@@ -135,7 +133,7 @@ class Objective(nn.Module, ABC):
         return self.per_sample(plan, u, context, drawn)
 
     def _losses(
-        self, x: Tensor | None, context: Tensor | None, weights: Tensor | None, generator: Generator | None
+        self, x: Any, context: Tensor | None, weights: Tensor | None, generator: Generator | None
     ) -> tuple[Tensor, Tensor | None]:
         """The losses of a batch, and the checked weights of its rows."""
         with _graphs_allowed():
@@ -227,9 +225,7 @@ class Objective(nn.Module, ABC):
             return graph(self, pairs, [term.prepare(x, context, weights, generator) for _, term in pairs])
         return self._loss(x, context, weights, generator)
 
-    def _loss(
-        self, x: Tensor | None, context: Tensor | None, weights: Tensor | None, generator: Generator | None
-    ) -> Tensor:
+    def _loss(self, x: Any, context: Tensor | None, weights: Tensor | None, generator: Generator | None) -> Tensor:
         """What :meth:`forward` returns, without a graph of it."""
         values, shares = self._losses(x, context, weights, generator)
         return values.mean() if shares is None else (shares * values).sum() / shares.sum()
@@ -348,9 +344,7 @@ class WeightedSum(Objective):
         terms = [weight * term.losses(x, context, generator=generator) for weight, term in self.pairs()]
         return torch.stack(terms).sum(0)
 
-    def _loss(
-        self, x: Tensor | None, context: Tensor | None, weights: Tensor | None, generator: Generator | None
-    ) -> Tensor:
+    def _loss(self, x: Any, context: Tensor | None, weights: Tensor | None, generator: Generator | None) -> Tensor:
         terms = [weight * term(x, context, weights, generator=generator) for weight, term in self.pairs()]
         return torch.stack(terms).sum(0)
 

@@ -134,12 +134,9 @@ class FunctionObjective(Objective):
     def per_sample(self, plan: Plan, u: Tensor, context: Tensor | None, generator: Generator | None) -> Tensor:
         raise NotImplementedError("the function computes a scalar")
 
-    def _loss(
-        self, x: Tensor | None, context: Tensor | None, weights: Tensor | None, generator: Generator | None
-    ) -> Tensor:
+    def _loss(self, x: Any, context: Tensor | None, weights: Tensor | None, generator: Generator | None) -> Tensor:
         """Calls the function, which has its own randomness."""
         checked, options = self.model.check(x, context), {}
-        assert x is not None
         if weights is not None:
             if not self._weighted:
                 raise InputError(f"{self.name} takes no weights of rows: give it a parameter weights=None, and use it")

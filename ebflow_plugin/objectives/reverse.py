@@ -3,7 +3,7 @@ r"""Reverse Kullback-Leibler divergence: training on an unnormalised density, wi
 from __future__ import annotations
 
 from functools import partial
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Generator, Tensor
@@ -143,9 +143,7 @@ class ReverseKL(LogDetObjective):
             raise InputError("log_density returns no gradient in x: compute it with torch, without detach() or numpy()")
         return -plan.energy(x) - target.to(x)
 
-    def _loss(
-        self, x: Tensor | None, context: Tensor | None, weights: Tensor | None, generator: Generator | None
-    ) -> Tensor:
+    def _loss(self, x: Any, context: Tensor | None, weights: Tensor | None, generator: Generator | None) -> Tensor:
         """The mean over the samples: x, the context and the weights are for the other terms of a sum."""
         return self.losses(generator=generator).mean()
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Any
@@ -20,7 +20,6 @@ from ebflow_plugin.errors import EBFlowError, InputError, TrainingError
 from ebflow_plugin.linalg.random import derive_seed, kept_random_state
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives import Objective, ReverseKL
-from ebflow_plugin.objectives.noise import noise_of, use_generators
 from ebflow_plugin.options import as_integer, at_least, flag, one_of, positive
 from ebflow_plugin.training.batches import endless, loader_of, once, process, refuse_batch
 from ebflow_plugin.training.ema import EMA
@@ -277,6 +276,34 @@ def fit(
             for parameter in parameters:
                 parameter.grad = None
         return FitResult(history, step, stopped, start_nll, judge.nll, judge.step, judge.state, average)
+
+
+def noise_of(objective: Objective, shared: Generator, rank: int = 0) -> dict[Objective, Generator]:
+    """The generator of each term in a process: its own, or the shared one.
+
+    Each process but the first uses, in place of a term's own generator, a new one with a seed derived from it, so that
+    no two processes draw the same noise, and the user's generator is not reseeded.
+    """
+    generators, copies = {}, dict[int, Generator]()
+    for _, term in objective.pairs():
+        own = term.generator
+        if own is not None and rank:
+            own = copies.setdefault(id(own), Generator(own.device).manual_seed(derive_seed(own.initial_seed(), rank)))
+        generators[term] = shared if own is None else own
+    return generators
+
+
+@contextmanager
+def use_generators(noise: Mapping[Objective, Generator]) -> Iterator[None]:
+    """Replaces the generators of the terms inside a ``with`` block."""
+    own = {term: term.generator for term in noise}
+    for term, generator in noise.items():
+        term.generator = generator
+    try:
+        yield
+    finally:
+        for term in noise:
+            term.generator = own[term]
 
 
 def evaluate_every_default(steps: int) -> int:

@@ -15,7 +15,6 @@ from torch.utils.data import DistributedSampler
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.linalg.random import derive_seed, random_state, set_random_state
 from ebflow_plugin.objectives import Objective
-from ebflow_plugin.objectives.noise import noise_of, use_generators
 from ebflow_plugin.options import integer, is_number, one_of
 from ebflow_plugin.plan.inputs import batch_of
 from ebflow_plugin.plan.spectrum import (
@@ -28,7 +27,7 @@ from ebflow_plugin.plan.spectrum import (
 )
 from ebflow_plugin.training.batches import gathered, least_of, once, process, total_of
 from ebflow_plugin.training.evaluation import Likelihood, LikelihoodSum, calibrated
-from ebflow_plugin.training.fitting import KINDS
+from ebflow_plugin.training.fitting import KINDS, noise_of, use_generators
 from ebflow_plugin.training.guards import ADVICE, FiniteWatch, checks_every, failure, gradient_norms
 from ebflow_plugin.training.optimizers import optimizer_of, scalar_objective, scheduler_of
 

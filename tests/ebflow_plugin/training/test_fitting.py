@@ -13,10 +13,10 @@ import ebflow_plugin as ebf
 from ebflow_nflows import FullLinear
 from ebflow_plugin.linalg.random import derive_seed
 from ebflow_plugin.objectives import DSM, ML, SSM, ReverseKL
-from ebflow_plugin.objectives.noise import noise_of, use_generators
 from ebflow_plugin.training import fit
 from ebflow_plugin.training.batches import Loader, once
 from ebflow_plugin.training.evaluation import Judge, LikelihoodSum
+from ebflow_plugin.training.fitting import noise_of, use_generators
 from nflows_small import coupling_model
 from randomness import rng
 from training_models import adam, make_data, make_model, same, weights, without_timing
