@@ -91,11 +91,12 @@ class Objective(nn.Module, ABC):
             generator: The source of all randomness.
         """
 
-    def losses(self, x: Tensor, context: Tensor | None = None, *, generator: Generator | None = None) -> Tensor:
+    def losses(
+        self, x: Tensor | None = None, context: Tensor | None = None, *, generator: Generator | None = None
+    ) -> Tensor:
         """Computes the loss of each sample of a batch, of which :meth:`forward` returns the mean: shape ``(B,)``."""
-        checked = self.model.check(x, context)
-        if len(checked) == 0:
-            return checked.detach().flatten(1).sum(1)
+        if isinstance(x, Tensor) and x.shape[:1] == (0,):
+            return self.model.check(x, context).detach().flatten(1).sum(1)
         return self._losses(x, context, None, generator)[0]
 
     def prepare(self, x: Any, context: Tensor | None, weights: Tensor | None, generator: Generator | None) -> Prepared:
@@ -136,7 +137,7 @@ class Objective(nn.Module, ABC):
         self, x: Any, context: Tensor | None, weights: Tensor | None, generator: Generator | None
     ) -> tuple[Tensor, Tensor | None]:
         """The losses of a batch, and the checked weights of its rows."""
-        with _graphs_allowed():
+        with graphs_allowed():
             given = self.prepare(x, context, weights, generator)
             try:
                 values = self.value(given.plan, given.u, given.context, given.drawn)
@@ -339,7 +340,9 @@ class WeightedSum(Objective):
     def per_sample(self, plan: Plan, u: Tensor, context: Tensor | None, generator: Generator | None) -> Tensor:
         raise NotImplementedError("the terms compute their own values")
 
-    def losses(self, x: Tensor, context: Tensor | None = None, *, generator: Generator | None = None) -> Tensor:
+    def losses(
+        self, x: Tensor | None = None, context: Tensor | None = None, *, generator: Generator | None = None
+    ) -> Tensor:
         """Computes the weighted sum of the terms' losses of each sample."""
         terms = [weight * term.losses(x, context, generator=generator) for weight, term in self.pairs()]
         return torch.stack(terms).sum(0)
@@ -370,7 +373,7 @@ class WeightedSum(Objective):
         return f"weights={self.weights}"
 
 
-def _graphs_allowed() -> AbstractContextManager[object]:
+def graphs_allowed() -> AbstractContextManager[object]:
     """Leaves inference mode, if need be: a score needs a graph, which inference tensors cannot be part of."""
     if not torch.is_inference_mode_enabled():
         return nullcontext()

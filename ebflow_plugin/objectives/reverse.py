@@ -12,6 +12,7 @@ from ebflow_plugin.errors import InputError
 from ebflow_plugin.linalg.memo import without_reading
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives import checks
+from ebflow_plugin.objectives.base import graphs_allowed
 from ebflow_plugin.objectives.likelihood import LogDetObjective, LogDetOptions
 from ebflow_plugin.options import integer, one_of
 from ebflow_plugin.plan.inverse import reparametrised
@@ -98,15 +99,12 @@ class ReverseKL(LogDetObjective):
     def per_sample(self, plan: Plan, u: Tensor, context: Tensor | None, generator: Generator | None) -> Tensor:
         raise NotImplementedError("there is no batch: the samples are those of the model")
 
-    def losses(
-        self, x: Tensor | None = None, context: Tensor | None = None, *, generator: Generator | None = None
-    ) -> Tensor:
-        """Computes the loss of each of n samples of the model, with shape ``(n,)``; x and the context are not used."""
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False), torch.no_grad():
-                return self.losses(generator=generator)
-        with without_reading():
-            return self._drawn(self.generator if generator is None else generator)
+    def _losses(
+        self, x: Any, context: Tensor | None, weights: Tensor | None, generator: Generator | None
+    ) -> tuple[Tensor, None]:
+        """Those of n samples of the model: x, the context and the weights are for the other terms of a sum."""
+        with graphs_allowed(), without_reading():
+            return self._drawn(self.generator if generator is None else generator), None
 
     def _drawn(self, generator: Generator | None) -> Tensor:
         plan = self.model.plan
@@ -142,10 +140,6 @@ class ReverseKL(LogDetObjective):
         if x.requires_grad and not target.requires_grad:
             raise InputError("log_density returns no gradient in x: compute it with torch, without detach() or numpy()")
         return -plan.energy(x) - target.to(x)
-
-    def _loss(self, x: Any, context: Tensor | None, weights: Tensor | None, generator: Generator | None) -> Tensor:
-        """The mean over the samples: x, the context and the weights are for the other terms of a sum."""
-        return self.losses(generator=generator).mean()
 
     def extra_repr(self) -> str:
         """Describes the target and the options."""
