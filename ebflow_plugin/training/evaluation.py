@@ -97,19 +97,21 @@ class LikelihoodSum:
 
 
 @contextmanager
-def calibrated(model: EBFlow, data: Any, kind: str | None) -> Iterator[None]:
+def calibrated(model: EBFlow, data: Any, kind: str | None) -> Iterator[dict[str, Tensor] | None]:
     """Calibrates a model inside a ``with`` block, and keeps the random state; does nothing if ``kind`` is None.
 
-    A :class:`LikelihoodSum` created inside the block stays that of the calibrated model after it.
+    A :class:`LikelihoodSum` created inside the block stays that of the calibrated model after it. The block receives
+    the tensors of the calibration by name; those of no calibration, if it would have made the model worse.
     """
     if kind is None:
-        yield
+        yield None
         return
     before = {name: getattr(model.calibration, name) for name in model.calibration.names}
     try:
         with kept_random_state(model.like().device):
             model.calibrate(data, kind)
-        yield
+        after = {name: getattr(model.calibration, name) for name in model.calibration.names}
+        yield {name: tensor for name, tensor in after.items() if tensor is not None}
     finally:
         model.calibration.set(**before)
 

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Any
@@ -192,23 +192,27 @@ def fit(
         objective.compile()
     plan, device = model.core, model.like().device
     stream: Iterator[Any] = repeat((None, None, None)) if loader is None else endless(loader, device)
-    noise, start = (Generator(device).manual_seed(derive_seed(seed, *name)) for name in (("noise", 0), ("start",)))
-    noise_of_evaluations = derive_seed(seed, "validation", 0)
-    with kept_random_state(device), torch.inference_mode(False), torch.enable_grad(), ExitStack() as stack:
-        torch.manual_seed(derive_seed(seed, "global", 0))
-        stack.enter_context(use_generators(noise_of(objective, noise)))
+    streams = ("global", 0), ("noise", 0), ("start",), ("validation", 0)
+    everything, noise, start, evaluations = (derive_seed(seed, *name) for name in streams)
+    with (
+        kept_random_state(device),
+        use_generators(noise_of(objective, Generator(device).manual_seed(noise))),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
+        torch.manual_seed(everything)
         first = next(stream)
         if loader is not None:
             refuse_batch("data", first, model)
         waits = plan.uninitialised()
         if waits and loader is not None:
-            model.initialize(*first, generator=start)
+            model.initialize(*first, generator=Generator(device).manual_seed(start))
             waits = []
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         parameters, look, watch = list(trained.values()), checks_every(device), FiniteWatch(list(trained))
         total = int(steps) if epochs is None else epochs * length  # type: ignore[arg-type]
         every, average, history = evaluate_every or evaluate_every_default(total), _average(model, ema), list[Record]()
-        judge = Judge(model, held_out, lambda: once(loader), kind, average, noise_of_evaluations)
+        judge = Judge(model, held_out, lambda: once(loader), kind, average, evaluations)
         zero = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
         start_nll, stopped, step, seconds = None, "steps", 0, 0.0
         try:
@@ -218,8 +222,7 @@ def fit(
                     print(Event(0, {"nll": start_nll}, model, steps=total), file=sys.stderr, flush=True)
             began = since = time.monotonic()
             summed, before = zero, 0  # the losses since the last evaluation, and its step
-            for step, batch in zip(range(1, total + 1), chain([first], stream), strict=False):
-                x, context, weights = batch
+            for step, (x, context, weights) in zip(range(1, total + 1), chain([first], stream), strict=False):
                 for parameter in parameters:
                     parameter.grad = None
                 loss = objective(x, context) if weights is None else objective(x, context, weights)

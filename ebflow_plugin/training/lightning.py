@@ -265,10 +265,7 @@ class ExactNLL(Callback):
         with unsharded(module):
             if not self._sums:
                 model, kind = module.objective.model, None if trainer.sanity_checking else self._kind
-                with calibrated(model, _training_data(trainer), kind):
-                    calibration = model.calibration
-                    found = {name: getattr(calibration, name) for name in calibration.names}
-                    self._calibration = {name: tensor for name, tensor in found.items() if tensor is not None}
+                with calibrated(model, _training_data(trainer), kind) as self._calibration:
                     seed = derive_seed(self._seed, "validation", process()[0])
                     self._sums += [LikelihoodSum(model, seed, _own_rows(loader)) for loader in _loaders(trainer)]
             self._sums[place].add(*batch_of(batch))
@@ -284,8 +281,7 @@ class ExactNLL(Callback):
     def _found(self, trainer: Trainer, module: Any) -> list[Likelihood]:
         found = [total.mean(total_of) for total in self._sums]
         if found and not trainer.sanity_checking:
-            calibration = None if self._kind is None else self._calibration
-            module.evaluated = Evaluated(trainer.global_step, found[0], calibration)
+            module.evaluated = Evaluated(trainer.global_step, found[0], self._calibration)
         return found
 
 
