@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ebflow_plugin.plan.smooth_modules import Smoothness
 from ebflow_plugin.plan.step import Linearity, Linearization, Step
-from ebflow_plugin.plan.values import dot, summed
+from ebflow_plugin.plan.values import summed
 
 
 class ElementwiseMap(NamedTuple):
@@ -78,7 +78,7 @@ class ElementwiseStep(Step):
         straight = isinstance(first, float) and first == 0.0 and isinstance(second, float) and second == 0.0
 
         def curvature(adjoint: Tensor, tangent: Tensor) -> Tensor:  # f'' is f' l'
-            return dot(adjoint * slope * first - second, tangent.square())
+            return ((adjoint * slope * first - second) * tangent.square()).flatten(1).sum(1)
 
         return Linearization(
             value=at.value,

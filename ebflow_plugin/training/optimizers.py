@@ -61,6 +61,7 @@ def optimizer_of(
     objective: Objective, optimizer: Optimizer | Callable[[list[nn.Parameter]], Optimizer] | None
 ) -> Optimizer:
     """The user's optimizer, or that of the user's function, or Adam. Raises unless it has all trainable parameters."""
+    scalar_objective("fit", objective)
     named = {name: parameter for name, parameter in objective.model.named_parameters() if parameter.requires_grad}
     parameters = list(named.values())
     known = {id(parameter) for parameter in objective.model.parameters()}
@@ -73,7 +74,8 @@ def optimizer_of(
     if not parameters:
         raise InputError("the model has no parameters that require a gradient: there is nothing to train")
     if optimizer is None:
-        return Adam(parameter_groups(objective.model, 1e-3), fused=fusible(parameters))
+        fused = fusible(parameters)
+        return Adam(parameter_groups(objective.model, 1e-3), fused=fused)
     built = optimizer(parameters) if callable(optimizer) else optimizer  # an Optimizer is no function
     if not isinstance(built, Optimizer):
         raise InputError(f"optimizer must be an Optimizer, or a function that returns one, got {built!r}")
@@ -116,11 +118,9 @@ def _some(names: list[str]) -> str:
 
 
 def scheduler_of(
-    optimizer: Optimizer, scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None, validated: bool
-) -> LRScheduler | None:
+    optimizer: Optimizer, scheduler: LRScheduler | Callable[[Optimizer], LRScheduler], validated: bool
+) -> LRScheduler:
     """The user's scheduler, or that of the user's function."""
-    if scheduler is None:
-        return None
     built = scheduler if isinstance(scheduler, LRScheduler) else scheduler(optimizer) if callable(scheduler) else None
     if not isinstance(built, LRScheduler):
         raise InputError(

@@ -156,19 +156,6 @@ def test_remainders_beyond_single_precision(scale):
     assert bool(loss._estimator.accounts[PATH].noise_factors) == (scale == 1e-25)
 
 
-def test_the_state_of_an_earlier_version_is_measured_again():
-    model = nflows_model(FullConv2d(2, kernel_size=3), shape=[2, 6, 6])
-    loss = ML(model, log_det="stochastic", generator=rng())
-    before = {"calls": 7, "probes": None, "probe_noise": 1.0, "batch_noise": 0.5, "looks": 2, "exact": 3}
-    loss.load_state({PATH: before})
-    for _ in range(2):
-        loss(batch(model, rows=30))
-    account = loss._estimator.accounts[PATH]
-    assert account.exact == 3
-    assert len(account.noise_factors) == len(account.row_noises) == 2
-    assert account.probes >= 4
-
-
 def conv_layer():
     return FullConv2d(2, kernel_size=3)
 
