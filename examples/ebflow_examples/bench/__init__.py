@@ -29,7 +29,6 @@ GROUPS = {
     "growth": "step time against D, peak memory against depth",
     "launches": "how many kernels a training step launches, ours and by hand",
     "flows": "the flows that people have: the library's own likelihood, ours, and ours compiled",
-    "rivals": "against nflows, normflows, zuko, torchebm and torch-ema",
 }
 
 

@@ -328,26 +328,6 @@ def _kept(cell: Cell, folder: Path) -> CellResult | None:
     return CellResult(**{**content, "cell": replace(cell, recipe=of)}) if same else None
 
 
-def kept_cells(options: Options, made: Any, wanted: dict[str, Any]) -> list[CellResult]:
-    """The cells of the last run of another experiment that have these settings, without those that failed.
-
-    Those of other code are left out, unless what is kept is asked for.
-    """
-    path = options.out / f"{made.__name__.rpartition('.')[2]}.json"
-    if not path.is_file():
-        return []
-    content = json.loads(path.read_text(encoding="utf-8"))
-    found = [CellResult(**{**each, "cell": Cell(**each["cell"])}) for each in content["cells"]]
-    digest = recipe(made, options.data)
-    return [
-        each
-        for each in found
-        if not each.failed
-        and (options.kept or each.cell.recipe == digest)
-        and all(each.cell.settings.get(key) == value for key, value in wanted.items())
-    ]
-
-
 def commits(found: Iterable[CellResult]) -> str:
     """The commits that cells are of, in words."""
     count = Counter(each.facts.get("commit", "of an unknown commit") for each in found)

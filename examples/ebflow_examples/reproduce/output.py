@@ -92,33 +92,30 @@ class Report:
         rows: The same numbers, for programs.
         notes: What a reader must know, a paragraph each.
         pictures: The files that were drawn.
-        borrowed: Cells of another experiment that it used too.
     """
 
     grids: Sequence[Grid]
     rows: Sequence[dict[str, Any]]
     notes: Sequence[str] = ()
     pictures: Sequence[Path] = ()
-    borrowed: Sequence[CellResult] = ()
 
 
 def write(options: Options, made: Experiment, found: Sequence[CellResult], title: str) -> Report:
     """Writes NAME.json, NAME.png and NAME.md, with a title, into the folder, and prints the tables."""
     out, name = options.out, options.what
     report: Report = made.report(options, found, out / f"{name}.png")
-    used = [*found, *report.borrowed]
     report = replace(
         report,
         notes=[
             *report.notes,
-            *unlearnt(used),
-            *short_searches(used),
+            *unlearnt(found),
+            *short_searches(found),
             *of_other_code(found, recipe(made, options.data)),
         ],
     )
     about = {**machine(torch.device("cpu"), 1), "jobs": options.jobs}
     about.pop("load at the start")
-    wall = sum(each.wall for each in used)
+    wall = sum(each.wall for each in found)
     content = {
         "what": name,
         "about": title,
@@ -126,17 +123,17 @@ def write(options: Options, made: Experiment, found: Sequence[CellResult], title
         "options": {**asdict(options), "out": str(out)},
         "machine": about,
         "wall_seconds": round(wall, 1),
-        "code": commits(used),
+        "code": commits(found),
         "rows": [_plain(row) for row in report.rows],
         "notes": list(report.notes),
         "cells": [asdict(each) for each in found],
     }
     (out / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    (out / f"{name}.md").write_text(_markdown(title, options, report, used, wall, about), encoding="utf-8")
+    (out / f"{name}.md").write_text(_markdown(title, options, report, found, wall, about), encoding="utf-8")
     say("\n\n".join(grid.screen() for grid in report.grids))
     for line in report.notes:
         say(f"\n{line}")
-    note(f"computed by {commits(used)}")
+    note(f"computed by {commits(found)}")
     files = [f"{name}.json", f"{name}.md", *(path.name for path in report.pictures)]
     note(f"written: {', '.join(str(out / file) for file in files)}", "bold green")
     return report

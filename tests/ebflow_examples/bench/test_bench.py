@@ -9,7 +9,7 @@ from torch import Generator
 
 import ebflow_plugin as ebf
 from ebflow_examples import bench
-from ebflow_examples.bench import contenders, growth, models, plain, report, rivals, timing, wrapper
+from ebflow_examples.bench import contenders, growth, models, plain, report, timing, wrapper
 from ebflow_examples.bench.memory import peak_bytes
 from ebflow_examples.bench.results import Settings, Table, Target, compare, goal
 from ebflow_examples.bench.timing import Samples, Spread, estimate, exponent, interleaved, ratio
@@ -168,12 +168,6 @@ def test_the_loop_by_hand_is_the_energy(flow):
     torch.testing.assert_close(wrapper.loop_by_hand(flow)(x), model.energy(x))
 
 
-def test_naive_fc_is_nflows_own():
-    flow = contenders.naive_fc(6)
-    x = torch.randn(3, 6)
-    torch.testing.assert_close(ebf.wrap(flow).log_prob(x), flow.log_prob(x))
-
-
 def test_a_training_step_trains_and_leaves_no_gradient():
     layer = torch.nn.Linear(2, 1)
     before = layer.weight.detach().clone()
@@ -208,10 +202,8 @@ def test_peak_memory_of_a_known_call():
 @pytest.fixture
 def small(monkeypatch):
     """Sizes at which a group takes no time."""
-    for module in (models, rivals):
-        monkeypatch.setattr(module, "DIM", 8)
-        monkeypatch.setattr(module, "BATCH", 4)
-    monkeypatch.setattr(rivals, "CHANNELS", 2)
+    monkeypatch.setattr(models, "DIM", 8)
+    monkeypatch.setattr(models, "BATCH", 4)
     monkeypatch.setattr(growth, "OBJECTIVES", ("DSM", "ML"))
     monkeypatch.setattr(growth, "MEMORY_DIM", 8)
     monkeypatch.setattr(growth, "DEPTHS", (2, 3))
@@ -223,29 +215,6 @@ def test_fc_has_a_row_for_each_objective(small):
     (table,) = models.fc(Settings())
     assert [row["what"] for row in table.rows] == ["SSM", "DSM", "FDSSM", "ML"]
     assert [row["target"] and row["target"].limit for row in table.rows] == [0.8, 1.05, 1.05, None]
-
-
-def test_rivals_that_are_not_installed_say_how_to_get_them(small, monkeypatch):
-    monkeypatch.setattr(rivals, "find_spec", lambda name: None)
-    for table in (rivals.against_torchebm(Settings()), rivals.against_torch_ema(Settings())):
-        text = report.as_text(table)
-        assert "not installed: pip install torch" in text
-        assert "extra 'bench'" in text
-
-
-def test_nflows_rivals(small):
-    table = rivals.against_nflows(Settings())
-    assert {row["against"] for row in table.rows} == {"nflows ML, NaiveLinear", "nflows ML, LULinear"}
-    assert len(table.rows) == 8
-
-
-def test_unconstrain_is_timed_against_maximum_likelihood_on_the_same_lu_flow(small):
-    table = rivals.after_unconstrain(Settings())
-    assert {row["against"] for row in table.rows} == {"nflows ML, LULinear"}
-    names = [row["what"] for row in table.rows]
-    assert names == [
-        f"{name}, {how}" for name in ("ML", "SSM", "DSM", "FDSSM") for how in ("LULinear", "after unconstrain")
-    ]
 
 
 def test_both_exponents_are_shown_with_the_sizes_they_are_over(small):

@@ -1,7 +1,7 @@
 """Cells of an experiment: how they share a budget, are kept, chosen and computed side by side."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from ebflow_examples import reproduce
 from ebflow_examples.reproduce import experiment, table2
 from ebflow_examples.reproduce.common import Cell, CellResult, Options
 from ebflow_examples.reproduce.output import grouped, of_other_code, short_searches
-from ebflow_examples.reproduce.provenance import commit, recipe
+from ebflow_examples.reproduce.provenance import commit
 from ebflow_plugin.errors import InputError, TrainingError
 
 
@@ -199,17 +199,6 @@ def test_a_cell_of_the_time_before_recipes_is_none_of_this_one(counted, tmp_path
 def test_starts_of_another_recipe_are_not_gone_on_with(tmp_path):
     cell = Cell("table2", "fc", {"data": "digits", "model": "fc", "seed": 0}, recipe="a")
     assert table2.start_file(cell, tmp_path) != table2.start_file(replace(cell, recipe="b"), tmp_path)
-
-
-def test_cells_of_another_recipe_are_not_borrowed(tmp_path, monkeypatch):
-    options = Options("table4", budget=1.0, out=tmp_path)
-    digest = recipe(table2, options.data)
-    kept = CellResult(Cell("table2", "fc-ours-ml-seed0", {"seed": 0}, recipe=digest), {"nll": 1.0})
-    (tmp_path / "table2.json").write_text(json.dumps({"cells": [asdict(kept)]}))
-    assert [each.result for each in common.kept_cells(options, table2, {"seed": 0})] == [{"nll": 1.0}]
-    monkeypatch.setattr(common, "recipe", lambda made, data: "other")
-    assert common.kept_cells(options, table2, {"seed": 0}) == []
-    assert len(common.kept_cells(replace(options, kept=True), table2, {"seed": 0})) == 1
 
 
 def test_only_some_cells(counted, tmp_path):
