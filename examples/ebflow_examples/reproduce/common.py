@@ -109,6 +109,10 @@ class Cell:
     judge: str | None = None
     recipe: str = ""
 
+    def __getitem__(self, key: str) -> Any:
+        """A setting."""
+        return self.settings[key]
+
 
 @dataclass(frozen=True)
 class CellResult:
@@ -236,17 +240,32 @@ def _round(options: Options, made: Experiment, cells: Sequence[Cell]) -> dict[st
     return found
 
 
-def tries(cell: Cell, quick: bool) -> list[Cell]:
-    """A cell that tries a learning rate, with each seed: one seed and a few steps would be the toss of a coin."""
-    return [
-        replace(cell, name=name, settings={**cell.settings, "seed": seed})
-        for seed, name in enumerate(try_names(cell.name, quick))
-    ]
+def with_rates(
+    runs: Sequence[Cell], search: Callable[[Cell], tuple[Mapping[str, float], float]], quick: bool
+) -> list[Cell]:
+    """Puts cells that try learning rates in front of the runs that take the best of them.
 
+    Each rate has two seeds, one if it is to be quick: one seed and a few steps would be the toss of a coin.
 
-def try_names(name: str, quick: bool) -> tuple[str, ...]:
-    """The names of the cells that try a learning rate: two seeds, one if it is to be quick."""
-    return (name,) if quick else (name, f"{name}-again")
+    Arguments:
+        runs: The runs.
+        search: Of a run, the rates that are tried for it by the names of these cells, which runs can share, and for
+            how long, as a part of the time. No rates for a run that has its own.
+        quick: Whether it is to be quick.
+    """
+    tries: dict[str, Cell] = {}
+    taking = []
+    for run in runs:
+        rates, part = search(run)
+        names = {
+            f"{name}{again}": {**run.settings, "search": True, "lr": rate, "seed": seed}
+            for name, rate in rates.items()
+            for seed, again in enumerate([""] if quick else ["", "-again"])
+        }
+        for name, settings in names.items():
+            tries.setdefault(name, replace(run, name=name, settings=settings, part=part, judge=None))
+        taking.append(replace(run, best_of=tuple(names)))
+    return [*tries.values(), *taking]
 
 
 def judged(tried: Iterable[CellResult], judge: str | None = None) -> float | None:

@@ -29,7 +29,7 @@ def cells(options: Options) -> list[Cell]:
         for model, losses in LOSSES.items()
         for loss in losses
     ]
-    return [_with_noise(cell, noise) for noise in NOISES for cell in table2.with_rates(options, chosen)]
+    return [_with_noise(cell, noise) for noise in NOISES for cell in table2.searched(options, chosen)]
 
 
 def _with_noise(cell: Cell, noise: str) -> Cell:

@@ -21,7 +21,7 @@ from ebflow_examples.data import DataSet, load
 from ebflow_examples.models import build
 from ebflow_examples.plots import joined
 from ebflow_examples.reproduce.common import Cell, CellResult, Options
-from ebflow_examples.reproduce.output import Mean, Report, column, grouped, mean
+from ebflow_examples.reproduce.output import Mean, Report, at, column, grouped, mean
 from ebflow_examples.runs import likelihood
 from ebflow_examples.streams import drawing_from, stream
 
@@ -91,7 +91,7 @@ def compute(cell: Cell, folder: Path, data_root: str | None) -> dict[str, Any]:
         "bits_per_dim": found.bits_per_dim,
         "error": found.bits_error,
         "curve": trained.curve,
-        "seconds": trained.seconds,
+        "seconds": trained.curve[-1][0],
         "steps": trained.result.steps,
         "weights": sum(each.numel() for each in model.parameters()),
         "sample_seconds": taken,
@@ -170,17 +170,12 @@ def _row(arm: str, length: str, group: Sequence[CellResult]) -> dict[str, Any]:
         "length": length,
         "seeds": len(group),
         "seconds": seconds,
-        **{f"at_{share:.0%}": mean(_at(each, share) for each in group) for share in SHARES},
+        **{f"at_{share:.0%}": mean(at(each, share) for each in group) for share in SHARES},
         "test": column(group, "bits_per_dim"),
         "steps": column(group, "steps"),
         "ms_a_step": mean(1e3 * each["seconds"] / each["steps"] for each in group),
         "sample_seconds": mean(each["sample_seconds"][1] for each in group),
     }
-
-
-def _at(each: CellResult, share: float) -> float:
-    x, y = np.array(each["curve"]).T
-    return float(np.interp(share * each["seconds"], x, y))
 
 
 def _grid(rows: Sequence[Mapping[str, Any]]) -> Grid:

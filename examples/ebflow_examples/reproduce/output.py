@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from ebflow_examples.bench.report import machine
@@ -75,12 +76,21 @@ def beside(ours: str, paper: Sequence[float] | float | None, digits: int = 2) ->
 
 
 def grouped(found: Iterable[CellResult], *keys: str) -> dict[tuple[Any, ...], list[CellResult]]:
-    """Those that differ in their seed alone, by the settings that tell them apart; without those that failed."""
+    """Runs that differ in their seed alone, by the settings that tell them apart.
+
+    Without those that failed, and those that only tried a learning rate.
+    """
     groups: dict[tuple[Any, ...], list[CellResult]] = {}
     for each in found:
-        if not each.failed:
+        if not each.failed and not each.cell.settings.get("search"):
             groups.setdefault(tuple(each.cell.settings.get(key) for key in keys), []).append(each)
     return groups
+
+
+def at(run: CellResult, share: float) -> float:
+    """The curve of a run after a share of its seconds."""
+    x, y = np.array(run["curve"]).T
+    return float(np.interp(share * run["seconds"], x, y))
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import LambdaLR
 
-import ebflow_plugin as ebf
 from ebflow_examples import plots
-from ebflow_examples.clock import SCHEDULES
 from ebflow_examples.config import TrainConfig
 from ebflow_examples.console import Grid
 from ebflow_examples.data import SIZES, load
@@ -32,19 +29,15 @@ from ebflow_examples.defaults import (
     SHRINKING_RATE,
     SHRINKING_SHARE,
     SHRINKING_STEPS,
-    length,
-    objective_of,
-    settle,
 )
 from ebflow_examples.divergences import fisher_divergence, kl_divergence
 from ebflow_examples.pictures import density_of
 from ebflow_examples.reproduce import paper
-from ebflow_examples.reproduce.common import Cell, CellResult, Options, judged, tries, try_names
+from ebflow_examples.reproduce.common import Cell, CellResult, Options, judged, with_rates
 from ebflow_examples.reproduce.output import Report, beside, column, grouped
-from ebflow_examples.reproduce.timed import train_for
-from ebflow_examples.runs import Run, build
+from ebflow_examples.reproduce.timed import train_by_steps, train_for
+from ebflow_examples.runs import build
 from ebflow_examples.synthetic import PLANE, SMOOTHING
-from ebflow_examples.training import optimizer_for
 
 MINUTES = 300.0
 LOSSES = ("ml", "sml", "ssm", "dsm", "fdssm")
@@ -80,37 +73,24 @@ def cells(options: Options) -> list[Cell]:
         return told | {"batch": 50 if options.quick else SHRINKING_BATCH if way == OURS else BATCH,
                        "compile": not options.quick and loss != "sml"}  # fmt: skip
 
-    searches = [
-        each
-        for data in PLANE
-        for loss in LOSSES
-        for rate in rates
-        for each in tries(
-            Cell(
-                "table1", _search_name(data, loss, rate),
-                {**settings(data, loss, "kl"), "lr": rate, "search": True}, part=SEARCH * LONGER.get(loss, 1.0),
-            ),
-            options.quick,
-        )
-    ]  # fmt: skip
     runs = [
         Cell(
             "table1", f"{data}-{loss}-{way}-seed{seed}", settings(data, loss, way, seed),
             timed=way != OURS, part=LONGER.get(loss, 1.0), judge=JUDGES.get(way),
-            best_of=() if way == OURS else tuple(
-                name for rate in rates for name in try_names(_search_name(data, loss, rate), options.quick)
-            ),
         )
         for seed in range(options.seeds)
         for data in PLANE
         for loss, way in WAYS
     ]  # fmt: skip
     truths = [Cell("table1", f"{data}-true", settings(data, TRUE, TRUE), timed=False) for data in PLANE]
-    return [*searches, *runs, *truths]
 
+    def search(run: Cell) -> tuple[dict[str, float], float]:
+        """Both of the paper's recipes take their rates from the same runs."""
+        name = f"{run['data']}-{run['loss']}-rate"
+        tried = () if run["recipe"] == OURS else rates
+        return {f"{name}{rate:f}".rstrip("0"): rate for rate in tried}, SEARCH * run.part
 
-def _search_name(data: str, loss: str, rate: float) -> str:
-    return f"{data}-{loss}-rate{rate:f}".rstrip("0")
+    return [*with_rates(runs, search, options.quick), *truths]
 
 
 def recipe(settings: dict[str, Any]) -> TrainConfig:
@@ -141,13 +121,15 @@ def compute(cell: Cell, folder: Path, data_root: str | None) -> dict[str, Any]:
         return {}
     run = build(recipe(settings))
     if settings["recipe"] == OURS:
-        ema, facts = train_by_steps(run)
+        before = sum(os.times()[:4])  # of this process and those that compile for it: start, steps, and the compiler
+        run, result = train_by_steps(run)
+        facts = {"steps": result.steps, "seconds": sum(os.times()[:4]) - before, "recipe": run.config.to_dict()}
     else:
         looks = 1 if settings["search"] else EVALUATIONS
         trained = train_for(run, cell.seconds, evaluations=looks, validation=settings["points"] // 2)
-        ema, facts = trained.result.ema, {"validation_nll": trained.curve[-1][1], **trained.facts()}
-    assert ema is not None
-    ema.copy_to()
+        result, facts = trained.result, {"validation_nll": trained.curve[-1][1], **trained.facts()}
+    assert result.ema is not None
+    result.ema.copy_to()
     if settings["search"]:
         rows, known = run.split("validation")[: settings["points"] // 2], run.data.truth
         assert known is not None
@@ -169,25 +151,6 @@ def compute(cell: Cell, folder: Path, data_root: str | None) -> dict[str, Any]:
         "mass": float(density.mean()) * panel(settings["data"]).area,
         **facts,
     }
-
-
-def train_by_steps(run: Run) -> tuple[ebf.EMA | None, dict[str, Any]]:
-    """Trains as ``ebflow train`` does, in memory: so many steps, whatever the clock says, so that a seed is a result.
-
-    The CPU seconds are of this process and those that compiled for it: the start, all steps and the compiler.
-    """
-    before = sum(os.times()[:4])
-    run = settle(run)
-    config, schedule = run.config, SCHEDULES[run.config.schedule]
-    steps = length(config, len(run.data.train))
-    assert config.batch_size is not None
-    result = ebf.fit(
-        objective_of(run.model, config), run.data.train, steps=steps, batch_size=config.batch_size,
-        optimizer=optimizer_for(run), scheduler=lambda made: LambdaLR(made, lambda step: schedule(step / steps)),
-        clip_norm=config.clip_norm, ema=ebf.EMA(run.model, decay=config.ema_decay), compile=config.compile,
-        progress=False, seed=config.seed,
-    )  # fmt: skip
-    return result.ema, {"steps": steps, "seconds": sum(os.times()[:4]) - before, "recipe": config.to_dict()}
 
 
 @lru_cache(maxsize=3)

@@ -128,9 +128,9 @@ class Tossing(Searching):
     """Each rate is tried with two seeds, of which the first misleads."""
 
     def cells(self, options):
-        made = [Cell("counted", f"dsm-rate{rate:f}", {"lr": rate}, part=0.25) for rate in self.nlls]
-        tried = [each for cell in made for each in common.tries(cell, options.quick)]
-        return [*tried, Cell("counted", "dsm-seed1", {"seed": 1}, best_of=tuple(cell.name for cell in tried))]
+        rates = {f"dsm-rate{rate:f}": rate for rate in self.nlls}
+        run = Cell("counted", "dsm-seed1", {"seed": 1})
+        return common.with_rates([run], lambda run: (rates, 0.25), options.quick)
 
     def compute(self, cell, folder, data_root):
         found = super().compute(cell, folder, data_root)

@@ -31,7 +31,7 @@ def edited(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["ebflow_plugin.closed_form.calibration", "ebflow_nflows.layers", "ebflow_examples.racing"]
+    "name", ["ebflow_plugin.closed_form.calibration", "ebflow_nflows.layers", "ebflow_examples.clock"]
 )
 def test_code_that_computes_counts_and_words_about_it_do_not(edited, name):
     before = recipe(race, "mnist")
@@ -40,7 +40,7 @@ def test_code_that_computes_counts_and_words_about_it_do_not(edited, name):
     other = recipe(tablea3, "mnist")
     edited(name, lambda text: text + "\nanother = 1\n")
     assert recipe(race, "mnist") != before
-    assert (recipe(tablea3, "mnist") == other) == (name == "ebflow_examples.racing")  # which it has nothing to do with
+    assert (recipe(tablea3, "mnist") == other) == (name == "ebflow_examples.clock")  # which it has nothing to do with
 
 
 def test_code_that_shows_does_not_count(edited):
