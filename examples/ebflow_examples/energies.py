@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import time
@@ -21,7 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import ebflow_plugin as ebf
 from ebflow_examples.config import TrainConfig
-from ebflow_examples.console import note, to_json
+from ebflow_examples.console import as_lines, note, to_json
 from ebflow_examples.defaults import check
 from ebflow_examples.folders import held, writable
 from ebflow_examples.streams import drawing_from, stream
@@ -207,9 +206,8 @@ def train_on(name: str, flags: dict[str, Any], out: Path, progress: bool = True)
             "log_z_error": drawn.log_z.std_error,
             "exact_log_z": energy.log_z,
         }
-        lines = "".join(f"{json.dumps(record)}\n" for record in records)
         files: dict[str, Callable[[Any], object]] = {
-            "metrics.jsonl": lambda file: file.write(lines.encode()),
+            "metrics.jsonl": lambda file: file.write(as_lines(records)),
             "weights.pt": partial(torch.save, model.state_dict()),
             "samples.npy": lambda file: np.save(file, chain.samples.numpy()),
             "summary.json": lambda file: file.write(f"{to_json(summary)}\n".encode()),

@@ -285,7 +285,11 @@ def seed_curves(
 
 
 def labelled(
-    axes: Any, curves: Mapping[str, Sequence[Points]], words: Callable[[str, float], str], size: float
+    axes: Any,
+    curves: Mapping[str, Sequence[Points]],
+    words: Callable[[str, float], str],
+    size: float,
+    colours: Mapping[str, str] = OBJECTIVE_COLOURS,
 ) -> None:
     """Draws the mean over seeds and a thin line for each, from 0 on; words at the end of a line, not on one another.
 
@@ -294,12 +298,13 @@ def labelled(
         curves: Objective -> the curves of its seeds.
         words: What stands at the end of a line, by the objective and its last value.
         size: Of the words, in points; lines are a fifth of it wide.
+        colours: Of the objectives.
     """
     ends: dict[str, float] = {}
     for loss, seeds in curves.items():
         along, lines = joined(seeds)
-        axes.plot(along, np.mean(lines, axis=0), color=OBJECTIVE_COLOURS[loss], linewidth=size / 5)
-        axes.plot(along, np.transpose(lines), color=OBJECTIVE_COLOURS[loss], linewidth=0.6, alpha=0.6)
+        axes.plot(along, np.mean(lines, axis=0), color=colours[loss], linewidth=size / 5)
+        axes.plot(along, np.transpose(lines), color=colours[loss], linewidth=0.6, alpha=0.6)
         ends[loss] = float(np.mean(lines, axis=0)[-1])
     last = max(curve[-1][0] for seeds in curves.values() for curve in seeds)
     axes.set_xlim(0.0, last)
@@ -307,9 +312,9 @@ def labelled(
     low, high = axes.get_ylim()
     for loss, place in apart(ends, low, high, axes.get_yscale() == "log").items():
         axes.annotate(
-            words(loss, ends[loss]), (last, ends[loss]), (last * 1.05, place), color=OBJECTIVE_COLOURS[loss],
+            words(loss, ends[loss]), (last, ends[loss]), (last * 1.05, place), color=colours[loss],
             fontsize=size, fontweight="bold", va="center", annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": OBJECTIVE_COLOURS[loss], "linewidth": 0.8, "relpos": (0.0, 0.5)},
+            arrowprops={"arrowstyle": "-", "color": colours[loss], "linewidth": 0.8, "relpos": (0.0, 0.5)},
         )  # fmt: skip
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 from collections.abc import Iterable
@@ -83,12 +82,6 @@ def processor() -> str:
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def write_json(path: Path, tables: Iterable[Table], about: dict[str, Any], options: dict[str, Any]) -> None:
-    """Writes everything for programs."""
-    content = {"machine": about, "options": options, "tables": [table.as_dict() for table in tables]}
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def draw(table: Table, path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -75,10 +75,6 @@ class Table:
     title: str
     rows: list[dict[str, Any]]
     note: str = ""
-
-    def as_dict(self) -> dict[str, Any]:
-        """The table for JSON."""
-        return asdict(self)
 
 
 def compare(what: str, ours: Samples, other: Samples, target: float | None = None) -> dict[str, Any]:

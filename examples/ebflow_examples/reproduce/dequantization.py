@@ -43,10 +43,9 @@ def _with_noise(cell: Cell, noise: str) -> Cell:
 
 def report(options: Options, found: Sequence[CellResult], path: Path) -> Report:
     """The bounds of both noises at the start and at the end, and their difference, paired by seed; curves."""
-    runs = [each for each in found if not each.cell.settings["search"]]
-    groups = grouped(runs, "model", "loss", "dequantize")
+    groups = grouped(found, "model", "loss", "dequantize")
     lines, rows = [], []
-    asked = {(each["model"], each["loss"]) for each in runs}
+    asked = {(each["model"], each["loss"]) for each in found}
     in_order = [(model, loss) for model, losses in LOSSES.items() for loss in losses if (model, loss) in asked]
     for (model, loss), noise in product(in_order, NOISES):
         group = groups.get((model, loss, noise))
@@ -61,12 +60,12 @@ def report(options: Options, found: Sequence[CellResult], path: Path) -> Report:
         told = {"model": model, "loss": loss, "noise": noise, "lr": rate}
         rows.append({**told, "start_nll": start, **means, "difference": apart})
         nlls = [means["raw_nll"].text(1), means["nll"].text(1), apart.text(1) if apart else ""]
-        lines.append([*line, f"{rate:g}", f"{means['steps'].value:.0f}", f"{start.value:.1f}", *nlls])
+        lines.append([*line, f"{rate:g}", f"{means['steps'].mean:.0f}", f"{start.mean:.1f}", *nlls])
     head = (
         "model", "objective", "noise", "rate", "steps", "NLL of the start", "NLL, raw", "NLL, calibrated",
         "smooth − uniform, calibrated",
     )  # fmt: skip
-    draw(options, runs, path, "dequantize", {noise: f"{noise} noise, a bound" for noise in NOISES})
+    draw(options, found, path, "dequantize", {noise: f"{noise} noise, a bound" for noise in NOISES})
     grid = Grid(f"{options.data}, test data: bounds on the NLL of the grey levels", head, lines, 3)
     return Report([grid], rows, _notes(), [path])
 

@@ -71,13 +71,13 @@ def report(options: Options, found: Sequence[CellResult], path: Path) -> Report:
     lines, rows = [], []
     for kind in kinds:
         nll, steps = (column(groups[kind,], key) for key in ("nll", "steps"))
-        lines.append([KINDS[kind][0], nll.text(3), f"{steps.value:.0f}"])
+        lines.append([KINDS[kind][0], nll.text(3), f"{steps.mean:.0f}"])
         rows.append({"linear": kind, "nll": nll, "steps": steps})
     curves = {KINDS[kind][0]: (KINDS[kind][1], [each.result["curve"] for each in groups[kind,]]) for kind in kinds}
     with plots.figure(path, 7.4, 3.8) as figure:
         title = f"{DATA}: NLL of validation data by linear layer"
         seed_curves(figure.subplots(), curves, title, "seconds of training, one core", "nats", digits=2)
-    entropy = column([each for each in found if not each.failed], "entropy").value
+    entropy = column([each for each in found if not each.failed], "entropy").mean
     notes = [
         f"ML, {LAYERS} linear layers with smooth leaky ReLUs between them, entries scaled to unit variance for "
         "training; the paper says neither depth nor scale, nor its s and d. The entropy of the data, which no model "

@@ -157,16 +157,16 @@ def report(options: Options, found: Sequence[CellResult], path: Path) -> Report:
     name = next(iter(groups.values()))[0]["data"]
     floor = Textures(SIDES[name]).entropy()
     lines, rows = [], []
-    for loss in sorted(groups, key=lambda loss: column(groups[loss], "above_floor").value):
+    for loss in sorted(groups, key=lambda loss: column(groups[loss], "above_floor").mean):
         group = groups[loss]
         above, steps, width = (column(group, key) for key in ("above_floor", "steps", "spread"))
         quarter, half = (mean(at(each, share) for each in group) for share in (0.25, 0.5))
         rate = f"{group[0]['lr']:g}"
         told = {"loss": loss, "above_floor": above, "at_a_quarter": quarter, "at_half": half, "steps": steps}
         rows.append({**told, "rate": rate, "spread": width, "floor": floor})
-        way = [f"{each.value:,.0f}" for each in (quarter, half)]
-        lines.append([CONTENDERS[loss].name, rate, f"{steps.value:.0f}", *way, above.text(1), width.text(2)])
-    seconds = mean(each["seconds"] for group in groups.values() for each in group).value
+        way = [f"{each.mean:,.0f}" for each in (quarter, half)]
+        lines.append([CONTENDERS[loss].name, rate, f"{steps.mean:.0f}", *way, above.text(1), width.text(2)])
+    seconds = mean(each["seconds"] for group in groups.values() for each in group).mean
     head = ("objective", "rate", "steps", f"{seconds / 4:.0f} s", f"{seconds / 2:.0f} s", f"{seconds:.0f} s", "spread")
     size = 3 * SIDES[name] ** 2
     grid = Grid(f"{name}, D = {size}: nats above the entropy of {floor:,.1f}, by CPU seconds of training", head, lines)
@@ -175,7 +175,7 @@ def report(options: Options, found: Sequence[CellResult], path: Path) -> Report:
         path,
         f"The same model, {seconds:.0f} seconds of one core: how far from the best possible",
         {loss: [each["curve"] for each in group] for loss, group in groups.items()},
-        {loss: column(group, "steps").value for loss, group in groups.items()},
+        {loss: column(group, "steps").mean for loss, group in groups.items()},
         {loss: torch.from_numpy(np.load(file)) for loss, file in drawn.items()},
         load(name, seed=0),
     )

@@ -73,7 +73,7 @@ def report(options: Options, found: Sequence[CellResult], path: Path) -> Report:
             for dim in dims:
                 group = groups.get((method, budget, dim))
                 theirs = errors[dim] if method == "importance" else None
-                error = None if group is None else column(group, "error").value
+                error = None if group is None else column(group, "error").mean
                 line.append("" if error is None else beside(f"{error:.6f}", theirs, 6))
                 rows.append({"M": budget, "method": method, "D": dim, "error": error, "paper": theirs})
             lines.append(line)

@@ -10,7 +10,7 @@ import ebflow_examples.reproduce.common as common
 from ebflow_examples import reproduce
 from ebflow_examples.reproduce import experiment, table2
 from ebflow_examples.reproduce.common import Cell, CellResult, Options
-from ebflow_examples.reproduce.output import grouped, of_other_code, short_searches
+from ebflow_examples.reproduce.output import grouped, remarks
 from ebflow_examples.reproduce.provenance import commit
 from ebflow_plugin.errors import InputError, TrainingError
 
@@ -155,8 +155,8 @@ def test_a_rate_is_judged_by_two_seeds(tmp_path):
 
 def test_a_search_of_few_steps_is_told():
     few, many = (CellResult(Cell("a", "b", {"search": True, "loss": "ml"}), {"steps": steps}) for steps in (29, 30))
-    assert "fewer than 30 steps: ML (29)" in short_searches([few, many])[0]
-    assert short_searches([many]) == []
+    assert "fewer than 30 steps: ML (29)" in remarks([few, many], "")[0]
+    assert remarks([many], "") == []
 
 
 # --- the code that a cell is of
@@ -176,8 +176,8 @@ def test_a_cell_of_another_recipe_is_computed_again_and_says_its_commit(counted,
     assert f"3 cells are of other code or data than this (commit {commit()}), and are computed again" in said
     assert len(counted.computed) == 6
     assert again[0].cell.recipe != first[0].cell.recipe
-    assert "cells are of other code or data than this" in of_other_code(first, again[0].cell.recipe)[0]
-    assert of_other_code(again, again[0].cell.recipe) == []
+    assert "cells are of other code or data than this" in remarks(first, again[0].cell.recipe)[0]
+    assert remarks(again, again[0].cell.recipe) == []
     monkeypatch.setattr(common, "recipe", lambda made, data: "third")
     common.run(options, counted)
     assert len(counted.computed) == 9
