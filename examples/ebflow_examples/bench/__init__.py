@@ -59,7 +59,7 @@ def main(
         seed: Decides data, weights, noise, and the order of the contenders.
 
     Returns:
-        The exit code, 0. A target that is missed is a result, not a failure.
+        The exit code, 0.
 
     Raises:
         UnknownNameError: For a group that does not exist.

@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterator
 
 import ebflow_plugin as ebf
 from ebflow_examples.bench.contenders import objective, training_step
-from ebflow_examples.bench.results import Settings, Table, goal, milliseconds
+from ebflow_examples.bench.results import Settings, Table, milliseconds
 from ebflow_examples.bench.timing import exponent, ratio
 from ebflow_examples.models import build
 
 OBJECTIVES = ("SSM", "DSM", "FDSSM", "ML", "SML")
 BATCH = 64
-TARGETS = {"SSM": 2.1, "DSM": 2.1, "FDSSM": 2.1}
 
 
 def growth(settings: Settings) -> Iterator[Table]:
@@ -23,15 +22,13 @@ def growth(settings: Settings) -> Iterator[Table]:
     rows = []
     for name in OBJECTIVES:
         series = [times[f"{name} {size}"] for size in sizes]
-        fitted = exponent(sizes, series)
         rows.append(
             {
                 "objective": name,
                 **milliseconds(sizes, series),
                 f"over DSM, D = {sizes[-1]}": ratio(series[-1], times[f"DSM {sizes[-1]}"]),
-                "exponent, all sizes": fitted,
+                "exponent, all sizes": exponent(sizes, series),
                 "exponent, last doubling": exponent(sizes[-2:], series[-2:]),
-                "target": goal(fitted, TARGETS.get(name)),
             }
         )
     yield Table(

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from ebflow_examples.bench.results import Table, Target
+from ebflow_examples.bench.results import Table
 from ebflow_examples.bench.timing import Spread
 from ebflow_examples.console import Grid, markdown
 
 NOTES = (
     "Ratios are of medians, ours over the other; in brackets the 90 % bootstrap interval over the rounds. "
-    "Below 1, ours is faster. A target is open if it lies within the interval."
+    "Below 1, ours is faster."
 )
 
 
@@ -48,15 +48,13 @@ def cell(value: Any) -> str:
     """A cell as text.
 
     Example:
-        >>> cell(Spread(0.784, 0.7612, 0.81)), cell(Target(0.8, "met")), cell(12.3456), cell(None)
-        ('0.78 [0.76, 0.81]', '≤ 0.8 met', '12.3', '')
+        >>> cell(Spread(0.784, 0.7612, 0.81)), cell(12.3456), cell(None)
+        ('0.78 [0.76, 0.81]', '12.3', '')
     """
     if value is None:
         return ""
     if isinstance(value, Spread):
         return f"{value.value:.2f} [{value.low:.2f}, {value.high:.2f}]"
-    if isinstance(value, Target):
-        return f"≤ {value.limit:g} {value.verdict}"
     if isinstance(value, float):
         return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
     return str(value)

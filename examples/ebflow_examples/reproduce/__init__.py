@@ -24,7 +24,6 @@ EXPERIMENTS = {
     "tableA3": "Table A.3: estimates of log Z",
     "deep": "deep models fitted in closed form, beside the paper's fc: NLL and seconds, no gradient step",
     "figA4": "Fig. A.4: full linear layers against triangular and LU ones",
-    "dequantization": "Uniform and smooth noise between the grey levels, in equal time",
     "glow": "A Glow with 3 x 3 in the place of 1 x 1 convolutions, in equal time on CIFAR-10",
     "race": "A race to a known floor: objectives in equal time on textures, D = 3072",
 }

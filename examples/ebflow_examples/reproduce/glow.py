@@ -18,7 +18,6 @@ from ebflow_examples import clock, plots
 from ebflow_examples.console import Grid
 from ebflow_examples.data import DataSet, load
 from ebflow_examples.models import build
-from ebflow_examples.plots import labelled
 from ebflow_examples.reproduce.common import Cell, CellResult, Options
 from ebflow_examples.reproduce.output import Report, at, column, grouped, mean
 from ebflow_examples.runs import likelihood
@@ -267,7 +266,7 @@ def _draw_curves(path: Path, main: Mapping[str, Sequence[CellResult]]) -> None:
     with plots.figure(path, 8.4, 4.6) as figure:
         axes = figure.subplots()
         axes.set_ylim(min(heights) - room, max(heights) + room)
-        labelled(axes, curves, lambda arm, end: f"{LABELS[arm]}: {end:.3f}", 15, COLOURS)
+        plots.curves(axes, curves, lambda arm, end: f"{LABELS[arm]}: {end:.3f}", 15, COLOURS)
         axes.tick_params(labelsize=13)
         axes.set_title("Glow with 3 × 3 in the place of its 1 × 1 convolutions", fontsize=16)
         axes.set_xlabel("CPU seconds of training, one core", fontsize=14)

@@ -39,7 +39,7 @@ def recipe(made: Any, data: str) -> str:
     """
     used = [made, *(each for each in vars(made).values() if isinstance(each, ModuleType))]
     others = {f"ebflow_examples.reproduce.{what.lower()}" for what in EXPERIMENTS}
-    skipped = (SHOWING | others) - {getattr(each, "__name__", "") for each in used}
+    skipped = SHOWING | (others - {getattr(each, "__name__", "") for each in used})
     found = hashlib.sha256()
     for name, file in _modules().items():
         parts = name.split(".")

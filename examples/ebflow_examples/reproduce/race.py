@@ -20,7 +20,7 @@ from ebflow_examples import clock, plots
 from ebflow_examples.console import Grid
 from ebflow_examples.data import DataSet, load
 from ebflow_examples.models import flow_for, preprocessing
-from ebflow_examples.plots import OBJECTIVE_COLOURS, Points, labelled
+from ebflow_examples.plots import OBJECTIVE_COLOURS, Points
 from ebflow_examples.reproduce.common import Cell, CellResult, Options, with_rates
 from ebflow_examples.reproduce.output import Report, at, column, grouped, mean
 from ebflow_examples.runs import above_truth
@@ -131,8 +131,8 @@ def run(
         error.add_note(f"It was {contender.name}, with a rate of {rate:g}.")
         raise
     used, above = curve[-1]
-    error = gap(model, data, rows)[1]
-    return model, {"above_floor": above, "error": error, "steps": result.steps, "seconds": used, "curve": curve}
+    apart = gap(model, data, rows)[1]
+    return model, {"above_floor": above, "error": apart, "steps": result.steps, "seconds": used, "curve": curve}
 
 
 @torch.no_grad()
@@ -206,10 +206,9 @@ def draw(
         left, right = parts
         axes = left.subplots()
         axes.set_yscale("log")
-        labelled(
-            axes, curves, lambda name, end: f"{CONTENDERS[name].name}\n{end:,.0f} nats, {steps[name]:,.0f} steps", 9
+        plots.curves(
+            axes, curves, lambda name, end: f"{CONTENDERS[name].name}\n{end:,.0f} nats, {steps[name]:,.0f} steps"
         )
-        plots.plain_log(axes.yaxis)
         axes.set(title=title, xlabel="CPU seconds of training, one thread", ylabel="nats above the floor (log scale)")
         panels = right.subplots(2, columns, squeeze=False).flatten()
         plots.images(panels[0], data.pixels(data.test[:SAMPLES]), 3, f"the data, D = {data.train[0].numel()}")

@@ -169,24 +169,18 @@ def panel(data: str) -> plots.Panel:
 
 def report(options: Options, found: Sequence[CellResult], path: Path) -> Report:
     """Divergences, NLL and mass beside the paper's, what the rates led to, and densities of the first seed."""
-    runs = [each for each in found if each["loss"] != TRUE and not each["search"]]
-    groups = grouped(runs, "data", "loss", "recipe")
+    groups = {key: group for key, group in grouped(found, "data", "loss", "recipe").items() if key[1] != TRUE}
     lines, rows = [], []
     for data, (loss, way) in product(PLANE, WAYS):
-        group = groups.get((data, loss, way), [])
-        if group:
-            work = [_span(group, "steps"), _span(group, "seconds"), str(len(group))]
-        elif any((each["data"], each["loss"], each["recipe"]) == (data, loss, way) for each in runs):
-            work = ["failed", "", ""]
-        else:
+        if (group := groups.get((data, loss, way))) is None:
             continue
         line = [data, _title(loss, way)]
         for metric in METRICS:
-            value = column(group, metric) if group else None
+            value = column(group, metric)
             theirs = paper.PLANE[data].get(PAPERS.get(metric, ""), {}).get(loss)
-            line.append("" if value is None else beside(value.text(3), theirs))
+            line.append(beside(value.text(3), theirs))
             rows.append({"data": data, "loss": loss, "recipe": way, "metric": metric, "ours": value, "paper": theirs})
-        lines.append(line + work)
+        lines.append([*line, _span(group, "steps"), _span(group, "seconds"), str(len(group))])
     head = ["data", "objective", *METRICS.values(), "steps", "CPU s", "seeds"]
     grids = [Grid("Test data: mean and 95 % interval over seeds (the paper's)", head, lines, 2)]
     if tried := _rates(found):

@@ -10,7 +10,7 @@ from typing import Any
 
 from ebflow_examples import plots
 from ebflow_examples.console import Grid
-from ebflow_examples.plots import OBJECTIVE_COLOURS, Points, labelled, objective_name, seed_curves
+from ebflow_examples.plots import OBJECTIVE_COLOURS, Points, curves, objective_name
 from ebflow_examples.reproduce import paper
 from ebflow_examples.reproduce.common import MARGIN, CellResult, Options, judged
 from ebflow_examples.reproduce.output import Mean, Report, beside, columns, grouped, mean
@@ -20,6 +20,7 @@ GAUSSIAN = "gaussian"
 STOCHASTIC, RELATIVE = "ml_stochastic", "ml_relative"  # ML(log_det="stochastic"), ML(log_det="relative")
 WAYS = {"paper": "the paper's way", "ours": "ours"}
 TEMPERATURES = {"fc": 0.5, "cnn": 0.75}  # of the logit, in the authors' code
+Groups = dict[tuple[Any, ...], list[CellResult]]  # by model, way and objective
 RACERS = {
     "ml": "exact likelihood",
     STOCHASTIC: "likelihood without\ndeterminants",
@@ -37,12 +38,12 @@ def report(options: Options, found: Sequence[CellResult], path: Path) -> Report:
             grid, lines = table_of(options, model, own, found)
             grids += [grid, *rate_grid(options, model, found)]
             rows += lines
-    draw(options, found, path)
+    draw(options, groups, path)
     pictures = [path]
     racing = {loss: [each["curve"] for each in groups.get(("cnn", "ours", loss), ())] for loss in RACERS}
     if any(racing.values()):
         pictures.append(path.with_stem(f"{path.stem}_race"))
-        draw_race(options, {loss: curves for loss, curves in racing.items() if curves}, pictures[-1])
+        draw_race(options, racing, pictures[-1])
     return Report(grids, rows, notes(options, found), pictures)
 
 
@@ -160,36 +161,27 @@ def notes(options: Options, found: Sequence[CellResult]) -> list[str]:
     return told
 
 
-def draw(
-    options: Options, found: Sequence[CellResult], path: Path, key: str = "way", ways: Mapping[str, str] = WAYS
-) -> None:
-    """NLL against training time: a row for each model, a column for each way, or each value of another setting."""
-    groups = grouped(found, "model", key, "loss")
+def draw(options: Options, groups: Groups, path: Path) -> None:
+    """NLL against training time: a row for each model, a column for each way."""
     models = [model for model in MODELS if any(each[0] == model for each in groups)]
-    columns = [way for way in ways if any(each[1] == way for each in groups)]
-    with plots.figure(path, 6.6 * max(1, len(columns)), 3.6 * max(1, len(models))) as figure:
-        axes = figure.subplots(max(1, len(models)), max(1, len(columns)), squeeze=False)
-        for (line, model), (place, way) in product(enumerate(models), enumerate(columns)):
-            curves = {
-                objective_name(loss): (colour, [each["curve"] for each in groups[model, way, loss]])
-                for loss, colour in OBJECTIVE_COLOURS.items()
-                if (model, way, loss) in groups
-            }
-            title = f"{model} on {options.data}, {ways[way]}: NLL of validation data"
-            words = "CPU seconds of training, one core"
-            seed_curves(axes[line, place], curves, title, words, "nats", log=way == "paper")
-        for row in axes if key != "way" else ():  # all columns show one quantity, at the same heights
-            lows, highs = zip(*(place.get_ylim() for place in row), strict=True)
-            for place in row:
-                place.set_ylim(min(lows), max(highs))
+    ways = [way for way in WAYS if any(each[1] == way for each in groups)]
+    with plots.figure(path, 6.6 * max(1, len(ways)), 3.6 * max(1, len(models))) as figure:
+        axes = figure.subplots(max(1, len(models)), max(1, len(ways)), squeeze=False)
+        for (line, model), (place, way) in product(enumerate(models), enumerate(ways)):
+            drawn = {loss: [each["curve"] for each in groups.get((model, way, loss), ())] for loss in OBJECTIVE_COLOURS}
+            place_of = axes[line, place]
+            place_of.set_yscale("log" if way == "paper" else "linear")
+            curves(place_of, drawn, lambda loss, end: f"{objective_name(loss)}  {end:,.1f}")
+            title = f"{model} on {options.data}, {WAYS[way]}: NLL of validation data"
+            place_of.set(title=title, xlabel="CPU seconds of training, one core", ylabel="nats")
 
 
-def draw_race(options: Options, curves: Mapping[str, Sequence[Points]], path: Path) -> None:
+def draw_race(options: Options, racing: Mapping[str, Sequence[Points]], path: Path) -> None:
     """NLL against seconds, readable on its own: cnn by exact ML, by ML without determinants, and by two scores."""
     name = {"mnist": "MNIST", "cifar10": "CIFAR-10"}.get(known_data(options.data), options.data)
     with plots.figure(path, 9.0, 5.0) as figure:
         axes = figure.subplots()
-        labelled(axes, curves, lambda loss, end: f"{RACERS[loss]}: {end:,.0f}", 14)
+        curves(axes, racing, lambda loss, end: f"{RACERS[loss]}: {end:,.0f}", 14)
         axes.tick_params(labelsize=13)
         axes.yaxis.set_major_formatter("{x:,.0f}")
         axes.set_xlabel("CPU seconds of training", fontsize=15)

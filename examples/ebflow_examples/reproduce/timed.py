@@ -37,7 +37,6 @@ class Trained:
         run: The model and its data.
         result: What :func:`ebflow_plugin.fit` returned, with the best of the weights that were evaluated.
         curve: CPU seconds and validation NLL, from the start on; of averaged and calibrated weights, if there are such.
-        raw: The same without the calibration.
         start: CPU seconds that the start in closed form took, and one calibration; they count as training.
         seconds: CPU seconds of start and steps; evaluations are not counted.
     """
@@ -45,7 +44,6 @@ class Trained:
     run: Run
     result: FitResult
     curve: list[tuple[float, float]]
-    raw: list[tuple[float, float]]
     start: float
     seconds: float
 
@@ -59,7 +57,6 @@ class Trained:
             "steps_per_second": self.result.steps / taken if taken else 0.0,
             "start_seconds": self.start,
             "curve": self.curve,
-            "raw_curve": self.raw,
             "recipe": self.run.config.to_dict(),
         }
 
@@ -100,16 +97,14 @@ def train_for(
     ema = ebf.EMA(model, decay=config.ema_decay) if config.ema else None
     held_out = Loader(run.split("validation")[:validation], VALIDATION_BATCH, shuffle=False)
     rows, noise = run.split("train")[:calibration], stream_seed(config.seed, "validation")
-    judge, raw = Judge(model, held_out, lambda: rows, config.calibration, ema, noise), list[float]()
+    judge = Judge(model, held_out, lambda: rows, config.calibration, ema, noise)
 
     def judged(step: int) -> float:
         """The NLL of validation data, of averaged and calibrated weights if there are such."""
         if validation is None:
             return nan
         with drawing_from(config.seed, "calibration"):
-            found = judge(step)
-        raw.append(found["nll_uncalibrated"] if config.calibration else found["nll"])
-        return float(found["nll"])
+            return float(judge(step)["nll"])
 
     trained = clock.train(
         objective,
@@ -125,10 +120,9 @@ def train_for(
         seed=config.seed,
     )
     curve = [(start + used, nll) for used, nll in trained.curve if validation is not None]
-    without = [(seconds, nll) for (seconds, _), nll in zip(curve, raw, strict=True)]
     first = curve[0][1] if curve else None
     result = replace(trained.result, start_nll=first, best_nll=judge.nll, best_step=judge.step, best_state=judge.state)
-    return Trained(run, result, curve, without, start, start + trained.curve[-1][0])
+    return Trained(run, result, curve, start, start + trained.curve[-1][0])
 
 
 def _started(run: Run, file: Path | None) -> tuple[Run, float]:

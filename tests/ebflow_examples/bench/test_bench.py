@@ -11,7 +11,7 @@ import ebflow_plugin as ebf
 from ebflow_examples import bench
 from ebflow_examples.bench import contenders, growth, models, plain, report, timing, wrapper
 from ebflow_examples.bench.memory import peak_bytes
-from ebflow_examples.bench.results import Settings, Table, Target, compare, goal
+from ebflow_examples.bench.results import Settings, Table, compare
 from ebflow_examples.bench.timing import Samples, Spread, estimate, exponent, interleaved, ratio
 from ebflow_examples.models import build
 from ebflow_plugin.errors import InputError, UnknownNameError
@@ -106,13 +106,6 @@ def test_the_exponent_of_a_power_law_is_found():
 def test_estimates_are_repeatable():
     times = list(run(a=[1.0, 2.0, 5.0, 3.0], b=[2.0, 2.5, 1.0, 4.0]).values())
     assert estimate(lambda m: m[..., 0] - m[..., 1], times) == estimate(lambda m: m[..., 0] - m[..., 1], times)
-
-
-def test_targets():
-    assert goal(Spread(0.7, 0.6, 0.8), None) is None
-    assert goal(Spread(0.7, 0.6, 0.8), 0.8) == Target(0.8, "met")
-    assert goal(Spread(0.7, 0.6, 0.9), 0.8) == Target(0.8, "open")
-    assert goal(Spread(0.9, 0.85, 1.0), 0.8) == Target(0.8, "missed")
 
 
 # -- the plain rivals compute what ours compute --
@@ -212,7 +205,6 @@ def small(monkeypatch):
 def test_fc_has_a_row_for_each_objective(small):
     (table,) = models.fc(Settings())
     assert [row["what"] for row in table.rows] == ["SSM", "DSM", "FDSSM", "ML"]
-    assert [row["target"] and row["target"].limit for row in table.rows] == [0.8, 1.05, 1.05, None]
 
 
 def test_both_exponents_are_shown_with_the_sizes_they_are_over(small):
@@ -257,7 +249,6 @@ def test_main_prints_and_writes(small, tmp_path, capsys):
     assert torch.equal(torch.get_rng_state(), state)
     shown = capsys.readouterr()
     assert "fc: training step of the paper's fc model" in shown.out
-    assert "≤ 0.8 " in shown.out
     assert "growth.png" in shown.err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bench.json", "bench.md", "growth.png"]
     content = json.loads((tmp_path / "bench.json").read_text())
@@ -267,7 +258,6 @@ def test_main_prints_and_writes(small, tmp_path, capsys):
     assert all(row[key]["low"] <= row[key]["value"] <= row[key]["high"] for row in times for key in exponents)
     row = content["tables"][0]["rows"][0]
     assert row["ratio"]["low"] <= row["ratio"]["value"] <= row["ratio"]["high"]
-    assert row["target"]["limit"] == 0.8
     assert content["options"]["only"] == ["fc", "growth"]
     assert (tmp_path / "growth.png").stat().st_size > 10_000
     assert "| SSM | plain SSM |" in (tmp_path / "bench.md").read_text()
@@ -288,5 +278,5 @@ def test_bad_input_is_refused_before_anything_is_measured(options, error, text, 
 
 
 def test_columns_without_values_are_left_out():
-    table = Table("fc", "title", [{"what": "a", "ms": 123.4, "target": None}, {"what": "b", "ms": 0.5, "target": None}])
+    table = Table("fc", "title", [{"what": "a", "ms": 123.4, "note": None}, {"what": "b", "ms": 0.5, "note": None}])
     assert report.cells(table) == (["what", "ms"], [["a", "123"], ["b", "0.5"]])

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ebflow_examples.reproduce import dequantization, provenance, race, table2
+from ebflow_examples.reproduce import provenance, race, table2, table3
 from ebflow_examples.reproduce.provenance import commit, recipe
 
 
@@ -43,9 +43,9 @@ def test_code_that_shows_and_other_experiments_do_not_count(edited, name):
 
 
 def test_an_experiment_that_another_one_uses_counts(edited):
-    before = [recipe(each, "mnist") for each in (table2, dequantization, race)]
+    before = [recipe(each, "mnist") for each in (table2, table3, race)]
     edited("ebflow_examples.reproduce.table2", lambda text: text + "\nanother = 1\n")
-    after = [recipe(each, "mnist") for each in (table2, dequantization, race)]
+    after = [recipe(each, "mnist") for each in (table2, table3, race)]
     assert [one == other for one, other in zip(before, after, strict=True)] == [False, False, True]
 
 
