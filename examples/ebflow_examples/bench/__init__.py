@@ -4,7 +4,7 @@ A command line calls::
 
     from ebflow_examples import bench
     bench.GROUPS                                  # group -> one line, for --list and --help
-    bench.main(quick=True, only=["fc"], out=Path("runs/bench"), threads=1, device="cpu", seed=0)   # -> exit code
+    bench.main(quick=True, only=["fc"], out=Path("runs/bench"), threads=1, device="cpu", seed=0)
 
 It prints a table after each group, shows progress on the standard error, and writes ``bench.json``, ``bench.md`` and,
 if the group ``growth`` is among them, ``growth.png`` into ``out``. Importing this package imports nothing heavy.
@@ -47,7 +47,7 @@ def main(
     threads: int = 1,
     device: str = "cpu",
     seed: int = 0,
-) -> int:
+) -> None:
     """Runs the benchmark.
 
     Arguments:
@@ -58,9 +58,6 @@ def main(
         device: Where to measure.
         seed: Decides data, weights, noise, and the order of the contenders.
 
-    Returns:
-        The exit code, 0.
-
     Raises:
         UnknownNameError: For a group that does not exist.
         InputError: For a device that is not there, or less than one thread.
@@ -70,18 +67,16 @@ def main(
     from ebflow_examples.bench import report
     from ebflow_examples.bench.results import Settings, Table
     from ebflow_examples.folders import writable
+    from ebflow_examples.runs import choose_device
     from ebflow_examples.streams import drawing_from
-    from ebflow_plugin.errors import InputError, UnknownNameError, suggest
+    from ebflow_plugin.errors import UnknownNameError, suggest
+    from ebflow_plugin.options import integer
 
     for name in only:
         if name not in GROUPS:
             raise UnknownNameError(f"unknown group {name!r}. {suggest(name, GROUPS)}")
-    if threads < 1:
-        raise InputError(f"threads must be at least 1, got {threads}")
-    try:
-        where = torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError) as error:
-        raise InputError(f"device {device!r} is not there: {str(error).splitlines()[0]}") from None
+    integer("threads", threads)
+    where = choose_device(device)
     writable(out)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -107,7 +102,6 @@ def main(
             report.draw(table, out / "growth.png")
             written.append("growth.png")
     note(f"written: {', '.join(str(out / name) for name in written)}", "bold green")
-    return 0
 
 
 @contextmanager

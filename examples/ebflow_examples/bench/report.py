@@ -31,11 +31,10 @@ def as_text(table: Table) -> str:
 
 def as_markdown(tables: Iterable[Table], about: dict[str, Any]) -> str:
     """All tables for a Markdown file."""
-    lines = ["# Benchmark", "", ", ".join(f"{key} {value}" for key, value in about.items()) + ".", "", NOTES, ""]
+    parts = ["# Benchmark", f"{', '.join(f'{key} {value}' for key, value in about.items())}.", NOTES]
     for table in tables:
-        lines += [f"## {table.group}: {table.title}", "", markdown(*cells(table)), ""]
-        lines += [table.note, ""] if table.note else []
-    return "\n".join(lines).rstrip() + "\n"
+        parts += [f"## {table.group}: {table.title}", markdown(*cells(table)), *([table.note] if table.note else [])]
+    return "\n\n".join(parts) + "\n"
 
 
 def cells(table: Table) -> tuple[list[str], list[list[str]]]:

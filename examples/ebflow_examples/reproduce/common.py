@@ -21,6 +21,7 @@ from ebflow_examples.defaults import CALIBRATION_ROWS
 from ebflow_examples.reproduce.provenance import commit, recipe
 from ebflow_examples.training import versions
 from ebflow_plugin.errors import InputError, SingularError, TrainingError
+from ebflow_plugin.training.files import atomic_write
 
 TRAINING = 0.75  # of the budget; the rest is for data, evaluations, calibrations and pictures
 QUICK_SECONDS = 0.2
@@ -329,10 +330,8 @@ def compute(
         failed = str(error)
     facts = {"command": options.command, "commit": code, "threads": torch.get_num_threads(), "versions": versions()}
     found = CellResult(cell, result, failed, round(time.monotonic() - started, 2), facts)
-    path = options.folder / f"{cell.name}.json"
-    partial = path.with_suffix(".part")  # a run that is stopped while it writes leaves no half of a cell
-    partial.write_text(json.dumps(asdict(found), indent=1) + "\n", encoding="utf-8")
-    partial.replace(path)
+    text = f"{json.dumps(asdict(found), indent=1)}\n"
+    atomic_write(options.folder / f"{cell.name}.json", lambda file: file.write(text.encode()))
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,16 @@ def compute(cell: Cell, folder: Path, data_root: str | None) -> dict[str, Any]:
     exact = told["kernel"] == 1  # as the library does it
     objective = ebf.objectives.ML(model, log_det="exact" if exact else "auto")
     validation = data.validation[: 20 if quick else VALIDATION_ROWS]
-    trained = train(objective, data, cell.seconds, seed, lambda step: likelihood(model, validation, seed).bits_per_dim)
+
+    def schedule(share: float) -> float:
+        """The rate grows for two seconds, and falls as a cosine."""
+        return min(1.0, (share * cell.seconds + 0.05) / WARM_UP) * clock.SCHEDULES["cosine"](share)
+
+    trained = clock.train(
+        objective, data.train, cell.seconds, lambda step: likelihood(model, validation, seed).bits_per_dim,
+        optimizer=lambda _: Adam(ebf.parameter_groups(model, RATE), fused=True), schedule=schedule,
+        moments=[place / EVALUATIONS for place in range(1, EVALUATIONS + 1)], batch_size=BATCH, seed=seed,
+    )  # fmt: skip
     found = likelihood(model, data.test[:20] if quick else data.test, seed)
     taken = []
     for place in range(2):  # the first call factorises
@@ -124,27 +133,6 @@ def glow_of_normflows(shape: Sequence[int], *, hidden: int, levels: int, blocks:
         bases.append(nf.distributions.DiagGaussian((channels, height, width)))
     merges = [nf.flows.Merge() for _ in range(levels - 1)]
     return nf.MultiscaleFlow(bases[::-1], flows[::-1], merges, class_cond=False)
-
-
-def train(
-    objective: ebf.objectives.Objective, data: DataSet, seconds: float, seed: int, judge: Callable[[int], float]
-) -> clock.Timed:
-    """Trains for so many CPU seconds of this process; the rate grows for two of them, and falls as a cosine."""
-
-    def schedule(share: float) -> float:
-        return min(1.0, (share * seconds + 0.05) / WARM_UP) * clock.SCHEDULES["cosine"](share)
-
-    return clock.train(
-        objective,
-        data.train,
-        seconds,
-        judge,
-        optimizer=lambda _: Adam(ebf.parameter_groups(objective.model, RATE), fused=True),
-        schedule=schedule,
-        moments=[place / EVALUATIONS for place in range(1, EVALUATIONS + 1)],
-        batch_size=BATCH,
-        seed=seed,
-    )
 
 
 def report(options: Options, found: Sequence[CellResult], path: Path) -> Report:

@@ -8,7 +8,7 @@ the mass lies that no score shows.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
@@ -41,7 +41,6 @@ from ebflow_examples.synthetic import PLANE, SMOOTHING
 
 MINUTES = 300.0
 LOSSES = ("ml", "sml", "ssm", "dsm", "fdssm")
-TRUE = "true"
 OURS = "ours"  # a recipe; the paper's are named by what its rates were chosen by, of validation data
 JUDGES = {"kl": "validation_nll", "fisher": "validation_fisher"}
 RATES = (3e-4, 1e-3, 3e-3, 1e-2)  # that every objective is tried with, on each set, with two seeds
@@ -62,7 +61,7 @@ PAPERS = {"fisher": "fisher", "nll": "kl"}  # what the paper calls KL divergence
 
 
 def cells(options: Options) -> list[Cell]:
-    """One for each data set, objective, recipe and seed; those that find rates; and the true densities."""
+    """One for each data set, objective, recipe and seed; and those that find rates."""
     rates = RATES[:2] if options.quick else RATES
 
     def settings(data: str, loss: str, way: str, seed: int = 0) -> dict[str, Any]:
@@ -82,7 +81,6 @@ def cells(options: Options) -> list[Cell]:
         for data in PLANE
         for loss, way in WAYS
     ]  # fmt: skip
-    truths = [Cell("table1", f"{data}-true", settings(data, TRUE, TRUE), timed=False) for data in PLANE]
 
     def search(run: Cell) -> tuple[dict[str, float], float]:
         """Both of the paper's recipes take their rates from the same runs."""
@@ -90,7 +88,7 @@ def cells(options: Options) -> list[Cell]:
         tried = () if run["recipe"] == OURS else rates
         return {f"{name}{rate:f}".rstrip("0"): rate for rate in tried}, SEARCH * run.part
 
-    return [*with_rates(runs, search, options.quick), *truths]
+    return with_rates(runs, search, options.quick)
 
 
 def recipe(settings: dict[str, Any]) -> TrainConfig:
@@ -113,12 +111,6 @@ def recipe(settings: dict[str, Any]) -> TrainConfig:
 def compute(cell: Cell, folder: Path, data_root: str | None) -> dict[str, Any]:
     """Trains, and measures the last average of the weights with points that are the same for all seeds."""
     settings = cell.settings
-    picture, grid = folder / f"{cell.name}.npy", panel(settings["data"]).points(settings["grid"])
-    if settings["loss"] == TRUE:
-        known = load(settings["data"]).truth
-        assert known is not None
-        np.save(picture, known.log_prob(grid).exp().numpy())
-        return {}
     run = build(recipe(settings))
     if settings["recipe"] == OURS:
         before = sum(os.times()[:4])  # of this process and those that compile for it: start, steps, and the compiler
@@ -138,8 +130,8 @@ def compute(cell: Cell, folder: Path, data_root: str | None) -> dict[str, Any]:
     points, log_prob, score = truth(settings["data"], settings["points"])
     kl = kl_divergence(run.model, points, log_prob, batch_size=1000)
     fisher = fisher_divergence(run.model, points, score, batch_size=1000)
-    density = density_of(run.model, grid)
-    np.save(picture, density.numpy())
+    density = density_of(run.model, panel(settings["data"]).points(settings["grid"]))
+    np.save(folder / f"{cell.name}.npy", density.numpy())
     entropy = PLANE[settings["data"]]().entropy()
     return {
         "nll": entropy + float(kl),
@@ -169,7 +161,7 @@ def panel(data: str) -> plots.Panel:
 
 def report(options: Options, found: Sequence[CellResult], path: Path) -> Report:
     """Divergences, NLL and mass beside the paper's, what the rates led to, and densities of the first seed."""
-    groups = {key: group for key, group in grouped(found, "data", "loss", "recipe").items() if key[1] != TRUE}
+    groups = grouped(found, "data", "loss", "recipe")
     lines, rows = [], []
     for data, (loss, way) in product(PLANE, WAYS):
         if (group := groups.get((data, loss, way))) is None:
@@ -187,7 +179,10 @@ def report(options: Options, found: Sequence[CellResult], path: Path) -> Report:
         losses = [loss.upper() for loss in LOSSES]
         title = "Validation data: NLL / Fisher divergence that each rate led to in the short runs, mean of two seeds"
         grids.append(Grid(title, ["data", "rate", *losses], tried, 2))
-    return Report(grids, rows, _notes(groups), [path] if _draw(options, found, path) else [])
+    if not groups:
+        return Report(grids, rows, ["No objective came to an end."])
+    _draw(options, groups, path)
+    return Report(grids, rows, _notes(groups), [path])
 
 
 def _title(loss: str, way: str) -> str:
@@ -257,15 +252,10 @@ def _span(found: Sequence[CellResult], metric: str) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _draw(options: Options, found: Sequence[CellResult], path: Path) -> bool:
-    """Draws the densities of the first seed beside the true ones, if these are there."""
-    first = {
-        (each["data"], each["loss"], each["recipe"]): each for each in found if each["seed"] == 0 and not each["search"]
-    }
-    names = [data for data in PLANE if (data, TRUE, TRUE) in first]
-    ways = [way for way in WAYS if any((data, *way) in first for data in names)]
-    if not names:
-        return False
+def _draw(options: Options, groups: Mapping[tuple[Any, ...], Sequence[CellResult]], path: Path) -> None:
+    """Draws the densities of the first seed beside the true ones."""
+    names = [data for data in PLANE if any(key[0] == data for key in groups)]
+    ways = [way for way in WAYS if any(key[1:] == way for key in groups)]
     with plots.figure(path, 2.4 * (len(ways) + 1), 3.2 * len(names) + 0.5) as figure:
         figure.set_layout_engine("constrained", hspace=0.08)  # titles have three lines
         figure.suptitle(
@@ -274,26 +264,22 @@ def _draw(options: Options, found: Sequence[CellResult], path: Path) -> bool:
         )  # fmt: skip
         axes = figure.subplots(len(names), len(ways) + 1, squeeze=False)
         for line, data in zip(axes, names, strict=True):
-            top = None
-            for place, (loss, way) in zip(line, ((TRUE, TRUE), *ways), strict=True):
-                each = first.get((data, loss, way))
-                if each is None or each.failed:
+            square = panel(data)
+            true = PLANE[data]().log_prob(square.points(GRID)).exp()
+            top = float(true.max())
+            plots.density(line[0], true, square, f"{data}, true", top)
+            for place, (loss, way) in zip(line[1:], ways, strict=True):
+                each = next((one for one in groups.get((data, loss, way), ()) if one["seed"] == 0), None)
+                if each is None:
                     place.set_axis_off()
-                    place.set_title("" if each is None else f"{_title(loss, way)}, failed")
                     continue
-                values = torch.from_numpy(np.load(options.folder / f"{each.cell.name}.npy"))
-                top = float(values.max()) if top is None else top
                 title = (
-                    f"{data}, true"
-                    if loss == TRUE
-                    else f"{_title(loss, way)}\n"
-                    f"{each['steps']:,} steps, {each['mass']:.1%} inside\n"
+                    f"{_title(loss, way)}\n{each['steps']:,} steps, {each['mass']:.1%} inside\n"
                     f"Fisher {each['fisher']:.2f}, KL {each['kl']:.2f}"
                 )
-                plots.density(place, values, panel(data), title, top)
-                if loss != TRUE:  # the columns of a row have one range, the rows do not
-                    place.tick_params(labelleft=False)
-                    place.set_ylabel("")
-                if data != names[-1]:  # a label would run into the title below
-                    place.set_xlabel("")
-    return True
+                values = torch.from_numpy(np.load(options.folder / f"{each.cell.name}.npy"))
+                plots.density(place, values, square, title, top)
+                place.tick_params(labelleft=False)  # the columns of a row have one range, the rows do not
+                place.set_ylabel("")
+            for place in line if data != names[-1] else ():  # a label would run into the title below
+                place.set_xlabel("")
