@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from math import log
@@ -16,7 +15,7 @@ import ebflow_plugin as ebf
 from ebflow_examples.bench.contenders import training_step
 from ebflow_examples.bench.timing import interleaved
 from ebflow_examples.config import TrainConfig
-from ebflow_examples.console import say, table
+from ebflow_examples.console import say, table, to_json
 from ebflow_examples.data import load
 from ebflow_examples.defaults import objective_of
 from ebflow_examples.folders import writable
@@ -69,16 +68,9 @@ def _tour(out: Path, seed: int, quick: bool) -> list[dict[str, Any]]:
         drawn[name] = model.sample(race.SAMPLES, generator=stream(seed, "samples"))
         told = {"objective": name, "name": contender.name, "rate": contender.rate, "start": facts["curve"][0][1]}
         rows.append({**told, **facts, "seconds": seconds, "spread": race.spread(drawn[name], data)})
-    (out / "demo.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    (out / "demo.json").write_text(f"{to_json(rows)}\n", encoding="utf-8")
     picture = out / "demo.png"
-    race.draw(
-        picture,
-        f"The same model, {seconds:g} seconds of one core: how far from the best possible",
-        {row["objective"]: [row["curve"]] for row in rows},
-        {row["objective"]: row["steps"] for row in rows},
-        drawn,
-        data,
-    )
+    race.draw(picture, seconds, {row["objective"]: [row] for row in rows}, drawn, data)
     say(f"\n{_summary(rows, size, seconds)}\n")
     say(_finding(rows))
     say(f"\nThe picture is in {picture}. All of it took {time.monotonic() - started:.0f} s. What to try next:")

@@ -20,7 +20,7 @@ from ebflow_examples import clock, plots
 from ebflow_examples.console import Grid
 from ebflow_examples.data import DataSet, load
 from ebflow_examples.models import flow_for, preprocessing
-from ebflow_examples.plots import OBJECTIVE_COLOURS, Points
+from ebflow_examples.plots import OBJECTIVE_COLOURS
 from ebflow_examples.reproduce.common import Cell, CellResult, Options, with_rates
 from ebflow_examples.reproduce.output import Report, at, column, grouped, mean
 from ebflow_examples.runs import above_truth
@@ -170,36 +170,25 @@ def report(options: Options, found: Sequence[CellResult], path: Path) -> Report:
     head = ("objective", "rate", "steps", f"{seconds / 4:.0f} s", f"{seconds / 2:.0f} s", f"{seconds:.0f} s", "spread")
     size = 3 * SIDES[name] ** 2
     grid = Grid(f"{name}, D = {size}: nats above the entropy of {floor:,.1f}, by CPU seconds of training", head, lines)
-    drawn = {loss: options.folder / f"{group[0].cell.name}.npy" for loss, group in groups.items()}
-    draw(
-        path,
-        f"The same model, {seconds:.0f} seconds of one core: how far from the best possible",
-        {loss: [each["curve"] for each in group] for loss, group in groups.items()},
-        {loss: column(group, "steps").mean for loss, group in groups.items()},
-        {loss: torch.from_numpy(np.load(file)) for loss, file in drawn.items()},
-        load(name, seed=0),
-    )
+    drawn = {
+        loss: torch.from_numpy(np.load(options.folder / f"{group[0].cell.name}.npy")) for loss, group in groups.items()
+    }
+    draw(path, seconds, groups, drawn, load(name, seed=0))
     return Report([grid], rows, _notes(), [path])
 
 
-def draw(
-    path: Path,
-    title: str,
-    curves: Mapping[str, Sequence[Points]],
-    steps: Mapping[str, float],
-    samples: Mapping[str, Tensor],
-    data: DataSet,
-) -> None:
+def draw(path: Path, seconds: float, runs: Mapping[str, Any], samples: Mapping[str, Tensor], data: DataSet) -> None:
     """Saves a picture. Left: nats above the floor against time. Right: samples of each model, beside the data.
 
     Arguments:
         path: Where to.
-        title: Of the curves.
-        curves: Contender -> the curves of its seeds.
-        steps: Contender -> how many steps it made.
+        seconds: How long each trained.
+        runs: Contender -> its runs with several seeds, each with its ``curve`` and its number of ``steps``.
         samples: Contender -> samples of its model.
         data: The data.
     """
+    curves = {name: [each["curve"] for each in group] for name, group in runs.items()}
+    steps = {name: mean(each["steps"] for each in group).mean for name, group in runs.items()}
     columns = -(-(1 + len(samples)) // 2)
     with plots.figure(path, 6.6 + 2.7 * columns, 5.6) as figure:
         parts: Any = figure.subfigures(1, 2, width_ratios=(6.6, 2.7 * columns))
@@ -209,6 +198,7 @@ def draw(
         plots.curves(
             axes, curves, lambda name, end: f"{CONTENDERS[name].name}\n{end:,.0f} nats, {steps[name]:,.0f} steps"
         )
+        title = f"The same model, {seconds:.3g} seconds of one core: how far from the best possible"
         axes.set(title=title, xlabel="CPU seconds of training, one thread", ylabel="nats above the floor (log scale)")
         panels = right.subplots(2, columns, squeeze=False).flatten()
         plots.images(panels[0], data.pixels(data.test[:SAMPLES]), 3, f"the data, D = {data.train[0].numel()}")
