@@ -139,14 +139,17 @@ class EstimateWarning(EBFlowWarning):
 def raise_from_step(error: Exception, part: Any, value: Any, context: Any) -> NoReturn:
     """Raises an error from a step or a base again, with a note that says where it happened. Its type does not change.
 
-    Whether a forgotten context is the cause cannot be known: torch reports it as a mismatch of shapes, say.
+    The exception is a missing context, which torch reports as a mismatch of shapes: it raises a ContextError.
     """
+    if context is None and _may_come_from_a_missing_context(error) and part.conditional:
+        raise ContextError(
+            f"{part.where} is conditional, and failed without a context ({type(error).__name__}: {error}). "
+            "Pass context=."
+        ) from error
     refuse_inference_tensors(error, part.module, part.path)
     if not isinstance(error, EBFlowError) or part.path not in str(error):
         shape = [tuple(one.shape) for one in value] if isinstance(value, tuple) else tuple(value.shape)
-        given = "without a context; if the flow is conditional, pass context="
-        if context is not None:
-            given = f"with a context of shape {tuple(context.shape)}"
+        given = "without a context" if context is None else f"with a context of shape {tuple(context.shape)}"
         error.add_note(f"in step {part.where}, on an input of shape {shape}, {given}")
     raise error
 
@@ -172,6 +175,11 @@ def refuse_inference_tensors(error: Exception, module: object, path: str) -> Non
             f"{found[0]} was made under torch.inference_mode(), and has no derivatives. Make or load the flow "
             "outside of it, or wrap a copy that is made outside: copy.deepcopy(flow)."
         ) from error
+
+
+def _may_come_from_a_missing_context(error: Exception) -> bool:
+    kinds = (TypeError, ValueError, AttributeError, RuntimeError)
+    return isinstance(error, kinds) and not isinstance(error, (EBFlowError, torch.OutOfMemoryError))
 
 
 def no_inverse(what: str, where: str, error: NotImplementedError, dtype: torch.dtype) -> NoReturn:

@@ -126,6 +126,10 @@ class UnivariateStep(LazyStep):
         return SMOOTHNESS.get(self.kind or "", Smoothness.UNKNOWN)
 
     @property
+    def conditional(self) -> bool:
+        return "hyper" in getattr(self.module, "_modules", ())
+
+    @property
     def match_after(self) -> bool:
         return self.kind == "PowerTransform" or (self.inverted and self.kind in BOUNDED)
 
@@ -146,6 +150,10 @@ class AutoregressiveStep(LazyStep):
     @property
     def smoothness(self) -> Smoothness:
         return worst_of([smoothness_of_factory(self.module.univariate), smoothness_of(self.module.hyper)])
+
+    @property
+    def conditional(self) -> bool:
+        return bool(self.module.hyper.in_features > self.module.order.numel())
 
 
 class CouplingStep(AutoregressiveStep):
@@ -182,6 +190,10 @@ class CouplingStep(AutoregressiveStep):
     def _constant(self) -> int:
         """The number of constant features, from the output size of the network, without reading the mask."""
         return self.module.mask.numel() - self.module.hyper.out_features // self.module.total
+
+    @property
+    def conditional(self) -> bool:
+        return bool(self.module.hyper.in_features > self._constant)
 
     def _joined(self, order: Tensor, constant: Tensor, changed: Tensor) -> Tensor:
         return torch.cat([constant, changed], dim=-1).index_select(-1, torch.argsort(order))

@@ -81,6 +81,18 @@ class Part:
         """Whether the part's score is continuous."""
         return Smoothness.SMOOTH
 
+    @property
+    def conditional(self) -> bool:
+        """Whether it needs a context: by default, whether an attribute inside has a name with ``context``.
+
+        That is how libraries keep the size or the network of a context; that a method takes one says nothing. It only
+        chooses the words of an error that has happened (:func:`~ebflow_plugin.errors.raise_from_step`).
+        """
+        if not isinstance(self.module, nn.Module):
+            return False
+        members = (item for one in self.module.modules() for item in (*vars(one).items(), *one._modules.items()))
+        return any("context" in name and value for name, value in members)
+
     def refusal(self) -> str | None:
         """Returns why the part cannot be in an energy in its current mode, or None.
 

@@ -54,8 +54,9 @@ CALLS = {
 @pytest.mark.parametrize("name", list(CALLS))
 def test_a_forgotten_context_is_named(make, name):
     torch.manual_seed(0)
-    with pytest.raises(Exception, match=r"(?i)is conditional(?s:.*)pass context="):
+    with pytest.raises(ebf.InputError, match=r"is conditional(?s:.*)Pass context=") as caught:
         CALLS[name](ebf.wrap(make()), torch.randn(30, D))
+    assert not any("noise" in note for note in getattr(caught.value, "__notes__", ()))
 
 
 def test_an_embedding_that_needs_no_context_is_asked():
