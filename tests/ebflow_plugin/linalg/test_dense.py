@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebflow_plugin.errors import SingularError
-from ebflow_plugin.linalg.dense import Band, CachedLU, Dense
+from ebflow_plugin.linalg.band import Band
+from ebflow_plugin.linalg.dense import CachedLU, Dense
 from randomness import randn
 
 double = torch.float64

@@ -4,9 +4,9 @@ from nflows import distributions, flows, transforms
 from torch import nn
 
 import ebflow_plugin as ebf
-from ebflow_plugin.objectives.evaluation import LikelihoodSum
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.step import LinearStep
+from ebflow_plugin.training.evaluation import LikelihoodSum
 
 D = 5
 

@@ -12,7 +12,7 @@ from torch import nn
 import ebflow_nflows
 import ebflow_normflows
 import ebflow_plugin as ebf
-from ebflow_plugin.log_z.importance import Gaussian
+from ebflow_plugin.log_z.importance import draw_from, gaussian_of
 from ebflow_plugin.plan.plan import Plan
 from gaussian_models import WIDE, assert_agrees, make_model
 from randomness import rng
@@ -273,14 +273,14 @@ def test_a_progress_bar_changes_nothing(capsys):
 
 def test_the_fitted_gaussian_has_the_moments_of_the_data():
     data = torch.randn(4000, 2, 3, generator=rng(), dtype=WIDE) @ torch.randn(3, 3, generator=rng(1), dtype=WIDE)
-    fitted = Gaussian.fit(data + 2.0)
-    x, log_q = fitted.draw(4000, rng(2))
-    truth = torch.distributions.MultivariateNormal(fitted.mean.flatten(), torch.cov(data.flatten(1).mT))
+    fitted = gaussian_of(data + 2.0)
+    x, log_q = draw_from(fitted, 4000, (2, 3), data, rng(2))
+    truth = torch.distributions.MultivariateNormal(data.mean(0).flatten() + 2.0, torch.cov(data.flatten(1).mT))
     assert torch.allclose(log_q, truth.log_prob(x.flatten(1)))
     assert torch.allclose(log_q, fitted.log_prob(x))
     assert torch.allclose(torch.cov(x.flatten(1).mT), torch.cov(data.flatten(1).mT), atol=0.3)
-    few = Gaussian.fit(data[:11])  # too few for all covariances
-    assert few.scale.shape == (6,)
+    few = gaussian_of(data[:11])  # too few for all covariances
+    assert few.base_dist.variance.allclose(data[:11].flatten(1).var(0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

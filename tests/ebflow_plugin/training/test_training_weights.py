@@ -10,9 +10,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import ebflow_plugin as ebf
 from ebflow_nflows import FullLinear, SmoothLeakyReLU
 from ebflow_plugin.objectives import DSM, ML, SSM, ReverseKL
-from ebflow_plugin.objectives.evaluation import LikelihoodSum
 from ebflow_plugin.training import fit
 from ebflow_plugin.training.batches import Loader
+from ebflow_plugin.training.evaluation import LikelihoodSum
 from gaussian_models import full_layer
 from nflows_small import flow_of
 from randomness import randn, rng
