@@ -181,6 +181,11 @@ class Plan:
         """The steps that still need their data-dependent initialisation, in training mode or not."""
         return [step for step in self._starting if not step.initialised]
 
+    @property
+    def in_use(self) -> bool:
+        """Whether it has steps with a data-dependent initialisation, none of which needs it any more."""
+        return bool(self._starting) and not self.uninitialised()
+
     def initialize(self, x: Tensor, context: Tensor | None = None) -> None:
         """Maps a batch without added noise to noise, and initialises each step from its input."""
 

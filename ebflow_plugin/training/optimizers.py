@@ -24,8 +24,8 @@ def scalar_objective(caller: str, objective: object) -> Objective:
     return objective
 
 
-def parameter_groups(model: nn.Module, lr: float, *, trained: bool = False) -> list[dict[str, Any]]:
-    """Groups for any torch optimiser, in which a kernel of k × k pixels has 1/k of the learning rate.
+def parameter_groups(model: nn.Module, lr: float, *, trained: bool | None = None) -> list[dict[str, Any]]:
+    """Groups for any torch optimiser, in which a kernel of k × k pixels has 1/k of the learning rate, or 1/k².
 
     Neighbouring pixels are alike. While the gradients of all taps of a kernel have one sign, as in the first steps of a
     new optimiser, a step of each of them moves the output of the convolution k² times as far as that of one tap; once
@@ -38,7 +38,7 @@ def parameter_groups(model: nn.Module, lr: float, *, trained: bool = False) -> l
         lr: The learning rate of all other parameters.
         trained: Whether the model was trained with smaller kernels before, which
             :func:`~ebflow_plugin.unconstrain` made larger: 1/k² of the rate, so that what it knows is kept from the
-            first step on.
+            first step on. By default this is so for kernels of a flow whose ActNorms had seen data by then.
 
     Returns:
         Groups with all parameters that require a gradient; those of kernels larger than 1 × 1 are last, one a size.
@@ -52,14 +52,16 @@ def parameter_groups(model: nn.Module, lr: float, *, trained: bool = False) -> l
         [(0.6, [(2, 2, 1, 1), (2,), (2,)]), (0.2, [(2, 2, 3, 3)])]
         >>> optimizer = torch.optim.Adam(ebf.parameter_groups(layers, 1e-3))
     """
-    lr = positive("lr", lr)
-    sizes = {id(each.weight): max(each.weight.shape[2:]) for each in model.modules() if isinstance(each, FullConv2d)}
+    lr, shares = positive("lr", lr), dict[int, int]()
+    for layer in model.modules():
+        if isinstance(layer, FullConv2d):
+            careful = layer.widened_in_use if trained is None else trained
+            shares[id(layer.weight)] = max(layer.weight.shape[2:]) ** (2 if careful else 1)
     groups: dict[int, list[nn.Parameter]] = {1: []}
     for each in model.parameters():
         if each.requires_grad:
-            groups.setdefault(sizes.get(id(each), 1), []).append(each)
-    power = 2 if trained else 1
-    return [{"params": groups[size], "lr": lr / size**power} for size in sorted(groups) if groups[size]]
+            groups.setdefault(shares.get(id(each), 1), []).append(each)
+    return [{"params": groups[share], "lr": lr / share} for share in sorted(groups) if groups[share]]
 
 
 def optimizer_of(

@@ -2,6 +2,7 @@
 
 import copy
 
+import normflows as nf
 import pytest
 import torch
 from nflows.distributions.normal import StandardNormal
@@ -110,8 +111,27 @@ def test_an_upgraded_glow_is_no_worse_than_one_that_goes_on_as_it_is_in_any_step
     plain = small_glow(kernel=1)
     train(plain, 100, "exact")
     upgraded = ebf.wrap(ebf.unconstrain(plain.flow, kernel))
-    left = [followed(model, [1, 1, 3, 5, 15], trained=True) for model in (upgraded, plain)]
+    left = [followed(model, [1, 1, 3, 5, 15]) for model in (upgraded, plain)]
     assert all(ours < theirs for ours, theirs in zip(*left, strict=True))
+
+
+@pytest.mark.parametrize("library", ["nflows", "normflows"])
+def test_kernels_that_go_into_a_flow_in_use_are_careful_by_default(library):
+    """Whether it is in use, its ActNorms tell."""
+    for started, share in ((False, 1 / 3), (True, 1 / 9)):
+        flow = build("glow", (2, 8, 8), levels=1, blocks=2, hidden=4) if library == "nflows" else blocks_of_normflows()
+        if started:
+            ebf.wrap(flow).initialize(smooth_images(64, 1)[..., :8, :8])
+        model = ebf.wrap(copy.deepcopy(ebf.unconstrain(flow, 3)))
+        assert [each["lr"] for each in ebf.parameter_groups(model, 1.0)] == pytest.approx([1.0, share])
+        for told, power in ((False, 1), (True, 2)):
+            groups = ebf.parameter_groups(model, 1.0, trained=told)
+            assert [each["lr"] for each in groups] == pytest.approx([1.0, 3.0**-power])
+
+
+def blocks_of_normflows():
+    blocks = [nf.flows.GlowBlock(8, 4), nf.flows.GlowBlock(8, 4), nf.flows.Squeeze()]
+    return nf.MultiscaleFlow([nf.distributions.DiagGaussian((8, 4, 4))], [blocks], [], class_cond=False)
 
 
 def test_kernels_of_a_new_glow_learn_more_than_at_a_tenth():
