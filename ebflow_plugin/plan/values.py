@@ -69,16 +69,6 @@ def unflatten(rows: Tensor, shapes: tuple[tuple[int, ...], ...]) -> Value:
     return parts[0] if len(parts) == 1 else parts
 
 
-def dot(a: Tensor, b: Tensor) -> Tensor:
-    """The inner product of each sample: ``(B, *)`` and ``(B, *)`` to ``(B,)``.
-
-    Example:
-        >>> dot(torch.ones(2, 3, 4), torch.ones(2, 3, 4))
-        tensor([12., 12.])
-    """
-    return summed(a * b)
-
-
 def summed(values: Tensor) -> Tensor:
     """Sums over all but the batch dimension: ``(B, *)`` to ``(B,)``.
 

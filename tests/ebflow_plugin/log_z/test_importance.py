@@ -14,7 +14,7 @@ import ebflow_normflows
 import ebflow_plugin as ebf
 from ebflow_plugin.log_z.importance import draw_from, gaussian_of
 from ebflow_plugin.plan.plan import Plan
-from log_z_models import WIDE, assert_agrees, full, make_model
+from gaussian_models import WIDE, assert_agrees, make_model
 from randomness import rng
 
 DIMS = (2, 10, 50, 200)
@@ -262,25 +262,6 @@ def test_a_proposal_outside_of_the_domain_is_refused():
         model.log_z(method="importance", generator=rng())
     inside = torch.distributions.Independent(torch.distributions.Uniform(torch.zeros(2), torch.ones(2)), 1)
     assert_agrees(model.log_z(method="importance", proposal=inside, generator=rng()), model.log_z())
-
-
-@pytest.mark.filterwarnings("ignore:.*unreliable")  # the base has no samples
-@pytest.mark.parametrize("method", ["lanczos", "importance"])
-def test_no_tensor_is_made_without_a_device(method):
-    class Standard(nn.Module):  # that of nflows makes tensors of its own
-        def log_prob(self, inputs, context=None):
-            return -0.5 * inputs.square().sum(1) - 1.5 * math.log(2 * math.pi)
-
-    flow, conv = flows.Flow(full(3, 0.3, rng()), Standard()), ebflow_nflows.FullConv2d(2, kernel_size=3, init="normal")
-    model = ebf.wrap(flow, preprocess=[ebf.Rescale(0.05, 0.95), ebf.Logit()])
-    data = torch.rand(50, 3, generator=rng(1), dtype=WIDE)
-    options = {"lanczos": {}, "importance": {"proposal": data}}[method]
-    image = ebf.wrap(flows.Flow(conv, distributions.StandardNormal([2, 4, 4])))
-    generator = rng()
-    with torch.device("meta"):  # where a tensor lands that does not say where it belongs
-        assert math.isfinite(model.log_z((3,), method, generator=generator, **options).value)
-        if method == "lanczos":
-            assert math.isfinite(image.log_z(method=method, generator=generator).value)
 
 
 def test_a_progress_bar_changes_nothing(capsys):
