@@ -126,6 +126,7 @@ def test_seeds_batches_and_bars():
     assert not torch.equal(first, third)
     assert torch.equal(langevin(model, starts, 5, 0.1, generator=rng(), progress=True).samples, first)
     parts = langevin(model, starts, 6, 0.1, generator=rng(), batch_size=4, thin=3)
+    assert torch.allclose(parts.samples, langevin(model, starts, 6, 0.1, generator=rng()).samples)
     assert parts.samples.shape == (10, 3)
     assert parts.trajectory.shape == (2, 10, 3)
     assert parts.energies.shape == (7, 10)
