@@ -52,7 +52,7 @@ def structure(geometry: Geometry) -> Literal["patches", "fourier", "band", "dens
     group = geometry.group
     axes = (group.rows, group.columns)
     if all(axis.out * axis.stride == axis.size for axis in axes):
-        if all(axis.extent == axis.kernel == axis.stride for axis in axes):
+        if all(axis.before == 0 and axis.extent == axis.kernel == axis.stride for axis in axes):
             return "patches"
         if all(axis.mode == "circular" for axis in axes):
             return "fourier"

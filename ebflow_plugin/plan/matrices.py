@@ -124,8 +124,9 @@ class MixingStep(LinearStep):
         return self.log_diagonal().sum() * self.copies(shape)
 
     def bias(self) -> Tensor | None:
-        """b, with shape ``(D,)``: by default the ``bias`` of the module, if it has one."""
-        return getattr(self.module, "bias", None)
+        """b, with shape ``(D,)``: by default the ``bias`` of the module, if that is a tensor."""
+        bias = getattr(self.module, "bias", None)
+        return bias if isinstance(bias, Tensor) else None
 
     def apply(self, x: Tensor) -> Tensor:
         return self.shifted(self.products()[0](self.checked(x)))

@@ -129,6 +129,18 @@ def test_fewer_channels_and_more_pixels():
     check(randn(1, 4, 3, 3), geometry)
 
 
+@pytest.mark.parametrize("mode", ["zeros", "circular"])
+def test_cells_that_begin_in_the_padding(mode):
+    """The kernel is no larger than its step, and reads across the image's own cells."""
+    geometry = Setting.of(1, 2, stride=2, padding=(1, 0, 1, 0), padding_mode=mode).geometry((1, 6, 6))
+    assert geometry.out_shape == (4, 3, 3)
+    assert structure(geometry) != "patches"
+    x, weight = randn(2, 1, 6, 6), randn(4, 1, 2, 2)
+    if mode == "circular":
+        check(weight, geometry)
+        torch.testing.assert_close(Convolution(weight, geometry).approximate().solve(convolve(x, weight, geometry)), x)
+
+
 def test_stride_with_dilation():
     """No tap reads an output's own pixels, but all pixels are read."""
     geometry = Setting.of(1, 2, stride=2, dilation=3, padding_mode="circular").geometry((1, 6, 8))
