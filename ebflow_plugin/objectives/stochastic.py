@@ -26,7 +26,7 @@ import torch
 from torch import Generator, Tensor
 
 from ebflow_plugin.errors import ConditioningWarning, SingularError, warn
-from ebflow_plugin.linalg.circular import ConvOperator, side_by_side
+from ebflow_plugin.linalg.convolution import Convolution, side_by_side
 from ebflow_plugin.linalg.delayed import Delayed
 from ebflow_plugin.linalg.krylov import gmres
 from ebflow_plugin.linalg.memo import free_to_read
@@ -53,7 +53,7 @@ class _Layer(NamedTuple):
     def kind(self) -> Hashable:
         """Layers of one kind are solved together: convolutions of one geometry and direction."""
         operator = self.operator
-        if type(operator) is not ConvOperator:
+        if type(operator) is not Convolution:
             return id(self.step)
         return operator.geometry, operator.weight.dtype, operator.weight.device, self.step.inverted
 
@@ -128,7 +128,7 @@ class _Solved:
         """The sum of the log-dets of the good layers, as far as its gradient is concerned."""
         operator, probes, remainder = self.operator, self.probes, self.remainder
         kept = [place for place, fine in enumerate(good) if fine]
-        if isinstance(operator, ConvOperator) and len(kept) < len(good):  # what is not finite must not reach a gradient
+        if isinstance(operator, Convolution) and len(kept) < len(good):  # what is not finite must not reach a gradient
             weights = [
                 layer.operator.weight if fine else layer.operator.like
                 for layer, fine in zip(self.layers, good, strict=True)
@@ -261,7 +261,7 @@ class LogDetEstimator:
     def _solve(self, layers: Sequence[_Layer], rows: int, generator: Generator | None) -> _Solved:
         operator, count, accounts = layers[0].operator, len(layers), [layer.account for layer in layers]
         if count > 1:  # convolutions, as one on their channels side by side
-            operator = side_by_side([cast(ConvOperator, layer.operator) for layer in layers])
+            operator = side_by_side([cast(Convolution, layer.operator) for layer in layers])
         number = self.probes or max(account.best_probes(rows, operator.times) for account in accounts)
         for account in accounts:
             account.probes = number
@@ -300,7 +300,7 @@ class LogDetEstimator:
 
     def _approximation(self, operator: LinearOperator, layers: Sequence[_Layer]) -> Approximation:
         """An approximate inverse, for convolutions that of some steps before."""
-        if not isinstance(operator, ConvOperator):
+        if not isinstance(operator, Convolution):
             known = layers[0].account.inverse
             return operator.approximate() if known is None else dense_inverse(known.to(operator.like))
         name = " ".join(layer.step.path for layer in layers)

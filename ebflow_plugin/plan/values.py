@@ -47,6 +47,11 @@ def parts_of(value: Value) -> tuple[Tensor, ...]:
     return (value,) if isinstance(value, Tensor) else value
 
 
+def shapes_of(value: Value) -> tuple[tuple[int, ...], ...]:
+    """The event shape of each tensor of a value."""
+    return tuple(tuple(part.shape[1:]) for part in parts_of(value))
+
+
 def flatten(value: Value) -> Tensor:
     """Concatenates tensors of any shapes to flat rows, with shape ``(B, D)``."""
     return torch.cat([part.flatten(1) for part in parts_of(value)], dim=1)

@@ -13,8 +13,10 @@ from torch import Generator, Tensor
 
 from ebflow_plugin.errors import InputError, TrainingError
 from ebflow_plugin.linalg.random import kept_random_state
+from ebflow_plugin.log_z.exact import exact_log_z
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.plan.inputs import counted_rows, refuse_weights
+from ebflow_plugin.plan.values import shapes_of
 from ebflow_plugin.training.batches import once
 from ebflow_plugin.training.ema import EMA
 
@@ -52,7 +54,7 @@ class LikelihoodSum:
     def __init__(self, model: EBFlow, seed: int = 0, rows: int | None = None) -> None:
         core, device = model.core, model.like().device
         self._model, self._exact = model, model.exact
-        self._calibration: Any = deepcopy(core.steps[len(model.exact.plan.steps) :])  # at most one step
+        self._calibration: Any = deepcopy(core.steps[len(model.exact.steps) :])  # at most one step
         self._generator, self._left = Generator(device).manual_seed(seed), rows
         self._sums = torch.zeros(4, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
 
@@ -65,7 +67,7 @@ class LikelihoodSum:
             self._left -= len(x)
         if len(x) == 0:
             return
-        plan, device = self._exact.plan, self._sums.device
+        plan, device = self._exact, self._sums.device
         x = x.to(device)
         context, weights = (None if part is None else part.to(device) for part in (context, weights))
         shares = self._sums.new_ones(len(x))
@@ -76,14 +78,14 @@ class LikelihoodSum:
         _, u, before = self._model.match(x, context, self._generator)
         context = plan.embed(context)
         latents, log_det = plan.encode(u, context)
-        volume = -self._exact.log_z(tuple(u.shape[1:]), u)
+        volume = -exact_log_z(plan, tuple(u.shape[1:]), u)
         for part in (before, log_det):
             volume = volume if part is None else volume + part
         log_probs = [plan.base_log_prob(latents, context) + volume]
         for step in self._calibration:
             moved, _ = step.encode(latents[0] if len(latents) == 1 else latents, context)
             moved = (moved,) if isinstance(moved, Tensor) else moved
-            scale = step.log_det(tuple(tuple(part.shape[1:]) for part in latents))
+            scale = step.log_det(shapes_of(latents))
             log_probs.insert(0, plan.base_log_prob(moved, context) + (volume + scale))
         nlls, total = [-(shares * log_prob.to(shares)).sum() for log_prob in log_probs], shares.sum()
         self._sums = self._sums + torch.stack([nlls[0], nlls[-1], total, total * x[0].numel()])

@@ -120,7 +120,8 @@ def test_sml(case):
     if not case.own_sample and case.library != "nflows":
         pytest.skip("cannot be sampled")
     model, x, context = ebf.wrap(case.build()), case.x(3), case.context(3)
-    drawn = draw(model.core, 3 if context is None else 1, context, rng(), x).reshape(model.preprocess(x)[0].shape)
+    drawn = draw(model.core, 3 if context is None else 1, context, rng(), x).detach()
+    drawn = drawn.reshape(model.preprocess(x)[0].shape)
     reference = model.core.energy(model.preprocess(x)[0], context) - model.core.energy(drawn, context)
     assert_same(SML(model, generator=rng())(x, context), reference.mean(), model)
 
@@ -173,14 +174,13 @@ SPLIT = {
 def test_how_a_batch_is_split_makes_no_difference(case, make):
     model, x, context = ebf.wrap(case.build()), case.x(7), case.context(7)
     loss = make(model)
-
-    def of(rows):
-        return loss(x[rows], None if context is None else context[rows])
-
     whole, values = loss(x, context), loss.losses(x, context)
     torch.testing.assert_close(values.mean(), whole)
     for cut in (1, 3):
-        front, back = of(slice(None, cut)), of(slice(cut, None))
+        parts = zip(
+            x.tensor_split([cut]), (None, None) if context is None else context.tensor_split([cut]), strict=True
+        )
+        front, back = (loss(*part) for part in parts)
         torch.testing.assert_close((cut * front + (7 - cut) * back) / 7, whole)
         torch.testing.assert_close(front, values[:cut].mean())
 
