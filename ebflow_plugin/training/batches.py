@@ -200,12 +200,15 @@ def loader_of(name: str, data: Any, size: int, seed: int | None) -> Any:
 
 
 def once(loader: Any) -> Iterator[Batch]:
-    """One pass over a loader, which leaves the place of a :class:`Loader` and torch's random state as they are."""
-    if isinstance(loader, Loader):
+    """One pass over a loader, which leaves a pass that is under way, and torch's random state, as they are."""
+    if isinstance(loader, (Loader, DataLoader)):
         loader = copy(loader)
+    if isinstance(loader, Loader):
         loader.epoch = loader.place = 0
         yield from loader.batches()
     else:
+        if isinstance(loader, DataLoader):
+            loader._iterator = None  # persistent workers would begin anew, for the pass that is under way too
         with torch.random.fork_rng(devices=[]):
             yield from map(batch_of, loader)
 
