@@ -3,7 +3,6 @@ r"""Langevin sampling of an energy, imputation of missing entries, and denoising
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Generator, Tensor
@@ -162,8 +161,14 @@ def impute(
     chains: int = 1,
     init: Tensor | None = None,
     context: Tensor | None = None,
+    adjusted: bool = True,
+    burn_in: int = 0,
+    adapt: bool = True,
+    covariance: Tensor | None = None,
     space: str = "matched",
-    **options: Any,
+    batch_size: int | None = None,
+    generator: Generator | None = None,
+    progress: bool = False,
 ) -> Tensor:
     r"""Fills in missing entries by Langevin steps on the energy, given the others (Eq. 11 of the paper).
 
@@ -185,8 +190,8 @@ def impute(
         init: The initial values of the missing entries, with the shape of x; by default those of x.
         context: The context of the model, with ``B`` rows.
         space: As for :func:`langevin`. The matched variable needs an elementwise preprocessing.
-        options: Other options of :func:`langevin`: ``adjusted``, ``burn_in``, ``adapt``, ``covariance`` (of all
-            entries; it is conditioned on the observed ones), ``batch_size``, ``generator``, ``progress``.
+        adjusted, burn_in, adapt, batch_size, generator, progress: As for :func:`langevin`.
+        covariance: As for :func:`langevin`, of all entries; it is conditioned on the observed ones.
 
     Returns:
         The filled data, with shape ``(B, chains, *)``.
@@ -223,8 +228,14 @@ def impute(
         step_size,
         mask=mask.repeat_interleave(chains, dim=0),
         context=None if context is None else context.repeat_interleave(chains, dim=0),
+        adjusted=adjusted,
+        burn_in=burn_in,
+        adapt=adapt,
+        covariance=covariance,
         space=space,
-        **options,
+        batch_size=batch_size,
+        generator=generator,
+        progress=progress,
     )
     return found.samples.unflatten(0, (len(x), chains))
 
