@@ -190,8 +190,13 @@ def impute(
         init: The initial values of the missing entries, with the shape of x; by default those of x.
         context: The context of the model, with ``B`` rows.
         space: As for :func:`langevin`. The matched variable needs an elementwise preprocessing.
-        adjusted, burn_in, adapt, batch_size, generator, progress: As for :func:`langevin`.
+        adjusted: As for :func:`langevin`.
+        burn_in: As for :func:`langevin`.
+        adapt: As for :func:`langevin`.
         covariance: As for :func:`langevin`, of all entries; it is conditioned on the observed ones.
+        batch_size: The largest number of chains at a time.
+        generator: The source of all randomness.
+        progress: Shows a progress bar.
 
     Returns:
         The filled data, with shape ``(B, chains, *)``.
