@@ -7,7 +7,6 @@ import inspect
 import re
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -134,11 +133,3 @@ def test_the_readme_shows_what_the_code_does():
     assert scope["loss"].isfinite()
     table = re.search(r"<!-- table -->\n```text\n(.*?)```", readme, re.DOTALL).group(1)
     assert str(scope["model"].report).strip() == table.strip()
-
-
-def test_the_extra_bench_has_every_rival_that_may_be_missing():
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    source = (ROOT / "examples" / "ebflow_examples" / "bench" / "rivals.py").read_text()
-    rivals = re.findall(r'return missing\(title, "(.*?)"\)', source)
-    assert rivals
-    assert set(rivals) <= set(extras["bench"])

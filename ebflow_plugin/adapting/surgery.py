@@ -100,7 +100,7 @@ def unconstrain(
     for unit in units:
         if unit.key not in full_layers:  # a layer that is used twice stays one layer
             full = _full(adapter, unit)
-            full_layers[unit.key] = full if unit.key in kept else _widened(full, size, padding_mode)
+            full_layers[unit.key] = full if unit.key in kept else _widened(full, size, padding_mode, plan.in_use)
         full = full_layers[unit.key]
         old = target.get_submodule(unit.path)
         new = full if unit.inverted == adapter.inverted else adapter.inverse_of(full)
@@ -216,7 +216,7 @@ def _refuse_small_maps(plan: Plan, units: Sequence[_Unit], size: int) -> set[tup
     return set(small)
 
 
-def _widened(full: nn.Module, size: int, padding_mode: str) -> nn.Module:
+def _widened(full: nn.Module, size: int, padding_mode: str, in_use: bool) -> nn.Module:
     """The same map with a larger kernel, zero around the old one; layers that are no convolutions as they are."""
     if not isinstance(full, FullConv2d) or size == 1:
         return full
@@ -225,6 +225,7 @@ def _widened(full: nn.Module, size: int, padding_mode: str) -> nn.Module:
     with torch.no_grad():
         wide.weight.copy_(F.pad(old, [size // 2] * 4))
         wide.get_parameter("bias").copy_(full.get_parameter("bias"))
+    wide.widened_in_use = in_use
     return wide.requires_grad_(old.requires_grad)
 
 

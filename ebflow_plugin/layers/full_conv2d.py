@@ -51,6 +51,10 @@ class FullConv2d(nn.Module):
 
     The order of the arguments is that of ``torch.nn.Conv2d``.
 
+    Attributes:
+        widened_in_use: Whether ``unconstrain`` made its kernel larger in a flow that had seen data, which the first
+            steps of an optimiser must not undo (:func:`~ebflow_plugin.parameter_groups`). No part of the state dict.
+
     Example:
         >>> layer = FullConv2d(3, 3, 7, init="negative_identity")
         >>> layer.transform(torch.ones(1, 3, 8, 8)).shape
@@ -58,6 +62,8 @@ class FullConv2d(nn.Module):
         >>> FullConv2d(3, kernel_size=4, stride=2).output_shape((3, 8, 8))
         (12, 4, 4)
     """
+
+    widened_in_use = False
 
     def __init__(
         self,

@@ -31,7 +31,7 @@ from ebflow_plugin.errors import (
     raise_from_step,
     refuse_inference_tensors,
 )
-from ebflow_plugin.linalg.memo import may_read
+from ebflow_plugin.linalg.memo import Memo, may_read
 from ebflow_plugin.plan.inputs import usable
 from ebflow_plugin.plan.linear import InitialisedAffineStep
 from ebflow_plugin.plan.smoothness import stochastic_parts
@@ -57,6 +57,11 @@ class Plan:
     base: Base
     embedding: Callable[[Tensor | None], Tensor | None] | None = None
     adapter: str = ""
+
+    @cached_property
+    def memo(self) -> Memo[Tensor]:
+        """The cached log Z (:func:`~ebflow_plugin.log_z.exact.exact_log_z`)."""
+        return Memo()
 
     def __getitem__(self, part: slice) -> Plan:
         return replace(self, steps=self.steps[part])
@@ -175,6 +180,11 @@ class Plan:
     def uninitialised(self) -> list[InitialisedAffineStep]:
         """The steps that still need their data-dependent initialisation, in training mode or not."""
         return [step for step in self._starting if not step.initialised]
+
+    @property
+    def in_use(self) -> bool:
+        """Whether it has steps with a data-dependent initialisation, none of which needs it any more."""
+        return bool(self._starting) and not self.uninitialised()
 
     def initialize(self, x: Tensor, context: Tensor | None = None) -> None:
         """Maps a batch without added noise to noise, and initialises each step from its input."""

@@ -223,14 +223,10 @@ class NonlinearStep(Step):
     """A step whose log-det depends on x (or on the context), computed by its module.
 
     Subclasses call the module in the way of their library: :meth:`call_forward` and :meth:`call_inverse`.
-
-    Attributes:
-        reads: Submodules whose parameters it reads, in place of calling them.
     """
 
     linearity = Linearity.NONLINEAR
     reason = "log-det depends on x"
-    reads: Sequence[nn.Module] = ()
 
     def __init__(self, module: Any, path: str, inverted: bool = False) -> None:
         super().__init__(module, path, inverted)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -102,119 +103,86 @@ def conv(shape: Shape, linear: str, *, layers: int = 4, kernel: int | None = Non
 
 
 def glow(
-    shape: Shape,
-    linear: str,
-    *,
-    blocks: int | None = None,
-    levels: int = 2,
-    kernel: int | None = None,
-    hidden: int | None = None,
-    depth: int = 1,
-    activation: str = "silu",
-    init: str = "orthogonal",
-    split: bool = True,
-) -> nn.Module:
+    shape: Shape, linear: str, *, blocks: int | None = None, levels: int = 2, kernel: int | None = None,
+    hidden: int | None = None, activation: str = "silu",
+) -> nn.Module:  # fmt: skip
     """Glow: blocks of ActNorm, a linear layer and an affine coupling.
 
     On vectors ten blocks (Section 5.1) of networks 64 wide; on images eight at each of two levels, a squeeze before
-    each (Section 5.4), of Glow's own networks with 32 channels; the authors have sixteen and 512. With ``split`` half
-    of the channels are finished between two levels, with a normal prior of their own given the other half.
+    each (Section 5.4), of Glow's own networks with 32 channels; the authors have sixteen and 512. Half of the channels
+    are finished between two levels, with a normal prior of their own given the other half.
     """
     images = len(shape) == 3
-    net = Conditioner((32 if images else 64) if hidden is None else hidden, depth, activation)
+    net = Conditioner((32 if images else 64) if hidden is None else hidden, 1, activation)
     count = (8 if images else 10) if blocks is None else blocks
-    if not images and kernel is not None:
-        raise InputError(f"glow has convolutions on images alone, not on vectors of {shape[0]}; leave out kernel")
+    if not images:
+        if kernel is not None:
+            raise InputError(f"glow has convolutions on images alone, not on vectors of {shape[0]}; leave out kernel")
+        return _flow(_blocks(shape, linear, count, lambda flip: coupling(shape, flip, net)), shape)
     size = _kernel(kernel, 1, linear)
     parts: list[tuple[list[nn.Module], Shape]] = []  # steps, and the shape of the latents that they finish
-    steps: list[nn.Module] = []
-    for level in range(levels if images else 1):
-        if images:
-            steps.append(transforms.SqueezeTransform())
-            shape = _squeezed(shape, "glow", f"levels={level}")
-        steps += _blocks(shape, linear, init, count, lambda flip: coupling(shape, flip, net), size)  # noqa: B023
-        if split and images and level < levels - 1:
+    for level in range(levels):
+        shape = _squeezed(shape, "glow", f"levels={level}")
+        make = partial(coupling, shape, net=net)
+        steps = [transforms.SqueezeTransform(), *_blocks(shape, linear, count, make, size)]
+        if level < levels - 1:
             # A coupling that moves the half that is finished: on a standard normal, log p(z₁ | z₂) of a normal prior.
-            parts.append(([*steps, coupling(shape, True, net)], shape))
-            steps, shape = [], (shape[0] // 2, *shape[1:])
-    if not parts:
-        return _flow(steps, shape)
-    transform = transforms.MultiscaleCompositeTransform(len(parts) + 1)
-    for part, latent in [*parts, (steps, shape)]:
-        transform.add_transform(transforms.CompositeTransform(part), latent)
+            steps.append(make(True))
+        parts.append((steps, shape))
+        shape = (shape[0] // 2, *shape[1:])
+    if levels == 1:
+        return _flow(*parts[0])
+    transform = transforms.MultiscaleCompositeTransform(levels)
+    for steps, latent in parts:
+        transform.add_transform(transforms.CompositeTransform(steps), latent)
     return _on_normal(transform, (sum(prod(latent) for latent in transform._output_shapes),))
 
 
 def _blocks(
-    shape: Shape, linear: str | None, init: str, count: int, make: Callable[[bool], nn.Module], kernel: int = 1
+    shape: Shape, linear: str | None, count: int, make: Callable[[bool], nn.Module], kernel: int = 1
 ) -> list[nn.Module]:
     """Blocks of ActNorm, a linear layer if there is one, and what make returns, which turns about each time."""
     steps: list[nn.Module] = []
     for block in range(count):
         steps.append(transforms.ActNorm(shape[0]))
-        if linear is not None:
-            images = len(shape) == 3
-            steps.append(
-                convolution(shape[0], kernel, linear, init) if images else linear_layer(shape[0], linear, init)
-            )
+        if linear is not None and len(shape) == 3:
+            steps.append(convolution(shape[0], kernel, linear, "orthogonal"))
+        elif linear is not None:
+            steps.append(linear_layer(shape[0], linear, "orthogonal"))
         steps.append(make(block % 2 == 1))
     return steps
 
 
-def realnvp(
-    shape: Shape, linear: str, *, blocks: int = 8, hidden: int = 64, depth: int = 2, activation: str = "silu"
-) -> nn.Module:
+def realnvp(shape: Shape, linear: str, *, blocks: int = 8, hidden: int = 64, activation: str = "silu") -> nn.Module:
     """RealNVP on vectors: affine couplings of alternating halves, each after an ActNorm."""
-    net = Conditioner(hidden, depth, activation)
-    return _flow(_blocks(shape, None, "", blocks, lambda flip: coupling(shape, flip, net)), shape)
+    net = Conditioner(hidden, 2, activation)
+    return _flow(_blocks(shape, None, blocks, lambda flip: coupling(shape, flip, net)), shape)
 
 
-def maf(
-    shape: Shape,
-    linear: str,
-    *,
-    blocks: int = 5,
-    hidden: int = 64,
-    depth: int = 2,
-    activation: str = "silu",
-    init: str = "orthogonal",
-) -> nn.Module:
+def maf(shape: Shape, linear: str, *, blocks: int = 5, hidden: int = 64, activation: str = "silu") -> nn.Module:
     """A masked autoregressive flow: ActNorm, a linear layer and an affine autoregressive step, in turn."""
-    (features,) = shape
-    net = Conditioner(hidden, depth, activation)
+    net = Conditioner(hidden, 2, activation)
 
     def step(flip: bool) -> nn.Module:
-        width = max(net.hidden, features)
         made: nn.Module = transforms.MaskedAffineAutoregressiveTransform(
-            features, width, num_blocks=net.blocks, activation=net.module()
+            *shape, max(net.hidden, *shape), num_blocks=net.blocks, activation=net.module()
         )
         return made
 
-    return _flow(_blocks(shape, linear, init, blocks, step), shape)
+    return _flow(_blocks(shape, linear, blocks, step), shape)
 
 
-def nsf(
-    shape: Shape,
-    linear: str,
-    *,
-    blocks: int = 5,
-    hidden: int = 64,
-    depth: int = 2,
-    bins: int = 8,
-    bound: float = 5.0,
-    activation: str = "silu",
-    init: str = "orthogonal",
-) -> nn.Module:
+def nsf(shape: Shape, linear: str, *, blocks: int = 5, hidden: int = 64, activation: str = "silu") -> nn.Module:
     """A neural spline flow: ActNorm, a linear layer and a coupling by rational-quadratic splines, in turn."""
-    net = Conditioner(hidden, depth, activation)
+    net = Conditioner(hidden, 2, activation)
 
     def step(flip: bool) -> nn.Module:
         made: nn.Module = transforms.PiecewiseRationalQuadraticCouplingTransform(
-            mask(shape[0], flip), net.residual, num_bins=bins, tails="linear", tail_bound=bound
+            mask(shape[0], flip), net.residual, num_bins=8, tails="linear", tail_bound=5.0
         )
         return made
 
-    return _flow(_blocks(shape, linear, init, blocks, step), shape)
+    return _flow(_blocks(shape, linear, blocks, step), shape)
 
 
 MODELS: dict[str, ModelInfo] = {

@@ -1,20 +1,19 @@
 """The configuration of a training run: one dataclass that is the flags of ``ebflow train``, and a TOML file.
 
 None stands for *chosen for the data and the model*; a run's own ``config.toml`` holds what was chosen. Nothing heavy is
-imported here: the help text of the CLI comes from these fields.
+imported here: the help text of the CLI comes from its docstring.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_type_hints
-
-MODEL, LOSS, OPTIMISER, EVALUATION, MACHINE = "What", "Loss", "Optimiser", "Start and finish", "Machine and data"
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "activation": ("silu", "tanh", "softplus", "relu", "leaky_relu"),
@@ -39,148 +38,135 @@ LOSS_OPTIONS: dict[str, tuple[str, ...]] = {  # and the losses that have each
 }
 
 
-def _option(default: Any, panel: str, text: str, auto: str = "") -> Any:
-    """A field that is a flag: its panel in the help, what it means, and how None is chosen."""
-    return field(default=default, metadata={"panel": panel, "help": text, "auto": auto})
-
-
 @dataclass(frozen=True)
 class TrainConfig:
     """What ``ebflow train`` is told. Field names are the keys of the TOML file, and the flags with ``_`` for ``-``.
+
+    The help of the flags is read from here, their panels are these sections; in brackets, how None is chosen.
+
+    What:
+        data: Data set, or a .npy, .npz or .csv file, or a folder of images.
+        model: Model. [deep; glow in two dimensions]
+        linear: Linear layers of the model.
+        layers: Full linear layers of the model (deep, fc). [4 for deep, 2 for fc]
+        blocks: Blocks of the model (cnn, glow, realnvp, maf, nsf). [as the model has]
+        kernel: Size of the convolutions (cnn, glow on images). [7 for cnn, 1 for glow]
+        hidden: Width of the networks inside of couplings. [as the model has]
+        activation: Activation of these networks. [silu, which is smooth]
+        residual: cnn: a residual nonlinearity after each convolution but the last, as the authors have. [no]
+
+    Loss:
+        loss: Objective. [what makes the model better: ml (relative where layers are large) for deep, fc and own rows,
+            else dsm]
+        sigma: DSM, SSM, FDSSM: standard deviation of the noise, in the matched variable (of standardised rows: in their
+            deviations). [0.375 for sine, swirl and checkerboard, as they have it; else none, but for DSM 1 for 256 grey
+            levels, 0.2 for other images, 0.1 otherwise]
+        shrink: DSM, SSM, FDSSM: steps in which the noise shrinks to --sigma, from half of the data's deviation; 0 for
+            none. [60 % of the run for sine, swirl and checkerboard, else 0]
+        latent_weight: Score matching: weight of the distance of the latents from the base. For few dimensions. [1 where
+            noise shrinks by itself, else 0]
+        ml_weight: DSM, SSM, FDSSM: this share of the loss is likelihood, of the same points with noise. [0.1 for SSM
+            and FDSSM where noise shrinks by itself, else 0]
+        eps: FDSSM: length of the finite difference. [1 for images, 0.1 otherwise]
+        projections: SSM: directions for each sample. [1]
+        log_det: ML: how gradients of log-determinants are taken. [exact]
+        energy_weight: Weight of the mean energy as a regulariser.
+        map: Match the variable after preprocessing (MaP), not the pixels.
+
+    Optimiser:
+        steps: Steps in all. [1000 for images, 8000 where noise shrinks, else 500]
+        epochs: Passes over the data, instead of --steps. [what --steps says]
+        batch_size: Rows in a batch. [100 for images, 256 where noise shrinks, else 500]
+        lr: Learning rate. [1e-4 from a whitening start, 1e-3 if of rows, 2e-3 where noise shrinks, else 3e-3]
+        optimizer: Optimiser.
+        schedule: Learning rate over the run; multistep: a tenth at 1/2 and at 3/4.
+        weight_decay: Weight decay of the matrices and kernels of full linear layers.
+        clip_norm: Largest norm of the gradient. [none; 10 for rows that are no images]
+        compile: Compile the loss and its gradients into one graph: a minute, once.
+        ema: Average the weights, and evaluate the average.
+        ema_decay: Decay of the average.
+
+    Start and finish:
+        whiten: Start the first full layer as the whitening map of the data. [for images and rows of your own, where the
+            model allows it]
+        gaussianize: Whiten, and make each feature as Gaussian as the nonlinearity after it can. [where --whiten is, if
+            the model allows it]
+        calibrate: Fit the base to the latents in closed form at each evaluation. [full for images and whitened rows,
+            else none]
+        evaluate_every: Steps between two evaluations. [20 in a run, fewer where each goes through many rows]
+        patience: Stop after so many evaluations without a better NLL. [never]
+
+    Machine and data:
+        device: cpu, cuda, cuda:1, mps, or auto.
+        threads: CPU threads. [as torch chooses]
+        seed: Where all randomness comes from.
+        data_root: Folder that holds MNIST and other data sets. [$EBFLOW_DATA, or data]
+        download: Let torchvision download a missing data set.
+        header: The first line of a .csv file holds names, or is data. [names if none of its cells is a number, which is
+            said]
+        limit: Use so many training rows at most. [all]
+        standardize: Take each column in units of its standard deviation; NLL stays that of the data. [for rows of your
+            own]
+        dequantize: Noise that makes grey levels continuous. Jumps of uniform noise bias SSM; smooth noise has a looser
+            bound. [uniform]
+        alpha: Images are squeezed to alpha … 1 - alpha before the logit. [1e-6; 0.05 for CIFAR-10]
+        temperature: What the logits of images are divided by: the unit of --sigma and --eps. [1]
 
     Example:
         >>> TrainConfig(loss="ml").updated({"lr": 1e-3}).lr
         0.001
     """
 
-    data: str = _option("digits", MODEL, "Data set, or a .npy, .npz or .csv file, or a folder of images.")
-    model: str | None = _option(None, MODEL, "Model.", "deep; glow in two dimensions")
-    linear: str = _option("full", MODEL, "Linear layers of the model.")
-    layers: int | None = _option(None, MODEL, "Full linear layers of the model (deep, fc).", "4 for deep, 2 for fc")
-    blocks: int | None = _option(None, MODEL, "Blocks of the model (cnn, glow, realnvp, maf, nsf).", "as the model has")
-    kernel: int | None = _option(
-        None, MODEL, "Size of the convolutions (cnn, glow on images).", "7 for cnn, 1 for glow"
-    )
-    hidden: int | None = _option(None, MODEL, "Width of the networks inside of couplings.", "as the model has")
-    activation: str | None = _option(None, MODEL, "Activation of these networks.", "silu, which is smooth")
-    residual: bool | None = _option(
-        None, MODEL, "cnn: a residual nonlinearity after each convolution but the last, as the authors have.", "no"
-    )
+    data: str = "digits"
+    model: str | None = None
+    linear: str = "full"
+    layers: int | None = None
+    blocks: int | None = None
+    kernel: int | None = None
+    hidden: int | None = None
+    activation: str | None = None
+    residual: bool | None = None
 
-    loss: str | None = _option(
-        None,
-        LOSS,
-        "Objective.",
-        "what makes the model better: ml (relative where layers are large) for deep, fc and own rows, else dsm",
-    )
-    sigma: float | None = _option(
-        None,
-        LOSS,
-        "DSM, SSM, FDSSM: standard deviation of the noise, in the matched variable (of standardised rows: in their "
-        "deviations).",
-        "0.375 for sine, swirl and checkerboard, as they have it; else none, but for DSM 1 for 256 grey levels, 0.2 "
-        "for other images, 0.1 otherwise",
-    )
-    shrink: int | None = _option(
-        None,
-        LOSS,
-        "DSM, SSM, FDSSM: steps in which the noise shrinks to --sigma, from half of the data's deviation; 0 for none.",
-        "60 % of the run for sine, swirl and checkerboard, else 0",
-    )
-    latent_weight: float | None = _option(
-        None,
-        LOSS,
-        "Score matching: weight of the distance of the latents from the base. For few dimensions.",
-        "1 where noise shrinks by itself, else 0",
-    )
-    ml_weight: float | None = _option(
-        None,
-        LOSS,
-        "DSM, SSM, FDSSM: this share of the loss is likelihood, of the same points with noise.",
-        "0.1 for SSM and FDSSM where noise shrinks by itself, else 0",
-    )
-    eps: float | None = _option(None, LOSS, "FDSSM: length of the finite difference.", "1 for images, 0.1 otherwise")
-    projections: int | None = _option(None, LOSS, "SSM: directions for each sample.", "1")
-    log_det: str | None = _option(None, LOSS, "ML: how gradients of log-determinants are taken.", "exact")
-    energy_weight: float = _option(0.0, LOSS, "Weight of the mean energy as a regulariser.")
-    map: bool = _option(True, LOSS, "Match the variable after preprocessing (MaP), not the pixels.")
+    loss: str | None = None
+    sigma: float | None = None
+    shrink: int | None = None
+    latent_weight: float | None = None
+    ml_weight: float | None = None
+    eps: float | None = None
+    projections: int | None = None
+    log_det: str | None = None
+    energy_weight: float = 0.0
+    map: bool = True
 
-    steps: int | None = _option(None, OPTIMISER, "Steps in all.", "1000 for images, 8000 where noise shrinks, else 500")
-    epochs: int | None = _option(None, OPTIMISER, "Passes over the data, instead of --steps.", "what --steps says")
-    batch_size: int | None = _option(
-        None, OPTIMISER, "Rows in a batch.", "100 for images, 256 where noise shrinks, else 500"
-    )
-    lr: float | None = _option(
-        None,
-        OPTIMISER,
-        "Learning rate.",
-        "1e-4 from a whitening start, 1e-3 if of rows, 2e-3 where noise shrinks, else 3e-3",
-    )
-    optimizer: str = _option("adam", OPTIMISER, "Optimiser.")
-    schedule: str = _option("cosine", OPTIMISER, "Learning rate over the run; multistep: a tenth at 1/2 and at 3/4.")
-    weight_decay: float = _option(0.0, OPTIMISER, "Weight decay of the matrices and kernels of full linear layers.")
-    clip_norm: float | None = _option(
-        None, OPTIMISER, "Largest norm of the gradient.", "none; 10 for rows that are no images"
-    )
-    compile: bool = _option(False, OPTIMISER, "Compile the loss and its gradients into one graph: a minute, once.")
-    ema: bool = _option(True, OPTIMISER, "Average the weights, and evaluate the average.")
-    ema_decay: float = _option(0.999, OPTIMISER, "Decay of the average.")
+    steps: int | None = None
+    epochs: int | None = None
+    batch_size: int | None = None
+    lr: float | None = None
+    optimizer: str = "adam"
+    schedule: str = "cosine"
+    weight_decay: float = 0.0
+    clip_norm: float | None = None
+    compile: bool = False
+    ema: bool = True
+    ema_decay: float = 0.999
 
-    whiten: bool | None = _option(
-        None,
-        EVALUATION,
-        "Start the first full layer as the whitening map of the data.",
-        "for images and rows of your own, where the model allows it",
-    )
-    gaussianize: bool | None = _option(
-        None,
-        EVALUATION,
-        "Whiten, and make each feature as Gaussian as the nonlinearity after it can.",
-        "where --whiten is, if the model allows it",
-    )
-    calibrate: str | None = _option(
-        None,
-        EVALUATION,
-        "Fit the base to the latents in closed form at each evaluation.",
-        "full for images and whitened rows, else none",
-    )
-    evaluate_every: int | None = _option(
-        None, EVALUATION, "Steps between two evaluations.", "20 in a run, fewer where each goes through many rows"
-    )
-    patience: int | None = _option(None, EVALUATION, "Stop after so many evaluations without a better NLL.", "never")
+    whiten: bool | None = None
+    gaussianize: bool | None = None
+    calibrate: str | None = None
+    evaluate_every: int | None = None
+    patience: int | None = None
 
-    device: str = _option("auto", MACHINE, "cpu, cuda, cuda:1, mps, or auto.")
-    threads: int | None = _option(None, MACHINE, "CPU threads.", "as torch chooses")
-    seed: int = _option(0, MACHINE, "Where all randomness comes from.")
-    data_root: str | None = _option(
-        None, MACHINE, "Folder that holds MNIST and other data sets.", "$EBFLOW_DATA, or data"
-    )
-    download: bool = _option(False, MACHINE, "Let torchvision download a missing data set.")
-    header: bool | None = _option(
-        None,
-        MACHINE,
-        "The first line of a .csv file holds names, or is data.",
-        "names if none of its cells is a number, which is said",
-    )
-    limit: int | None = _option(None, MACHINE, "Use so many training rows at most.", "all")
-    standardize: bool | None = _option(
-        None,
-        MACHINE,
-        "Take each column in units of its standard deviation; NLL stays that of the data.",
-        "for rows of your own",
-    )
-    dequantize: str | None = _option(
-        None,
-        MACHINE,
-        "Noise that makes grey levels continuous. Jumps of uniform noise bias SSM; smooth noise has a looser bound.",
-        "uniform",
-    )
-    alpha: float | None = _option(
-        None, MACHINE, "Images are squeezed to alpha … 1 - alpha before the logit.", "1e-6; 0.05 for CIFAR-10"
-    )
-    temperature: float | None = _option(
-        None, MACHINE, "What the logits of images are divided by: the unit of --sigma and --eps.", "1"
-    )
+    device: str = "auto"
+    threads: int | None = None
+    seed: int = 0
+    data_root: str | None = None
+    download: bool = False
+    header: bool | None = None
+    limit: int | None = None
+    standardize: bool | None = None
+    dequantize: str | None = None
+    alpha: float | None = None
+    temperature: float | None = None
 
     @property
     def model_options(self) -> dict[str, Any]:
@@ -196,7 +182,7 @@ class TrainConfig:
             UnknownNameError: If there is no such key.
             InputError: If a value is of the wrong type, or none of those to choose from.
         """
-        types = option_types()
+        types = settings()
         for name, value in values.items():
             _check(name, value, types)
         if values.get("data") not in (None, self.data):  # another file has another first line
@@ -221,14 +207,35 @@ class TrainConfig:
         return {each.name: value for each in fields(self) if (value := getattr(self, each.name)) is not None}
 
 
-def option_types() -> dict[str, tuple[type, Field[Any]]]:
-    """Each field's type (without None) and itself, by name."""
-    hints = get_type_hints(TrainConfig)
-    found = {}
+class Setting(NamedTuple):
+    """What there is to know about a field of :class:`TrainConfig`.
+
+    Attributes:
+        kind: Its type, without None.
+        default: Its default.
+        panel: Where the help of the command has it.
+        help: What it means.
+        auto: How None is chosen.
+    """
+
+    kind: type
+    default: Any
+    panel: str
+    help: str
+    auto: str
+
+
+def settings() -> dict[str, Setting]:
+    """All settings by name, with what the docstring of the configuration says about them."""
+    text, told = f"{inspect.cleandoc(TrainConfig.__doc__ or '')}\n", {}
+    for panel, section in re.findall(r"^(\w.*):\n((?: .*\n)+)", text, re.MULTILINE):
+        for name, words in re.findall(r"^ {4}(\w+): (.+?)(?=^ {4}\w|\Z)", section, re.MULTILINE | re.DOTALL):
+            meaning, _, auto = " ".join(words.split()).partition(" [")
+            told[name] = panel, meaning, auto.removesuffix("]")
+    hints, found = get_type_hints(TrainConfig), {}
     for each in fields(TrainConfig):
-        hint = hints[each.name]
-        kinds = [kind for kind in get_args(hint) if kind is not type(None)] if isinstance(hint, UnionType) else [hint]
-        found[each.name] = (kinds[0], each)
+        kind = next(kind for kind in (*get_args(hints[each.name]), hints[each.name]) if kind is not type(None))
+        found[each.name] = Setting(kind, each.default, *told.get(each.name, ("", "", "")))
     return found
 
 
@@ -252,13 +259,13 @@ def read_toml(path: Path) -> dict[str, Any]:
 def to_toml(config: TrainConfig) -> str:
     """A configuration as the text of a TOML file, with the meaning of each key after it."""
     lines = ["# A run of ebflow. `ebflow train --config THIS_FILE` runs it again.\n"]
-    panel = ""
+    known, panel = settings(), ""
     for name, value in config.to_dict().items():
-        metadata = option_types()[name][1].metadata
-        if metadata["panel"] != panel:
-            panel = metadata["panel"]
+        setting = known[name]
+        if setting.panel != panel:
+            panel = setting.panel
             lines.append(f"\n# {panel}\n")
-        lines.append(f"{name} = {_toml(value)}  # {metadata['help']}\n")
+        lines.append(f"{name} = {_toml(value)}  # {setting.help}\n")
     return "".join(lines)
 
 
@@ -270,14 +277,14 @@ def _toml(value: Any) -> str:
     return repr(value)
 
 
-def _check(name: str, value: Any, types: Mapping[str, tuple[type, Field[Any]]]) -> None:
+def _check(name: str, value: Any, types: Mapping[str, Setting]) -> None:
     from ebflow_plugin.errors import UnknownNameError, suggest
 
     if name not in types:
         raise UnknownNameError(f"there is no setting {name!r}. {suggest(name, types)}")
     if value is None:
         return
-    wanted = types[name][0]
+    wanted = types[name].kind
     fits = isinstance(value, (int, float) if wanted is float else wanted)
     if not fits or (isinstance(value, bool) and wanted is not bool):
         words = {float: "a number", int: "an integer", bool: "true or false", str: "a text in quotes"}

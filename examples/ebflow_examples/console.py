@@ -12,8 +12,8 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any
 
 import typer
@@ -101,7 +101,7 @@ def say_json(value: Any) -> None:
 
 
 def to_json(value: Any) -> str:
-    """Strict JSON: null for what it has no number for.
+    """Strict JSON, of dataclasses too: null for what it has no number for.
 
     Example:
         >>> to_json([1.5, float("inf")]).split()
@@ -110,12 +110,24 @@ def to_json(value: Any) -> str:
     return json.dumps(_finite(value), indent=2, allow_nan=False)
 
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(part) for key, part in value.items()}
+def as_lines(records: Iterable[Mapping[str, Any]]) -> bytes:
+    r"""Records as JSON, a line each: what is no number there is a word.
+
+    Example:
+        >>> as_lines([{"step": 1}, {"step": 2, "loss": float("nan")}])
+        b'{"step": 1}\n{"step": 2, "loss": "nan"}\n'
+    """
+    return "".join(f"{json.dumps(_finite(record, str), allow_nan=False)}\n" for record in records).encode()
+
+
+def _finite(value: Any, instead: Callable[[float], str | None] = lambda number: None) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
+    if isinstance(value, Mapping):
+        return {key: _finite(part, instead) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(part) for part in value]
-    return value if not isinstance(value, float) or math.isfinite(value) else None
+        return [_finite(part, instead) for part in value]
+    return instead(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1, remarks: bool = False) -> str:

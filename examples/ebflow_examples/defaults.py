@@ -90,33 +90,31 @@ def settle(run: Run, started: tuple[bool, bool] | None = None) -> Run:
         chosen["log_det"] = log_det if config.log_det is None else config.log_det
     loss = chosen.get("loss", config.loss)
     shrinks = config.data in PLANE and loss in NOISED and config.shrink != 0 and (config.sigma is None or config.shrink)
-    if config.lr is None:
-        chosen["lr"] = (SHRINKING_RATE if shrinks else 3e-3) if not closed_form else 1e-4 if levels else 1e-3
-        if chosen.get("gaussianize") and config.model == "deep":
-            chosen["lr"] = 1e-5 if levels else 1e-4  # so near to the optimum larger steps are noise
-        elif config.model == "conv":
-            chosen["lr"] = 1e-3  # of some hundred parameters, which every pixel informs
-    if config.batch_size is None:
-        usual = (200 if config.model == "deep" else 100) if images else SHRINKING_BATCH if shrinks else 500
-        chosen["batch_size"] = min(usual, len(run.data.train))
-    if config.steps is None and config.epochs is None:
-        chosen["steps"] = SHRINKING_STEPS if shrinks else STEPS[images]
-    if config.calibrate is None:
-        chosen["calibrate"] = "full" if (levels or closed_form) and not few else "none"
-        if few and (levels or closed_form) and first_process():
-            note(_few_rows(run, needed))
-    if config.clip_norm is None and not images:
-        chosen["clip_norm"] = 10.0
-    if config.sigma is None and (shrinks or loss == "dsm"):
-        chosen["sigma"] = SMOOTHING if config.data in PLANE else 0.1
-        if images:
-            chosen["sigma"] = 1.0 if run.data.levels == 256 else 0.2
-    if config.eps is None and loss == "fdssm":
-        chosen["eps"] = 1.0 if images else 0.1
-    if shrinks and config.latent_weight is None:
-        chosen["latent_weight"] = LATENT_WEIGHT
-    if shrinks and config.ml_weight is None:
-        chosen["ml_weight"] = ML_WEIGHTS.get(str(loss))
+    rate = (SHRINKING_RATE if shrinks else 3e-3) if not closed_form else 1e-4 if levels else 1e-3
+    if chosen.get("gaussianize") and config.model == "deep":
+        rate = 1e-5 if levels else 1e-4  # so near to the optimum larger steps are noise
+    elif config.model == "conv":
+        rate = 1e-3  # of some hundred parameters, which every pixel informs
+    rows = (200 if config.model == "deep" else 100) if images else SHRINKING_BATCH if shrinks else 500
+    sigma = (1.0 if run.data.levels == 256 else 0.2) if images else SMOOTHING if config.data in PLANE else 0.1
+    usual = {
+        "lr": rate,
+        "batch_size": min(rows, len(run.data.train)),
+        "steps": None if config.epochs is not None else SHRINKING_STEPS if shrinks else STEPS[images],
+        "calibrate": "full" if (levels or closed_form) and not few else "none",
+        "clip_norm": None if images else 10.0,
+        "sigma": sigma if shrinks or loss == "dsm" else None,
+        "eps": (1.0 if images else 0.1) if loss == "fdssm" else None,
+        "latent_weight": LATENT_WEIGHT if shrinks else None,
+        "ml_weight": ML_WEIGHTS.get(str(loss)) if shrinks else None,
+    }
+    chosen |= {name: value for name, value in usual.items() if getattr(config, name) is None}
+    if few and config.calibrate is None and (levels or closed_form) and first_process():
+        data = run.data
+        note(
+            f"few rows: {len(data.train)} to train on, {len(data.validation)} to choose the best weights by, "
+            f"{len(data.test)} to test; too few to calibrate, which needs {needed} to train on and is left out"
+        )
     config = replace(config, **chosen)
     if shrinks and config.shrink is None:
         config = replace(config, shrink=max(1, round(SHRINKING_SHARE * length(config, len(run.data.train)))))
@@ -140,14 +138,6 @@ def length(config: TrainConfig, rows: int) -> int:
     return config.epochs * max(1, rows // (min(config.batch_size, rows) * world))
 
 
-def _few_rows(run: Run, needed: int) -> str:
-    data = run.data
-    return (
-        f"few rows: {len(data.train)} to train on, {len(data.validation)} to choose the best weights by, "
-        f"{len(data.test)} to test; too few to calibrate, which needs {needed} to train on and is left out"
-    )
-
-
 def usual_loss(run: Run) -> tuple[str, str | None]:
     """A loss that makes the model better, by validation NLL, from the start that it has, and its ``log_det``.
 
@@ -164,13 +154,10 @@ def usual_loss(run: Run) -> tuple[str, str | None]:
 def objective_of(model: ebf.EBFlow, config: TrainConfig) -> ebf.objectives.Objective:
     """The objective of a configuration."""
     assert config.loss is not None
-    options: dict[str, Any] = {}
+    told = {name: getattr(config, name) for name, losses in LOSS_OPTIONS.items() if config.loss in losses}
+    options: dict[str, Any] = {name: value for name, value in told.items() if value is not None}
     if config.loss not in ("ml", "sml"):
         options["energy_weight"] = config.energy_weight
-    for name, losses in LOSS_OPTIONS.items():
-        value = getattr(config, name)
-        if config.loss in losses and value is not None:
-            options[name] = value
     if steps := options.pop("shrink", 0):
         options["sigma"] = ebf.objectives.NoiseSchedule(end=options["sigma"], steps=steps)
     weight = options.pop("ml_weight", 0.0)
@@ -206,8 +193,7 @@ class NoisedML(DrawnObjective):
 
 def start_rows(run: Run) -> Tensor:
     """The training rows that a start in closed form is fitted to."""
-    rows = run.split("train")
-    return rows[:CONV_ROWS] if run.config.model == "conv" else rows
+    return run.split("train")[: CONV_ROWS if run.config.model == "conv" else None]
 
 
 def _started(run: Run) -> tuple[bool, bool]:

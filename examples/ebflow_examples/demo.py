@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from math import log
@@ -11,21 +10,20 @@ from typing import Any
 
 from rich.console import Console
 from torch import Tensor
-from torch.optim import Adam
-from torch.optim.lr_scheduler import LambdaLR
 
 import ebflow_plugin as ebf
-from ebflow_examples import racing
 from ebflow_examples.bench.contenders import training_step
 from ebflow_examples.bench.timing import interleaved
-from ebflow_examples.clock import SCHEDULES
-from ebflow_examples.console import say, table
-from ebflow_examples.data import DataSet, load
+from ebflow_examples.config import TrainConfig
+from ebflow_examples.console import say, table, to_json
+from ebflow_examples.data import load
+from ebflow_examples.defaults import objective_of
 from ebflow_examples.folders import writable
-from ebflow_examples.models import flow_for, preprocessing
-from ebflow_examples.racing import CONTENDERS, SAMPLES, Contender, Lap, spread
+from ebflow_examples.models import flow_for
+from ebflow_examples.reproduce import race
 from ebflow_examples.reproduce.common import one_thread
-from ebflow_examples.runs import nll_of_rows, standard_error
+from ebflow_examples.reproduce.timed import train_by_steps
+from ebflow_examples.runs import build, nll_of_rows, standard_error
 from ebflow_examples.streams import drawing_from, stream
 
 SMALL_STEPS = 150
@@ -62,21 +60,17 @@ def _tour(out: Path, seed: int, quick: bool) -> list[dict[str, Any]]:
         say(f"{ebf.wrap(flow_for('cnn', data)[0]).report}\n")
     rows, drawn = [], {}
     for name in RACE:
-        contender = CONTENDERS[name]
-        lap = _lap(contender, data, seconds, seed)
-        drawn[name] = lap.model.sample(SAMPLES, generator=stream(seed, "samples"))
-        told = {"objective": name, "name": contender.name, "rate": contender.rate, "start": lap.curve[0][1]}
-        rows.append({**told, **lap.facts(), "seconds": seconds, "spread": spread(drawn[name], data)})
-    (out / "demo.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+        contender = race.CONTENDERS[name]
+        with Console(stderr=True).status(f"{contender.name}, {seconds:g} s"):
+            model, facts = race.run(contender, data, data.test[:ROWS], seconds, contender.rate, seed)
+        said = f"{facts['steps']} steps in {facts['seconds']:.1f} s: {facts['above_floor']:,.0f} nats above the floor"
+        say(f"{contender.name}, {said}")
+        drawn[name] = model.sample(race.SAMPLES, generator=stream(seed, "samples"))
+        told = {"objective": name, "name": contender.name, "rate": contender.rate, "start": facts["curve"][0][1]}
+        rows.append({**told, **facts, "seconds": seconds, "spread": race.spread(drawn[name], data)})
+    (out / "demo.json").write_text(f"{to_json(rows)}\n", encoding="utf-8")
     picture = out / "demo.png"
-    racing.draw(
-        picture,
-        f"The same model, {seconds:g} seconds of one core: how far from the best possible",
-        {row["objective"]: [row["curve"]] for row in rows},
-        {row["objective"]: row["steps"] for row in rows},
-        drawn,
-        data,
-    )
+    race.draw(picture, seconds, {row["objective"]: [row] for row in rows}, drawn, data)
     say(f"\n{_summary(rows, size, seconds)}\n")
     say(_finding(rows))
     say(f"\nThe picture is in {picture}. All of it took {time.monotonic() - started:.0f} s. What to try next:")
@@ -88,30 +82,18 @@ def _tour(out: Path, seed: int, quick: bool) -> list[dict[str, Any]]:
 
 def small_case(loss: str, steps: int, seed: int) -> tuple[Tensor, Callable[[], None]]:
     """Trains the paper's fc on digits from a start in closed form: the NLL of each test row, and a step to be timed."""
-    digits = load("digits", seed=seed)
-    with drawing_from(seed, "weights"):
-        flow, data = flow_for("fc", digits)
-    model = ebf.wrap(flow, preprocess=preprocessing(data))
-    with drawing_from(seed, "start"):
-        model.initialize(data.train, gaussianize=True)
-    objective = ebf.make_objective(loss, model, **({"sigma": 0.2} if loss == "dsm" else {}))
-    result = ebf.fit(
-        objective,
-        data.train,
-        optimizer=lambda parameters: Adam(parameters, lr=3e-4),
-        scheduler=lambda made: LambdaLR(made, lambda step: SCHEDULES["cosine"](step / steps)),
-        steps=steps,
-        batch_size=100,
-        validation=data.validation,
-        evaluate_every=max(1, steps // 3),
-        calibrate=True,
-        progress=False,
-        seed=seed,
-    )
-    result.load_best(model)
-    nll = nll_of_rows(model, data.test, seed)
+    told = TrainConfig(
+        data="digits", model="fc", loss=loss, sigma=0.2 if loss == "dsm" else None, lr=3e-4, batch_size=100,
+        steps=steps, ema=False, seed=seed, device="cpu",
+    )  # fmt: skip
+    run = build(told)
+    held_out = {"validation": run.data.validation, "evaluate_every": max(1, steps // 3), "calibrate": True}
+    run, result = train_by_steps(run, **held_out)
+    result.load_best(run.model)
+    nll = nll_of_rows(run.model, run.data.test, seed)
+    objective = objective_of(run.model, run.config)
     objective.generator = stream(seed, "timing")
-    return nll, training_step(model, objective, data.train[:100])
+    return nll, training_step(run.model, objective, run.data.train[:100])
 
 
 def _verdict(ml: Tensor, dsm: Tensor, faster: float) -> str:
@@ -126,18 +108,6 @@ def _verdict(ml: Tensor, dsm: Tensor, faster: float) -> str:
         f"{better} {abs(difference):.2f} ± {error:.2f} nats, and\na step of DSM is {faster:.1f} times as "
         "fast: determinants of this size are cheap. Use ML here."
     )
-
-
-def _lap(contender: Contender, data: DataSet, seconds: float, seed: int) -> Lap:
-    with Console(stderr=True).status(contender.name) as status:
-
-        def tick(used: float, steps: int) -> None:
-            status.update(f"{contender.name}: {used:.1f} of {seconds:g} s, step {steps}")
-
-        lap = racing.run(contender, data, data.test[:ROWS], seconds, seed=seed, tick=tick)
-    used, above = lap.curve[-1]
-    say(f"{contender.name}, {lap.steps} steps in {used:.1f} s: {above:,.0f} nats above the floor")
-    return lap
 
 
 def _summary(rows: Sequence[dict[str, Any]], size: int, seconds: float) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import time
@@ -21,7 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import ebflow_plugin as ebf
 from ebflow_examples.config import TrainConfig
-from ebflow_examples.console import note, to_json
+from ebflow_examples.console import as_lines, note, to_json
 from ebflow_examples.defaults import check
 from ebflow_examples.folders import held, writable
 from ebflow_examples.streams import drawing_from, stream
@@ -176,10 +175,9 @@ def train_on(name: str, flags: dict[str, Any], out: Path, progress: bool = True)
         def judged(event: Event) -> None:
             """Adds the effective sample size to the record, and shows it."""
             drawn = judge(model, energy, JUDGED, config.seed)
-            event.record.update(effective=drawn.effective_sample_size / JUDGED)  # type: ignore[attr-defined]
-            records.append(dict(event.record))
+            records.append({**event.record, "effective": drawn.effective_sample_size / JUDGED})
             if progress:
-                print(event, file=sys.stderr, flush=True)
+                print(replace(event, record=records[-1]), file=sys.stderr, flush=True)
 
         started = time.monotonic()
         ebf.fit(
@@ -207,15 +205,10 @@ def train_on(name: str, flags: dict[str, Any], out: Path, progress: bool = True)
             "log_z_error": drawn.log_z.std_error,
             "exact_log_z": energy.log_z,
         }
-        lines = "".join(f"{json.dumps(record)}\n" for record in records)
-        files: dict[str, Callable[[Any], object]] = {
-            "metrics.jsonl": lambda file: file.write(lines.encode()),
-            "weights.pt": partial(torch.save, model.state_dict()),
-            "samples.npy": lambda file: np.save(file, chain.samples.numpy()),
-            "summary.json": lambda file: file.write(f"{to_json(summary)}\n".encode()),
-        }
-        for file, write in files.items():
-            atomic_write(out / file, write)
+        atomic_write(out / "metrics.jsonl", lambda file: file.write(as_lines(records)))
+        atomic_write(out / "weights.pt", lambda file: torch.save(model.state_dict(), file))
+        atomic_write(out / "samples.npy", lambda file: np.save(file, chain.samples.numpy()))
+        atomic_write(out / "summary.json", lambda file: file.write(f"{to_json(summary)}\n".encode()))
     return summary
 
 

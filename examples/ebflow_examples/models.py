@@ -51,7 +51,7 @@ def build(name: str, event_shape: Sequence[int], *, linear: str = "full", **opti
     for option in options:
         if option not in info.options:
             raise InputError(f"{name} has no option {option!r}. {suggest(option, info.options)}")
-    for count in ("layers", "levels", "blocks", "bins", "kernel"):
+    for count in ("layers", "levels", "blocks", "kernel"):
         if options.get(count) is not None and options[count] < 1:
             raise InputError(f"{count} must be at least 1, got {options[count]}")
     shape = tuple(int(size) for size in event_shape)

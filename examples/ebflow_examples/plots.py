@@ -48,7 +48,6 @@ STYLE: dict[Any, Any] = {
 SAME_UNITS = 4.0  # two coordinates whose ranges differ by less share one scale
 GAP = 1  # pixels between the images of a grid
 POINTS = 60  # of a mean of curves
-SMALL, LARGE = 1e-2, 1e5  # numbers between these are written out
 WIDEST = 0.95  # values above this quantile do not stretch the axis
 NEAREST = 0.13  # of the height of a picture: two labels of two lines each are at least so far from each other
 VEIL = (0.80, 0.86, 0.92)  # the colour of what is not known
@@ -240,76 +239,51 @@ def joined(curves: Sequence[Points]) -> tuple[list[float], list[list[float]]]:
     return x.tolist(), [np.interp(x, *np.array(curve).T).tolist() for curve in curves]
 
 
-def seed_curves(
+def curves(
     axes: Any,
-    lines: Mapping[str, tuple[str, Sequence[Points]]],
-    title: str,
-    x: str,
-    y: str,
-    *,
-    digits: int = 1,
-    log: bool = False,
-) -> None:
-    """Draws the mean over seeds, named with the value that it ends at, and thin lines for the seeds.
-
-    Arguments:
-        axes: Where to.
-        lines: Label -> colour and the curves of its seeds.
-        title: What it is.
-        x: What is to the right.
-        y: What is up.
-        digits: Of the values in the legend.
-        log: Whether y is logarithmic.
-    """
-    heights: list[float] = []
-    for label, (colour, curves) in lines.items():
-        along, seeds = joined(curves)
-        middle = np.mean(seeds, axis=0)
-        number = f"{middle[-1]:.{digits}f}" if SMALL < abs(middle[-1]) < LARGE else f"{middle[-1]:.2g}"
-        axes.plot(along, middle, color=colour, linewidth=1.8, label=f"{label}  {number}")
-        if len(seeds) > 1:
-            axes.plot(along, np.transpose(seeds), color=colour, linewidth=0.6, alpha=0.6)
-        heights += [value for line in seeds for value in line]
-    if log:
-        axes.set_yscale("log")
-        if heights and max(heights) < 100 * min(heights):  # powers of ten alone would leave two ticks
-            plain_log(axes.yaxis)
-    elif heights:
-        low, high = min(heights), float(np.quantile(heights, WIDEST))
-        room = 0.08 * max(high - low, 1e-6)
-        axes.set_ylim(low - room, high + room)
-    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), labelcolor="linecolor", fontsize=8)  # hides no line
-    axes.grid(axis="y", color=COLOURS["grid"], linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.set(title=title, xlabel=x, ylabel=y)
-
-
-def labelled(
-    axes: Any, curves: Mapping[str, Sequence[Points]], words: Callable[[str, float], str], size: float
+    lines: Mapping[str, Sequence[Points]],
+    words: Callable[[str, float], str],
+    size: float = 9.0,
+    colours: Mapping[str, str] = OBJECTIVE_COLOURS,
 ) -> None:
     """Draws the mean over seeds and a thin line for each, from 0 on; words at the end of a line, not on one another.
 
     Arguments:
-        axes: Where to; if its y is logarithmic already, the words are apart on that scale.
-        curves: Objective -> the curves of its seeds.
-        words: What stands at the end of a line, by the objective and its last value.
+        axes: Where to. If its y is logarithmic already, the words are apart on that scale; limits of y that are set
+            hold, else what is far above all else is left out.
+        lines: Name -> the curves of its seeds; names without any are left out.
+        words: What stands at the end of a line, by its name and its last value.
         size: Of the words, in points; lines are a fifth of it wide.
+        colours: By name.
     """
+    lines, log = {name: seeds for name, seeds in lines.items() if seeds}, axes.get_yscale() == "log"
+    if not lines:
+        return
     ends: dict[str, float] = {}
-    for loss, seeds in curves.items():
-        along, lines = joined(seeds)
-        axes.plot(along, np.mean(lines, axis=0), color=OBJECTIVE_COLOURS[loss], linewidth=size / 5)
-        axes.plot(along, np.transpose(lines), color=OBJECTIVE_COLOURS[loss], linewidth=0.6, alpha=0.6)
-        ends[loss] = float(np.mean(lines, axis=0)[-1])
-    last = max(curve[-1][0] for seeds in curves.values() for curve in seeds)
+    heights: list[float] = []
+    for name, seeds in lines.items():
+        along, values = joined(seeds)
+        middle = np.mean(values, axis=0)
+        axes.plot(along, middle, color=colours[name], linewidth=size / 5, zorder=3)
+        if len(seeds) > 1:
+            axes.plot(along, np.transpose(values), color=colours[name], linewidth=0.6, alpha=0.6)
+        ends[name] = float(middle[-1])
+        heights += [height for value in values for height in value]
+    if log:
+        plain_log(axes.yaxis)
+    elif axes.get_autoscaley_on():
+        low, high = min(heights), max(float(np.quantile(heights, WIDEST)), *ends.values())
+        room = 0.08 * max(high - low, 1e-6)
+        axes.set_ylim(low - room, high + room)
+    last = max(curve[-1][0] for seeds in lines.values() for curve in seeds)
     axes.set_xlim(0.0, last)
     axes.grid(axis="y", color=COLOURS["grid"], linewidth=0.6)
     low, high = axes.get_ylim()
-    for loss, place in apart(ends, low, high, axes.get_yscale() == "log").items():
+    for name, place in apart(ends, low, high, log).items():
         axes.annotate(
-            words(loss, ends[loss]), (last, ends[loss]), (last * 1.05, place), color=OBJECTIVE_COLOURS[loss],
+            words(name, ends[name]), (last, ends[name]), (last * 1.05, place), color=colours[name],
             fontsize=size, fontweight="bold", va="center", annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": OBJECTIVE_COLOURS[loss], "linewidth": 0.8, "relpos": (0.0, 0.5)},
+            arrowprops={"arrowstyle": "-", "color": colours[name], "linewidth": 0.8, "relpos": (0.0, 0.5)},
         )  # fmt: skip
 
 

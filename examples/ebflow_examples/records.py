@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from math import isfinite
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, Trainer
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 from torch import Tensor
 
-from ebflow_plugin.errors import InputError
+from ebflow_examples.console import as_lines
 from ebflow_plugin.lightning import ConditionGuard, ExactNLL, FiniteGuard
 from ebflow_plugin.training.events import Event, Record, describe
-from ebflow_plugin.training.files import atomic_write, not_written
+from ebflow_plugin.training.files import atomic_write
 
 METRICS = "metrics.jsonl"
-SHOWN_LAYERS = 8
 
 
 class Records(Callback):
@@ -36,10 +37,9 @@ class Records(Callback):
     def __init__(self, folder: Path, progress: bool) -> None:
         self.history: list[Record] = []
         self._path, self._progress = folder / METRICS, progress
+        self._shown = ExitStack()
         self._seconds, self._counted = 0.0, 0
         self._sum: Tensor | float = 0.0  # of the losses, on the device
-        self._lines: JsonLines | None = None
-        self._context: AbstractContextManager[object] = nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
         """All but what is shown."""
@@ -53,16 +53,14 @@ class Records(Callback):
 
     def on_fit_start(self, trainer: Trainer, module: Any) -> None:
         """Writes the file anew, with the records so far: a killed run may have written more."""
-        if trainer.is_global_zero:
-            self._lines = JsonLines(self._path, self.history)
+        self._write(trainer)
 
     def on_train_start(self, trainer: Trainer, module: Any) -> None:
         """Shows the NLL of the start."""
         self._began = self._mark = time.monotonic(), trainer.global_step
         self._show: Callable[[Event], object] = lambda event: None
         if self._progress and trainer.is_global_zero:
-            self._show, self._context = display()
-            self._context.__enter__()
+            self._show = self._shown.enter_context(display())
         start = _piece(trainer, ExactNLL).start_nll
         if start is not None and not trainer.global_step:
             self._show(Event(0, {"nll": start}, module.objective.model, steps=trainer.max_steps))
@@ -106,8 +104,7 @@ class Records(Callback):
             }
         record.update(module.objective.metrics())
         self.history.append(record)
-        if self._lines is not None:
-            self._lines(record)
+        self._write(trainer)
         passed, taken = time.monotonic() - self._began[0], trainer.global_step - self._began[1]
         left = passed / taken * (trainer.max_steps - trainer.global_step)
         event = Event(trainer.global_step, record, module.objective.model, None, trainer.max_steps, left)
@@ -117,8 +114,11 @@ class Records(Callback):
 
     def teardown(self, trainer: Trainer, module: Any, stage: str) -> None:
         """Leaves the last state on the screen."""
-        self._context.__exit__(None, None, None)
-        self._context = nullcontext()
+        self._shown.close()
+
+    def _write(self, trainer: Trainer) -> None:
+        if trainer.is_global_zero:
+            atomic_write(self._path, lambda file: file.write(as_lines(self.history)))
 
     def on_exception(self, trainer: Trainer, module: Any, exception: BaseException) -> None:
         """The same."""
@@ -131,87 +131,17 @@ def _piece(trainer: Trainer, kind: type[Callback]) -> Any:
     return next((piece for piece in pieces if isinstance(piece, kind)), None)
 
 
-class LiveDisplay:
-    """A live display on a rich Console: a bar with speed and time left, metrics, and condition numbers."""
+@contextmanager
+def display() -> Iterator[Callable[[Event], object]]:
+    """What shows the evaluations of a run: live on a terminal, else a line for each."""
+    if not sys.stderr.isatty():
+        yield lambda event: print(event, file=sys.stderr, flush=True)
+        return
+    with Live(console=Console(stderr=True), refresh_per_second=4) as live:
 
-    def __init__(self, console: Any = None) -> None:
-        from rich.console import Console
-        from rich.live import Live
+        def show(event: Event) -> None:
+            bar, (step, *pace) = Table.grid(padding=(0, 2, 0, 0)), event.pace()
+            bar.add_row(step, ProgressBar(event.steps, event.step, width=40), *pace)
+            live.update(Group(bar, "  ".join(describe(event.record))), refresh=True)
 
-        self._live = Live(console=console or Console(stderr=True), refresh_per_second=4)
-
-    def __enter__(self) -> LiveDisplay:
-        self._live.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Leaves the last state on the screen."""
-        self._live.stop()
-
-    def __call__(self, event: Event) -> None:
-        """Shows an evaluation."""
-        from rich.console import Group
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
-
-        bar, (step, *pace) = Table.grid(padding=(0, 2, 0, 0)), event.pace()
-        bar.add_row(step, ProgressBar(event.steps, event.step, width=40), *pace)
-        parts: list[Any] = [bar, "  ".join(describe(event.record, conditions=False))]
-        conditions = event.record.get("condition") or {}
-        if conditions:
-            table = Table("full layer", "smallest σ", "condition ≥", box=None, padding=(0, 2, 0, 0))
-            worst = sorted(conditions, key=lambda path: -conditions[path]["condition"])
-            for path in worst[:SHOWN_LAYERS]:
-                table.add_row(path, *(f"{conditions[path][name]:.1e}" for name in ("smallest", "condition")))
-            if len(worst) > SHOWN_LAYERS:
-                table.add_row(f"and {len(worst) - SHOWN_LAYERS} better ones", "", "")
-            parts.append(table)
-        self._live.update(Group(*parts), refresh=True)
-
-
-class JsonLines:
-    r"""Writes records to a file, one JSON object per line. It replaces an existing file, and starts with ``records``.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     lines = JsonLines(Path(folder) / "metrics.jsonl", [{"step": 1}])
-        ...     lines({"step": 2, "loss": 0.5})
-        ...     (Path(folder) / "metrics.jsonl").read_text()
-        '{"step": 1}\n{"step": 2, "loss": 0.5}\n'
-    """
-
-    def __init__(self, path: Path, records: Iterable[Record] = ()) -> None:
-        self.path = path
-        text = "".join(_line(record) for record in records).encode()
-        try:
-            atomic_write(path, lambda file: file.write(text))
-        except OSError as error:
-            raise InputError(f"the metrics file {path} cannot be written: {error}") from error
-
-    def __call__(self, record: Record) -> None:
-        """Appends a line."""
-        try:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(_line(record))
-        except OSError as error:
-            raise not_written(self.path, error) from error
-
-
-def display() -> tuple[Callable[[Event], object], AbstractContextManager[object]]:
-    """What shows a run, and its context: live on a terminal, else a line for each evaluation."""
-    if sys.stderr.isatty():
-        live = LiveDisplay()
-        return live, live
-    return lambda event: print(event, file=sys.stderr, flush=True), nullcontext()
-
-
-def _line(record: Mapping[str, Any]) -> str:
-    return json.dumps(_plain(record), allow_nan=False) + "\n"
-
-
-def _plain(value: Any) -> Any:
-    """The same value for JSON, with NaN and inf as strings."""
-    if isinstance(value, Mapping):
-        return {key: _plain(part) for key, part in value.items()}
-    return str(value) if isinstance(value, float) and not isfinite(value) else value
+        yield show

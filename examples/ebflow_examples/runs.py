@@ -17,7 +17,7 @@ import torch
 from torch import Generator, Tensor
 
 import ebflow_plugin as ebf
-from ebflow_examples.config import TrainConfig, option_types, read_toml
+from ebflow_examples.config import TrainConfig, read_toml, settings
 from ebflow_examples.data import DataSet, load
 from ebflow_examples.models import flow_for, preprocessing
 from ebflow_examples.streams import drawing_from, stream
@@ -224,7 +224,7 @@ def run_configuration(path: Path) -> TrainConfig:
         InputError: If it is not whole: a run's own file has every setting that the run had.
     """
     told = read_toml(path / CONFIG)
-    needed = [name for name, (_, each) in option_types().items() if each.default is not None]
+    needed = [name for name, each in settings().items() if each.default is not None]
     missing = [name for name in (*needed, "model", "loss") if name not in told]
     if missing:
         raise InputError(

@@ -41,8 +41,6 @@ def read(path: Path) -> list[Tensor]:
     Rows of numbers have shape (N, D) and become float32. Whole numbers of 8 bits are grey levels, and stay uint8: of
     vectors with shape (N, D), or of images with shape (N, H, W), (N, C, H, W) or (N, H, W, C), given as (N, C, H, W).
     """
-    if path.suffix == ".csv":
-        return [read_csv(path).rows]
     try:
         loaded = np.load(path, allow_pickle=False)
         if isinstance(loaded, np.ndarray):

@@ -8,8 +8,10 @@ import platform
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, fields, replace
 from importlib.metadata import version
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,7 @@ from ebflow_examples.runs import (
     likelihood,
     run_configuration,
 )
+from ebflow_examples.synthetic import PLANE
 from ebflow_plugin.covering import FEW, FEWEST
 from ebflow_plugin.errors import CoverageWarning, InputError
 from ebflow_plugin.layers import FullConv2d, FullLinear
@@ -122,9 +125,7 @@ def train(config: TrainConfig, out: Path, resume: bool = False, progress: bool =
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     run = build(config)
-    if not first_process():
-        return _train(run, out, resume, progress)
-    with held(writable(out)):
+    with held(writable(out)) if first_process() else nullcontext():
         return _train(run, out, resume, progress)
 
 
@@ -152,7 +153,8 @@ def _train(run: Run, out: Path, resume: bool, progress: bool) -> dict[str, Any]:
             _put_back(out, kept)
         raise
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(_how(out)) from None
+        what = "goes on from the last checkpoint" if latest(out) else "begins again: there is no checkpoint yet"
+        raise KeyboardInterrupt(f"`ebflow train --out {out} --resume` {what}.") from None
     if first and resume and config.steps is not None and trained["steps"] > config.steps:
         _put_back(out, kept)  # the run was longer than that already: nothing was done
     ebf.load_best(model, out)
@@ -187,11 +189,6 @@ def covered(run: Run) -> dict[str, Any] | None:
     return {**asdict(found), "fine": bool(found), "advice": found.advice}
 
 
-def _how(out: Path) -> str:
-    what = "goes on from the last checkpoint" if latest(out) else "begins again: there is no checkpoint yet"
-    return f"`ebflow train --out {out} --resume` {what}."
-
-
 def _put_back(out: Path, kept: dict[str, bytes | None]) -> None:
     """Restores the old content of files of a run folder."""
     for name, content in kept.items():
@@ -203,46 +200,35 @@ def _put_back(out: Path, kept: dict[str, bytes | None]) -> None:
 
 def report(summary: dict[str, Any], out: Path) -> str:
     """What a run came to, for people."""
-    validation, test = summary["validation"], summary["test"]
-    best_step = validation["best_step"]
-    before = validation["nll_before"]  # calibrated as the others; none if the first step still had to start an ActNorm
-    two = summary["data"] in ("sine", "swirl", "checkerboard")
-    return "\n".join(
-        (
-            *(() if summary["learnt"] else (_nothing(summary),)),
-            f"{summary['steps']:,} steps in {summary['training_seconds']:.0f} s "
-            f"({summary['steps_per_second']} steps/s), stopped by {summary['stopped']}",
-            f"validation NLL  {'' if before is None else f'{before:.4f} -> '}{validation['nll_best']:.4f} "
-            f"at step {best_step} (last {validation['nll_last']:.4f})",
-            f"test NLL        {test['nll']:.4f} ± {test['nll_error']:.4f} nats of the best weights, step {best_step}",
-            f"test bits/dim   {test['bits_per_dim']:.4f} ± {test['bits_error']:.4f}",
-            *(() if summary["coverage"] is None else (_coverage(summary["coverage"]),)),
-            f"next: ebflow {'density' if two else 'sample'} {out}",
-        )
-    )
-
-
-def _coverage(found: dict[str, Any]) -> str:
-    """What score matching does not see in its loss, and what to do about it."""
-    flags = "" if found["fine"] else " (here: more --steps, --shrink, --latent-weight 1, or --loss ml)"
-    return (
-        f"coverage        {found['outside']:.1%} of the samples are far from the data, {found['missed']:.1%} of the "
-        f"data far from the samples (usual: 1%)\n"
-        f"                {found['advice']}{flags}"
-    )
+    validation, test, coverage = summary["validation"], summary["test"], summary["coverage"]
+    best, before = validation["best_step"], validation["nll_before"]
+    # Calibrated as the others; none if the first step still had to start an ActNorm.
+    start = "" if before is None else f"{before:.4f} -> "
+    lines = [] if summary["learnt"] else [_nothing(summary)]
+    lines += [
+        f"{summary['steps']:,} steps in {summary['training_seconds']:.0f} s "
+        f"({summary['steps_per_second']} steps/s), stopped by {summary['stopped']}",
+        f"validation NLL  {start}{validation['nll_best']:.4f} at step {best} (last {validation['nll_last']:.4f})",
+        f"test NLL        {test['nll']:.4f} ± {test['nll_error']:.4f} nats of the best weights, step {best}",
+        f"test bits/dim   {test['bits_per_dim']:.4f} ± {test['bits_error']:.4f}",
+    ]
+    if coverage is not None:  # what score matching does not see in its loss, and what to do about it
+        flags = "" if coverage["fine"] else " (here: more --steps, --shrink, --latent-weight 1, or --loss ml)"
+        lines += [
+            f"coverage        {coverage['outside']:.1%} of the samples are far from the data, "
+            f"{coverage['missed']:.1%} of the data far from the samples (usual: 1%)",
+            f"                {coverage['advice']}{flags}",
+        ]
+    return "\n".join([*lines, f"next: ebflow {'density' if summary['data'] in PLANE else 'sample'} {out}"])
 
 
 def _nothing(summary: dict[str, Any]) -> str:
     loss, found = summary["loss"], summary["validation"]
-    tries = [
-        *(["--loss ml"] if loss != "ml" else []),
-        "a smaller --lr",
-        *(["a smaller --sigma"] if loss == "dsm" else []),
-    ]
+    tries = {"--loss ml": loss != "ml", "a smaller --lr": True, "a smaller --sigma": loss == "dsm"}
     return (
         f"NOTHING WAS LEARNT: {loss.upper()} made the model worse than its start (validation NLL "
         f"{found['nll_before']:.4f} before, {found['nll_last']:.4f} at the end). All below is of the start, step 0. "
-        f"Try {' or '.join(tries)}."
+        f"Try {' or '.join(words for words, fits in tries.items() if fits)}."
     )
 
 
@@ -256,17 +242,16 @@ def _headline(run: Run, out: Path) -> str:
     config, data = run.config, run.data
     start = "Gaussianising start" if config.gaussianize else "whitening start" if config.whiten else "plain start"
     weights = sum(parameter.numel() for parameter in run.model.parameters())
-    assert config.loss is not None
     units = ""
     if config.standardize:
-        length = {"dsm": ", and so does --sigma", "fdssm": ", and so does --eps"}.get(config.loss, "")
+        also = {"dsm": ", and so does --sigma", "fdssm": ", and so does --eps"}.get(config.loss or "", "")
         units = (
-            f"\nstandardised: the model sees each column in units of its standard deviation{length}; NLL and samples "
+            f"\nstandardised: the model sees each column in units of its standard deviation{also}; NLL and samples "
             "are in the units of the data"
         )
     return (
         f"{config.data}: {len(data.train):,} rows of shape {data.event_shape}; {config.model} of nflows, "
-        f"{weights:,} weights, {start}; {config.loss.upper()} on {run.device}; into {out}{units}"
+        f"{weights:,} weights, {start}; {str(config.loss).upper()} on {run.device}; into {out}{units}"
     )
 
 
@@ -283,20 +268,14 @@ def optimizer_for(run: Run, one_rate: bool = False) -> Callable[[list[nn.Paramet
 
     def optimizer(parameters: list[nn.Parameter]) -> optim.Optimizer:
         assert config.lr is not None
-        groups = ebf.parameter_groups(model, config.lr)
-        if one_rate:
-            groups = [{"params": parameters, "lr": config.lr}]
-        decays: list[dict[str, Any]] = [
-            {**group, "params": kept, "weight_decay": decay}
-            for group in groups
-            for decay, kept in (
-                (0.0, [each for each in group["params"] if id(each) not in decaying]),
-                (config.weight_decay, [each for each in group["params"] if id(each) in decaying]),
-            )
-            if kept
-        ]
+        groups = [{"params": parameters, "lr": config.lr}] if one_rate else ebf.parameter_groups(model, config.lr)
+        split = []
+        for group, decays in product(groups, (False, True)):
+            kept = [each for each in group["params"] if (id(each) in decaying) == decays]
+            if kept:
+                split.append({**group, "params": kept, "weight_decay": config.weight_decay if decays else 0.0})
         fused = {} if config.optimizer == "rmsprop" else {"fused": fusible(parameters)}
-        return OPTIMISERS[config.optimizer](decays, lr=config.lr, **fused)
+        return OPTIMISERS[config.optimizer](split, lr=config.lr, **fused)
 
     return optimizer
 
@@ -334,17 +313,12 @@ def run_trainer(
     steps = length(config, len(run.data.train))
     schedule = SCHEDULES[config.schedule]
     scheduler = None if config.schedule == "constant" else lambda made: LambdaLR(made, lambda n: schedule(n / steps))
-    held_out = Loader(
-        run.data.validation,
-        max(config.batch_size, VALIDATION_BATCH),
-        shuffle=False,
-        name="validation",
-    )
+    held_out = Loader(run.data.validation, max(config.batch_size, VALIDATION_BATCH), shuffle=False, name="validation")
     if not resume and first_process():
         for old in (*latest(out), out / BEST):
             old.unlink(missing_ok=True)
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     records = Records(out, progress)
     made = trainer(
         out,

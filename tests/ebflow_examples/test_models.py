@@ -235,7 +235,7 @@ def test_gradients_reach_every_parameter_of_a_glow_with_a_split(objective):
 
 def test_half_of_the_channels_are_split_off_between_two_levels():
     rows = list(ebf.describe(build("glow", (1, 8, 8), blocks=1, hidden=8)))
-    plain = list(ebf.describe(build("glow", (1, 8, 8), blocks=1, hidden=8, split=False)))
+    plain = list(ebf.describe(build("glow", (1, 8, 8), blocks=1, hidden=8, levels=1)))
     assert [row.reason for row in rows].count("splits off latents") == 1
     assert "splits off latents" not in [row.reason for row in plain]
 

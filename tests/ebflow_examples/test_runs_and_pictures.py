@@ -10,7 +10,7 @@ from nflows import distributions, flows, transforms
 
 import ebflow_plugin as ebf
 from ebflow_examples import plots
-from ebflow_examples.config import TrainConfig, option_types, to_toml
+from ebflow_examples.config import TrainConfig, settings, to_toml
 from ebflow_examples.console import exit_code, table
 from ebflow_examples.data import DataSet
 from ebflow_examples.defaults import objective_of, settle
@@ -36,10 +36,10 @@ def test_a_configuration_survives_its_file():
 
 
 def test_every_setting_has_a_help_text_and_says_how_none_is_chosen():
-    for name, (kind, each) in option_types().items():
-        assert kind in (str, int, float, bool), name
-        assert each.metadata["help"].endswith("."), name
-        assert bool(each.metadata["auto"]) == (each.default is None), name
+    for name, each in settings().items():
+        assert each.kind in (str, int, float, bool), name
+        assert each.help.endswith("."), name
+        assert bool(each.auto) == (each.default is None), name
 
 
 def test_of_steps_and_epochs_the_later_word_holds():

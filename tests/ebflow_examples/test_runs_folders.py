@@ -21,7 +21,7 @@ from ebflow_examples.data import load
 from ebflow_examples.defaults import usual_loss
 from ebflow_examples.pictures import draw_samples, unseen_features
 from ebflow_examples.reproduce.common import Cell, CellResult
-from ebflow_examples.reproduce.output import unlearnt
+from ebflow_examples.reproduce.output import remarks
 from ebflow_examples.runs import build, open_run
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.training.files import atomic_write
@@ -290,9 +290,9 @@ def test_tables_name_the_cells_that_learnt_nothing():
     cells = [
         CellResult(Cell("table2", name, {}), {"best_step": step}) for name, step in (("a", 0), ("b", 5), ("c", None))
     ]
-    (note,) = unlearnt(cells)
+    (note,) = remarks(cells, "")
     assert note.endswith("nothing was learnt: a.")
-    assert unlearnt(cells[1:]) == []
+    assert remarks(cells[1:], "") == []
 
 
 @pytest.mark.parametrize(

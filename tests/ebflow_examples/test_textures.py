@@ -1,5 +1,6 @@
 """Textures: their density and entropy are exact, and what stands on them (the demo, the race) is told the truth."""
 
+import copy
 import json
 import math
 
@@ -9,7 +10,7 @@ import torch
 
 import ebflow_plugin as ebf
 from commands import ebflow
-from ebflow_examples import demo, racing
+from ebflow_examples import demo
 from ebflow_examples.config import TrainConfig
 from ebflow_examples.data import OF_TEXTURES, load
 from ebflow_examples.models import flow_for
@@ -119,7 +120,7 @@ def test_the_built_in_model_can_be_the_truth(textures16):
     model = ebf.wrap(flow.double())
     assert [row.class_name for row in model.report] == [row.class_name for row in data.truth.model.report]
     flow.load_state_dict(data.truth.model.flow.state_dict())
-    gap, error = racing.gap(model, data, data.test[:50].double())
+    gap, error = race.gap(model, data, data.test[:50].double())
     assert abs(gap) < 1e-8
     assert error < 1e-8
 
@@ -138,18 +139,20 @@ def test_options_of_grey_levels_are_refused(option):
 
 
 def test_a_race_gets_nearer_to_the_floor(textures16):
-    lap = racing.run(racing.CONTENDERS["dsm"], textures16, textures16.test[:50], 1.0)
-    assert lap.curve[0][0] == 0.0
-    assert lap.curve[-1][0] >= 1.0
-    assert 0 < lap.curve[-1][1] < 0.7 * lap.curve[0][1]
-    assert lap.steps > 1
-    first = racing.run(racing.CONTENDERS["ml"], textures16, textures16.test[:50], 0.01)
-    assert first.curve[0] == lap.curve[0]  # all start at the same model
+    _, found = race.run(race.CONTENDERS["dsm"], textures16, textures16.test[:50], 1.0, 3e-3, 0)
+    curve = found["curve"]
+    assert curve[0][0] == 0.0
+    assert curve[-1] == (found["seconds"], found["above_floor"])
+    assert found["seconds"] >= 1.0
+    assert 0 < curve[-1][1] < 0.7 * curve[0][1]
+    assert found["steps"] > 1
+    _, first = race.run(race.CONTENDERS["ml"], textures16, textures16.test[:50], 0.01, 1e-2, 0)
+    assert first["curve"][0] == curve[0]  # all start at the same model
 
 
 def test_a_race_that_fails_says_so(textures16):
     with pytest.raises(TrainingError) as failed:
-        racing.run(racing.CONTENDERS["dsm"], textures16, textures16.test[:5], 5.0, rate=1e30)
+        race.run(race.CONTENDERS["dsm"], textures16, textures16.test[:5], 5.0, 1e30, 0)
     assert failed.value.__notes__ == ["It was DSM, with a rate of 1e+30."]
 
 
@@ -168,7 +171,7 @@ def test_the_demo(tmp_path):
 
 
 def row(objective, above, steps, spread=1.0):
-    name = racing.CONTENDERS[objective].name
+    name = race.CONTENDERS[objective].name
     return {"objective": objective, "name": name, "above_floor": above, "steps": steps, "spread": spread}
 
 
@@ -192,18 +195,17 @@ def test_the_small_case_says_which_is_better():
 def test_the_race_chooses_rates_on_validation_images_with_two_seeds(tmp_path, monkeypatch, textures16):
     calls = []
 
-    def run(contender, data, rows, seconds, *, rate, seed):
+    def run(contender, data, rows, seconds, rate, seed):
         calls.append((rate, seconds, seed, rows))
         if rate == 1e-2:
             raise TrainingError("diverged")
         above = 1000 * abs(rate - 3e-3) + 1
         if (rate, seed, seconds) == (1e-3, 0, 2.0):
             above = 0.5  # by chance, with one seed
-        lap = racing.Lap(data.truth.model.float(), [(0.0, 9.0), (seconds, above)], 0.1, 7)
-        data.truth.model.double()
-        return lap
+        model = copy.deepcopy(data.truth.model).float()
+        return model, {"above_floor": above, "error": 0.1, "steps": 7, "seconds": seconds, "curve": [(0.0, 9.0)]}
 
-    monkeypatch.setattr(race.racing, "run", run)
+    monkeypatch.setattr(race, "run", run)
     monkeypatch.setattr(race, "load", lambda name, seed: textures16)
     options = Options("race", 1.0, seeds=2, out=tmp_path, seconds=10.0, only=("dsm",))
     found = {each.cell.name: each for each in common.run(options, race)}
@@ -213,7 +215,7 @@ def test_the_race_chooses_rates_on_validation_images_with_two_seeds(tmp_path, mo
     assert all(torch.equal(call[3], textures16.test[:250]) for call in calls[6:])
     assert found["dsm-rate0.01"].failed == "diverged"
     assert [found[f"dsm-seed{seed}"]["lr"] for seed in (0, 1)] == [3e-3, 3e-3]
-    assert np.load(options.folder / "dsm-seed0.npy").shape == (racing.SAMPLES, 3, 16, 16)
+    assert np.load(options.folder / "dsm-seed0.npy").shape == (race.SAMPLES, 3, 16, 16)
 
 
 def test_the_report_of_the_race(tmp_path):
@@ -225,10 +227,10 @@ def test_the_report_of_the_race(tmp_path):
         above = 10.0 * (place % 5 + 1)
         curve = [(0.0, 100.0), (2.0, above)]
         result = {"above_floor": above, "error": 0.1, "lr": 1e-3, "steps": 5, "seconds": 2.0, "spread": 1.0}
-        np.save(options.folder / f"{cell.name}.npy", np.zeros((racing.SAMPLES, 3, 16, 16), dtype=np.float32))
+        np.save(options.folder / f"{cell.name}.npy", np.zeros((race.SAMPLES, 3, 16, 16), dtype=np.float32))
         found.append(CellResult(cell, {**result, "curve": curve}))
     made = race.report(options, found, tmp_path / "race.png")
-    assert [line[0] for line in made.grids[0].rows] == [each.name for each in racing.CONTENDERS.values()]
+    assert [line[0] for line in made.grids[0].rows] == [each.name for each in race.CONTENDERS.values()]
     assert made.grids[0].rows[0][3:6] == ["78", "55", "10.0 ± 0.0"]
     assert abs(made.rows[0]["floor"] - Textures(16).entropy()) < 1e-9
     assert (tmp_path / "race.png").is_file()

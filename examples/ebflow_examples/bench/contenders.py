@@ -6,12 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from nflows import distributions, flows, transforms
 from torch import Tensor, nn
 
 import ebflow_plugin as ebf
 from ebflow_examples.bench import plain
-from ebflow_nflows import SmoothLeakyReLU
 from ebflow_plugin.training.optimizers import fusible
 
 DIM, BATCH, ALPHA = 784, 100, 0.3  # the paper's models for MNIST
@@ -38,13 +36,6 @@ def plain_loss(name: str, model: Any) -> Callable[[Tensor], Tensor]:
         "ML": lambda x: plain.ml(model, x),
     }
     return losses[name]
-
-
-def naive_fc(dim: int) -> Any:
-    """The paper's fc with nflows' own unconstrained layer; the default start of that needs torch.qr, which is gone."""
-    first, last = (transforms.NaiveLinear(dim, orthogonal_initialization=False) for _ in range(2))
-    steps = transforms.CompositeTransform([first, SmoothLeakyReLU(ALPHA), last])
-    return flows.Flow(steps, distributions.StandardNormal([dim]))
 
 
 def training_step(

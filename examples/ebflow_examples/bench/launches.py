@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ebflow_plugin as ebf
-from ebflow_examples.architectures import CNN_KERNEL
 from ebflow_examples.bench import plain
 from ebflow_examples.bench.contenders import ALPHA, objective, plain_loss
 from ebflow_examples.bench.results import Settings, Table
@@ -54,18 +54,15 @@ def launches(settings: Settings) -> Iterator[Table]:
         ("cnn", (1, 12, 12), ("SSM", "DSM", "FDSSM", "ML stochastic")),
     ):
         x = settings.data(8, *shape)
-        hand: Any = plain.FullyConnected(64, ALPHA) if kind == "fc" else plain.Convolutional(1, ALPHA, CNN_KERNEL)
+        hand = plain.model(kind, shape, ALPHA).to(x)
         for name in names:
             ours = objective(name, ebf.wrap(build(kind, shape, alpha=ALPHA).to(x)))
-            other = plain_loss(name, hand.to(x)) if " " not in name else None  # nobody has these by hand
-            rows.append(_row(f"{kind} {name}", ours, other, x))
+            other = plain_loss(name, hand) if " " not in name else None  # nobody has these by hand
+            counts = {"ours": count(partial(_step, ours, x)), "by hand": other and count(partial(_step, other, x))}
+            rows.append({"step": f"{kind} {name}", **counts})
     note = "Operators of torch that compute something, counted in one step: loss and gradients, without the optimiser."
     yield Table("launches", "kernels that a training step launches", rows, note)
 
 
-def _row(what: str, ours: Any, by_hand: Callable[[Tensor], Tensor] | None, x: Tensor) -> dict[str, Any]:
-    return {
-        "step": what,
-        "ours": count(lambda: ours(x).backward()),
-        "by hand": None if by_hand is None else count(lambda: by_hand(x).backward()),
-    }
+def _step(loss: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    loss(x).backward()

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ebflow_examples.architectures import CNN_KERNEL
+
 Energy = Callable[[Tensor], Tensor]
 
 
@@ -54,6 +56,11 @@ class Convolutional(nn.Module):
             x = self.layers[2 * block + 1](x)
             total = total + log_det
         return gaussian_energy(x) - total
+
+
+def model(kind: str, shape: tuple[int, ...], alpha: float) -> FullyConnected | Convolutional:
+    """The paper's ``fc`` or ``cnn``."""
+    return FullyConnected(shape[0], alpha) if kind == "fc" else Convolutional(shape[0], alpha, CNN_KERNEL)
 
 
 def activate(x: Tensor, alpha: float) -> tuple[Tensor, Tensor]:

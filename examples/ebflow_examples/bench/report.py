@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 from collections.abc import Iterable
@@ -13,13 +12,13 @@ from typing import Any
 
 import torch
 
-from ebflow_examples.bench.results import Table, Target
+from ebflow_examples.bench.results import Table
 from ebflow_examples.bench.timing import Spread
 from ebflow_examples.console import Grid, markdown
 
 NOTES = (
     "Ratios are of medians, ours over the other; in brackets the 90 % bootstrap interval over the rounds. "
-    "Below 1, ours is faster. A target is open if it lies within the interval."
+    "Below 1, ours is faster."
 )
 
 
@@ -32,11 +31,10 @@ def as_text(table: Table) -> str:
 
 def as_markdown(tables: Iterable[Table], about: dict[str, Any]) -> str:
     """All tables for a Markdown file."""
-    lines = ["# Benchmark", "", ", ".join(f"{key} {value}" for key, value in about.items()) + ".", "", NOTES, ""]
+    parts = ["# Benchmark", f"{', '.join(f'{key} {value}' for key, value in about.items())}.", NOTES]
     for table in tables:
-        lines += [f"## {table.group}: {table.title}", "", markdown(*cells(table)), ""]
-        lines += [table.note, ""] if table.note else []
-    return "\n".join(lines).rstrip() + "\n"
+        parts += [f"## {table.group}: {table.title}", markdown(*cells(table)), *([table.note] if table.note else [])]
+    return "\n\n".join(parts) + "\n"
 
 
 def cells(table: Table) -> tuple[list[str], list[list[str]]]:
@@ -49,15 +47,13 @@ def cell(value: Any) -> str:
     """A cell as text.
 
     Example:
-        >>> cell(Spread(0.784, 0.7612, 0.81)), cell(Target(0.8, "met")), cell(12.3456), cell(None)
-        ('0.78 [0.76, 0.81]', '≤ 0.8 met', '12.3', '')
+        >>> cell(Spread(0.784, 0.7612, 0.81)), cell(12.3456), cell(None)
+        ('0.78 [0.76, 0.81]', '12.3', '')
     """
     if value is None:
         return ""
     if isinstance(value, Spread):
         return f"{value.value:.2f} [{value.low:.2f}, {value.high:.2f}]"
-    if isinstance(value, Target):
-        return f"≤ {value.limit:g} {value.verdict}"
     if isinstance(value, float):
         return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
     return str(value)
@@ -83,12 +79,6 @@ def processor() -> str:
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def write_json(path: Path, tables: Iterable[Table], about: dict[str, Any], options: dict[str, Any]) -> None:
-    """Writes everything for programs."""
-    content = {"machine": about, "options": options, "tables": [table.as_dict() for table in tables]}
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def draw(table: Table, path: Path) -> None:

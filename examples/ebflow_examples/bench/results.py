@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ebflow_examples.bench.timing import Samples, Spread, interleaved, ratio
+from ebflow_examples.bench.timing import Samples, interleaved, ratio
 from ebflow_examples.streams import stream
 
 
@@ -53,21 +53,13 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Target:
-    """What a number should not exceed, and whether it does: ``met``, ``missed``, or ``open`` within the spread."""
-
-    limit: float
-    verdict: str
-
-
-@dataclass(frozen=True)
 class Table:
     """A table of results; its rows have the same keys.
 
     Attributes:
         group: The group that it belongs to.
         title: What it shows.
-        rows: Cells by column: text, numbers, :class:`Spread`, :class:`Target`, or None.
+        rows: Cells by column: text, numbers, :class:`Spread`, or None.
         note: What a reader must know.
     """
 
@@ -76,35 +68,22 @@ class Table:
     rows: list[dict[str, Any]]
     note: str = ""
 
-    def as_dict(self) -> dict[str, Any]:
-        """The table for JSON."""
-        return asdict(self)
 
-
-def compare(what: str, ours: Samples, other: Samples, target: float | None = None) -> dict[str, Any]:
+def compare(what: str, ours: Samples, other: Samples) -> dict[str, Any]:
     """A row about two contenders of one run: their milliseconds, and the ratio with its spread.
 
     Raises:
         InputError: If they were not interleaved.
     """
-    spread = ratio(ours, other)
     return {
         "what": what,
         "against": other.name,
         "ours, ms": 1e3 * ours.median,
         "other, ms": 1e3 * other.median,
-        "ratio": spread,
-        "target": goal(spread, target),
+        "ratio": ratio(ours, other),
     }
 
 
 def milliseconds(sizes: Sequence[int], series: Sequence[Samples]) -> dict[str, float]:
     """Cells with the milliseconds at each size."""
     return {f"D = {size}, ms": 1e3 * samples.median for size, samples in zip(sizes, series, strict=True)}
-
-
-def goal(spread: Spread, limit: float | None) -> Target | None:
-    """A target, compared with what was measured."""
-    if limit is None:
-        return None
-    return Target(limit, "met" if spread.high <= limit else "missed" if spread.low > limit else "open")

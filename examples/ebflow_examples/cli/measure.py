@@ -94,7 +94,7 @@ def bench(
     """
     from ebflow_examples import bench
 
-    raise typer.Exit(bench.main(quick=quick, only=only or (), out=out, threads=threads, device=device, seed=seed))
+    bench.main(quick=quick, only=only or (), out=out, threads=threads, device=device, seed=seed)
 
 
 def reproduce(

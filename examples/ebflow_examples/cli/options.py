@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from ebflow_examples.config import CHOICES, option_types
+from ebflow_examples.config import CHOICES, settings
 
 Target = Annotated[
     str,
@@ -49,17 +49,16 @@ def with_settings(command: Callable[..., None]) -> Callable[..., None]:
     signature = inspect.signature(command, eval_str=True)
     own = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
     flags = []
-    for name, (kind, each) in option_types().items():
-        text = each.metadata["help"]
+    for name, setting in settings().items():
+        text, kind, default = setting.help, setting.kind, setting.default
         if name in CHOICES:
             text += f" One of {', '.join(CHOICES[name])}."
-        default = each.default
-        shown = each.metadata["auto"] if default is None else str(default)
+        shown = setting.auto if default is None else str(default)
         spelled = name.replace("_", "-")
         names = [f"--{spelled}/--no-{spelled}"] if kind is bool else [f"--{spelled}"]
         if kind is bool and default is not None:
             shown = names[0].split("/")[not default].removeprefix("--")
-        option = typer.Option(*names, help=text, show_default=shown, rich_help_panel=each.metadata["panel"])
+        option = typer.Option(*names, help=text, show_default=shown, rich_help_panel=setting.panel)
         annotation = Annotated[kind | None, option]  # type: ignore[valid-type]
         flags.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
     parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own] + flags

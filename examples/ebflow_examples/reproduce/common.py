@@ -21,6 +21,7 @@ from ebflow_examples.defaults import CALIBRATION_ROWS
 from ebflow_examples.reproduce.provenance import commit, recipe
 from ebflow_examples.training import versions
 from ebflow_plugin.errors import InputError, SingularError, TrainingError
+from ebflow_plugin.training.files import atomic_write
 
 TRAINING = 0.75  # of the budget; the rest is for data, evaluations, calibrations and pictures
 QUICK_SECONDS = 0.2
@@ -108,6 +109,10 @@ class Cell:
     best_of: tuple[str, ...] = ()
     judge: str | None = None
     recipe: str = ""
+
+    def __getitem__(self, key: str) -> Any:
+        """A setting."""
+        return self.settings[key]
 
 
 @dataclass(frozen=True)
@@ -236,17 +241,32 @@ def _round(options: Options, made: Experiment, cells: Sequence[Cell]) -> dict[st
     return found
 
 
-def tries(cell: Cell, quick: bool) -> list[Cell]:
-    """A cell that tries a learning rate, with each seed: one seed and a few steps would be the toss of a coin."""
-    return [
-        replace(cell, name=name, settings={**cell.settings, "seed": seed})
-        for seed, name in enumerate(try_names(cell.name, quick))
-    ]
+def with_rates(
+    runs: Sequence[Cell], search: Callable[[Cell], tuple[Mapping[str, float], float]], quick: bool
+) -> list[Cell]:
+    """Puts cells that try learning rates in front of the runs that take the best of them.
 
+    Each rate has two seeds, one if it is to be quick: one seed and a few steps would be the toss of a coin.
 
-def try_names(name: str, quick: bool) -> tuple[str, ...]:
-    """The names of the cells that try a learning rate: two seeds, one if it is to be quick."""
-    return (name,) if quick else (name, f"{name}-again")
+    Arguments:
+        runs: The runs.
+        search: Of a run, the rates that are tried for it by the names of these cells, which runs can share, and for
+            how long, as a part of the time. No rates for a run that has its own.
+        quick: Whether it is to be quick.
+    """
+    tries: dict[str, Cell] = {}
+    taking = []
+    for run in runs:
+        rates, part = search(run)
+        names = {
+            f"{name}{again}": {**run.settings, "search": True, "lr": rate, "seed": seed}
+            for name, rate in rates.items()
+            for seed, again in enumerate([""] if quick else ["", "-again"])
+        }
+        for name, settings in names.items():
+            tries.setdefault(name, replace(run, name=name, settings=settings, part=part, judge=None))
+        taking.append(replace(run, best_of=tuple(names)))
+    return [*tries.values(), *taking]
 
 
 def judged(tried: Iterable[CellResult], judge: str | None = None) -> float | None:
@@ -310,10 +330,8 @@ def compute(
         failed = str(error)
     facts = {"command": options.command, "commit": code, "threads": torch.get_num_threads(), "versions": versions()}
     found = CellResult(cell, result, failed, round(time.monotonic() - started, 2), facts)
-    path = options.folder / f"{cell.name}.json"
-    partial = path.with_suffix(".part")  # a run that is stopped while it writes leaves no half of a cell
-    partial.write_text(json.dumps(asdict(found), indent=1) + "\n", encoding="utf-8")
-    partial.replace(path)
+    text = f"{json.dumps(asdict(found), indent=1)}\n"
+    atomic_write(options.folder / f"{cell.name}.json", lambda file: file.write(text.encode()))
     return found
 
 
@@ -326,26 +344,6 @@ def _kept(cell: Cell, folder: Path) -> CellResult | None:
     of = content["cell"].get("recipe", "")
     same = json.loads(json.dumps(asdict(cell))) == {**content["cell"], "recipe": cell.recipe}
     return CellResult(**{**content, "cell": replace(cell, recipe=of)}) if same else None
-
-
-def kept_cells(options: Options, made: Any, wanted: dict[str, Any]) -> list[CellResult]:
-    """The cells of the last run of another experiment that have these settings, without those that failed.
-
-    Those of other code are left out, unless what is kept is asked for.
-    """
-    path = options.out / f"{made.__name__.rpartition('.')[2]}.json"
-    if not path.is_file():
-        return []
-    content = json.loads(path.read_text(encoding="utf-8"))
-    found = [CellResult(**{**each, "cell": Cell(**each["cell"])}) for each in content["cells"]]
-    digest = recipe(made, options.data)
-    return [
-        each
-        for each in found
-        if not each.failed
-        and (options.kept or each.cell.recipe == digest)
-        and all(each.cell.settings.get(key) == value for key, value in wanted.items())
-    ]
 
 
 def commits(found: Iterable[CellResult]) -> str:

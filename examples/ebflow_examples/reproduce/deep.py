@@ -57,9 +57,9 @@ def report(options: Options, found: Sequence[CellResult], path: Path) -> Report:
     for kind in kinds:
         nll, bits, cpu = (column(groups[kind,], key) for key in ("nll", "bits_per_dim", "cpu_seconds"))
         model, layers = MODELS[kind]
-        lines.append([f"{model}, {layers} layers", nll.text(1), bits.text(3), f"{cpu.value:.0f} s"])
+        lines.append([f"{model}, {layers} layers", nll.text(1), bits.text(3), f"{cpu.mean:.0f} s"])
         rows.append({"model": model, "layers": layers, "nll": nll, "bits_per_dim": bits, "cpu_seconds": cpu})
-        title = f"{model}, {layers} layers: {nll.value:.0f} nats"
+        title = f"{model}, {layers} layers: {nll.mean:.0f} nats"
         panels[title] = options.folder / f"{groups[kind,][0].cell.name}.npy"
     plots.save_panels(path, panels, COLUMNS, 3.6)
     notes = [

@@ -87,7 +87,7 @@ def report(options: Options, found: Sequence[CellResult], path: Path) -> Report:
         means = columns(group, "raw_nll", "nll", "steps", "seconds")
         theirs = paper.GLOW if options.data == "mnist" and objective == "dsm" else None
         nlls = [means["raw_nll"].text(1), beside(means["nll"].text(1), theirs, 0)]
-        lines.append([WORDS[objective], *nlls, f"{means['steps'].value:.0f}", f"{means['seconds'].value:.0f} s"])
+        lines.append([WORDS[objective], *nlls, f"{means['steps'].mean:.0f}", f"{means['seconds'].mean:.0f} s"])
         rows.append({"objective": objective, **means, "paper": theirs})
         name = group[0].cell.name
         panels["test data"] = f"{name}-data.npy"

@@ -13,7 +13,6 @@ from ebflow_examples.config import TrainConfig
 from ebflow_examples.console import Grid
 from ebflow_examples.data import load
 from ebflow_examples.models import flow_for
-from ebflow_examples.plots import seed_curves
 from ebflow_examples.reproduce.common import Cell, CellResult, Options
 from ebflow_examples.reproduce.output import Report, column, grouped
 from ebflow_examples.reproduce.timed import train_for
@@ -71,13 +70,15 @@ def report(options: Options, found: Sequence[CellResult], path: Path) -> Report:
     lines, rows = [], []
     for kind in kinds:
         nll, steps = (column(groups[kind,], key) for key in ("nll", "steps"))
-        lines.append([KINDS[kind][0], nll.text(3), f"{steps.value:.0f}"])
+        lines.append([KINDS[kind][0], nll.text(3), f"{steps.mean:.0f}"])
         rows.append({"linear": kind, "nll": nll, "steps": steps})
-    curves = {KINDS[kind][0]: (KINDS[kind][1], [each.result["curve"] for each in groups[kind,]]) for kind in kinds}
+    curves = {kind: [each["curve"] for each in groups[kind,]] for kind in kinds}
     with plots.figure(path, 7.4, 3.8) as figure:
+        axes, colours = figure.subplots(), {kind: colour for kind, (_, colour) in KINDS.items()}
+        plots.curves(axes, curves, lambda kind, end: f"{KINDS[kind][0]}  {end:.2f}", colours=colours)
         title = f"{DATA}: NLL of validation data by linear layer"
-        seed_curves(figure.subplots(), curves, title, "seconds of training, one core", "nats", digits=2)
-    entropy = column([each for each in found if not each.failed], "entropy").value
+        axes.set(title=title, xlabel="seconds of training, one core", ylabel="nats")
+    entropy = column([each for each in found if not each.failed], "entropy").mean
     notes = [
         f"ML, {LAYERS} linear layers with smooth leaky ReLUs between them, entries scaled to unit variance for "
         "training; the paper says neither depth nor scale, nor its s and d. The entropy of the data, which no model "

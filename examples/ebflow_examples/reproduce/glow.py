@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import normflows as nf
 import numpy as np
-import torch
 from safetensors.torch import save_file
 from torch.optim import Adam
 
@@ -19,9 +18,8 @@ from ebflow_examples import clock, plots
 from ebflow_examples.console import Grid
 from ebflow_examples.data import DataSet, load
 from ebflow_examples.models import build
-from ebflow_examples.plots import joined
 from ebflow_examples.reproduce.common import Cell, CellResult, Options
-from ebflow_examples.reproduce.output import Mean, Report, column, grouped, mean
+from ebflow_examples.reproduce.output import Report, at, column, grouped, mean
 from ebflow_examples.runs import likelihood
 from ebflow_examples.streams import drawing_from, stream
 
@@ -51,6 +49,7 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 MAIN = ("kernel1", "kernel3")  # with all seeds; the others with one
 COLOURS = {"kernel1": plots.COLOURS["ml"], "kernel3": plots.COLOURS["score"]}
+LABELS = {"kernel1": "1 × 1", "kernel3": "3 × 3"}
 
 
 def cells(options: Options) -> list[Cell]:
@@ -78,7 +77,16 @@ def compute(cell: Cell, folder: Path, data_root: str | None) -> dict[str, Any]:
     exact = told["kernel"] == 1  # as the library does it
     objective = ebf.objectives.ML(model, log_det="exact" if exact else "auto")
     validation = data.validation[: 20 if quick else VALIDATION_ROWS]
-    trained = train(objective, data, cell.seconds, seed, lambda step: likelihood(model, validation, seed).bits_per_dim)
+
+    def schedule(share: float) -> float:
+        """The rate grows for two seconds, and falls as a cosine."""
+        return min(1.0, (share * cell.seconds + 0.05) / WARM_UP) * clock.SCHEDULES["cosine"](share)
+
+    trained = clock.train(
+        objective, data.train, cell.seconds, lambda step: likelihood(model, validation, seed).bits_per_dim,
+        optimizer=lambda _: Adam(ebf.parameter_groups(model, RATE), fused=True), schedule=schedule,
+        moments=[place / EVALUATIONS for place in range(1, EVALUATIONS + 1)], batch_size=BATCH, seed=seed,
+    )  # fmt: skip
     found = likelihood(model, data.test[:20] if quick else data.test, seed)
     taken = []
     for place in range(2):  # the first call factorises
@@ -91,7 +99,7 @@ def compute(cell: Cell, folder: Path, data_root: str | None) -> dict[str, Any]:
         "bits_per_dim": found.bits_per_dim,
         "error": found.bits_error,
         "curve": trained.curve,
-        "seconds": trained.seconds,
+        "seconds": trained.curve[-1][0],
         "steps": trained.result.steps,
         "weights": sum(each.numel() for each in model.parameters()),
         "sample_seconds": taken,
@@ -127,50 +135,41 @@ def glow_of_normflows(shape: Sequence[int], *, hidden: int, levels: int, blocks:
     return nf.MultiscaleFlow(bases[::-1], flows[::-1], merges, class_cond=False)
 
 
-def train(
-    objective: ebf.objectives.Objective, data: DataSet, seconds: float, seed: int, judge: Callable[[int], float]
-) -> clock.Timed:
-    """Trains for so many CPU seconds of this process; the rate grows for two of them, and falls as a cosine."""
-
-    def schedule(share: float) -> float:
-        return min(1.0, (share * seconds + 0.05) / WARM_UP) * clock.SCHEDULES["cosine"](share)
-
-    return clock.train(
-        objective,
-        data.train,
-        seconds,
-        judge,
-        optimizer=lambda _: Adam(ebf.parameter_groups(objective.model, RATE), fused=True),
-        schedule=schedule,
-        moments=[place / EVALUATIONS for place in range(1, EVALUATIONS + 1)],
-        batch_size=BATCH,
-        seed=seed,
-    )
-
-
 def report(options: Options, found: Sequence[CellResult], path: Path) -> Report:
     """Bits per dimension by CPU seconds, of validation images on the way and of test images; curves and samples."""
     groups = {(arm, length): group for (arm, length), group in grouped(found, "arm", "length").items()}
-    rows = [_row(arm, length, group) for (arm, length), group in groups.items()]
-    grids = [_grid(own) for length in LENGTHS if (own := [row for row in rows if row["length"] == length])]
-    pictures = []
-    lengths = [length for length in LENGTHS if any((arm, length) in groups for arm in MAIN)]
-    if lengths:
-        main = {arm: groups[arm, lengths[0]] for arm in MAIN if (arm, lengths[0]) in groups}
-        _draw_curves(path, main)
-        _draw_samples(path.with_stem(f"{path.stem}_samples"), options, main)
+    rows, grids, pictures = [], [], []
+    for length in LENGTHS:
+        own = [_row(arm, each, group) for (arm, each), group in groups.items() if each == length]
+        if own:
+            rows += own
+            grids.append(_grid(own))
+    main = next((them for length in LENGTHS if (them := _main(groups, length))), None)
+    if main:
         pictures = [path, path.with_stem(f"{path.stem}_samples")]
+        _draw_curves(path, main)
+        files = {
+            f"{_name(arm)}, seed {first['seed']}: {first['bits_per_dim']:.3f} bits/dim": first.cell.name
+            for arm, (first, *_) in main.items()
+        }
+        plots.save_panels(
+            pictures[1], {title: options.folder / f"{name}.npy" for title, name in files.items()}, COLUMNS, 4.6
+        )
     return Report(grids, rows, [*_gains(groups), *_notes()], pictures)
 
 
+def _main(groups: Mapping[tuple[str, str], Sequence[CellResult]], length: str) -> dict[str, Sequence[CellResult]]:
+    """What the pictures show."""
+    return {arm: groups[arm, length] for arm in MAIN if (arm, length) in groups}
+
+
 def _row(arm: str, length: str, group: Sequence[CellResult]) -> dict[str, Any]:
-    seconds = mean(each["seconds"] for each in group)
     return {
         "arm": arm,
         "length": length,
         "seeds": len(group),
-        "seconds": seconds,
-        **{f"at_{share:.0%}": mean(_at(each, share) for each in group) for share in SHARES},
+        "seconds": column(group, "seconds"),
+        **{f"at_{share:.0%}": mean(at(each, share) for each in group) for share in SHARES},
         "test": column(group, "bits_per_dim"),
         "steps": column(group, "steps"),
         "ms_a_step": mean(1e3 * each["seconds"] / each["steps"] for each in group),
@@ -178,23 +177,16 @@ def _row(arm: str, length: str, group: Sequence[CellResult]) -> dict[str, Any]:
     }
 
 
-def _at(each: CellResult, share: float) -> float:
-    x, y = np.array(each["curve"]).T
-    return float(np.interp(share * each["seconds"], x, y))
-
-
 def _grid(rows: Sequence[Mapping[str, Any]]) -> Grid:
     """The table of runs of one length."""
-    seconds = rows[0]["seconds"].value
-    at = [f"{share * seconds:,.0f} s" for share in SHARES]
-    head = ["model", "seeds", *at, "test", "steps", "ms a step", "64 samples, s"]
-    return Grid(f"Bits per dimension in runs of {seconds:,.0f} CPU seconds", head, [_line(row) for row in rows])
-
-
-def _line(row: Mapping[str, Any]) -> list[str]:
-    way = [f"{row[key].value:.3f}" for key in row if key.startswith("at_")]
-    ends = f"{row['steps'].value:,.0f}", f"{row['ms_a_step'].value:.0f}", f"{row['sample_seconds'].value:.1f}"
-    return [_name(row["arm"]), f"{row['seeds']}", *way, row["test"].text(3), *ends]
+    seconds, lines = rows[0]["seconds"].mean, []
+    for row in rows:
+        way = [f"{row[f'at_{share:.0%}'].mean:.3f}" for share in SHARES]
+        ends = f"{row['steps'].mean:,.0f}", f"{row['ms_a_step'].mean:.0f}", f"{row['sample_seconds'].mean:.1f}"
+        lines.append([_name(row["arm"]), f"{row['seeds']}", *way, row["test"].text(3), *ends])
+    times = [f"{share * seconds:,.0f} s" for share in SHARES]
+    head = ["model", "seeds", *times, "test", "steps", "ms a step", "64 samples, s"]
+    return Grid(f"Bits per dimension in runs of {seconds:,.0f} CPU seconds", head, lines)
 
 
 def _name(arm: str) -> str:
@@ -252,46 +244,18 @@ def _notes() -> list[str]:
 
 def _draw_curves(path: Path, main: Mapping[str, Sequence[CellResult]]) -> None:
     """The first picture of README: read at half its size."""
-    names = {"kernel1": "1 × 1", "kernel3": "3 × 3"}
     curves = {arm: [each["curve"] for each in group] for arm, group in main.items()}
+    last = max(curve[-1][0] for seeds in curves.values() for curve in seeds)
+    # The first part is steep, and would flatten the rest.
+    heights = [
+        y for seeds in curves.values() for curve in seeds for x, y in curve if x >= min(0.15 * last, curve[-1][0])
+    ]
+    room = 0.1 * (max(heights) - min(heights)) + 1e-3
     with plots.figure(path, 8.4, 4.6) as figure:
         axes = figure.subplots()
-        means, lowest = {}, []
-        for arm, seeds in curves.items():
-            x, lines = joined(seeds)
-            lowest += [line[-1] for line in lines]
-            means[arm] = np.array(x), np.mean(lines, axis=0)
-            axes.plot(*means[arm], color=COLOURS[arm], linewidth=3.2)
-            if len(lines) > 1:
-                axes.plot(x, np.transpose(lines), color=COLOURS[arm], linewidth=1.0, alpha=0.6)
-        last = float(max(x[-1] for x, _ in means.values()))
-        ends = {arm: float(y[-1]) for arm, (_, y) in means.items()}
-        early = max(float(np.interp(0.15 * last, *each)) for each in means.values())
-        low, high = min(lowest), max(early, max(ends.values()) + 1e-3)
-        axes.set_ylim(low - 0.1 * (high - low), high + 0.05 * (high - low))
-        axes.set_xlim(0, 1.3 * last)
-        axes.set_xticks(
-            [round(last * part / 4, 1) for part in range(5)], [f"{last * part / 4:.0f}" for part in range(5)]
-        )
-        for arm, value in ends.items():
-            place = "top" if value == min(ends.values()) else "bottom"
-            axes.text(1.02 * last, value, f"{names[arm]}: {value:.3f}", color=COLOURS[arm], fontsize=15, va=place)
-        if len(means) == 2 and (share := _time_to(list(zip(*means["kernel3"], strict=True)), ends["kernel1"])):
-            axes.annotate("", (share * last, ends["kernel1"]), (last, ends["kernel1"]),
-                          arrowprops={"arrowstyle": "->", "color": plots.COLOURS["ink"], "linewidth": 1.6})  # fmt: skip
-            words = f"below from {share:.0%} on "
-            axes.text(last, ends["kernel1"] + 0.2 * (high - low), words, ha="right", va="top", fontsize=13)
-        axes.grid(axis="y", color=plots.COLOURS["grid"], linewidth=0.8)
+        axes.set_ylim(min(heights) - room, max(heights) + room)
+        plots.curves(axes, curves, lambda arm, end: f"{LABELS[arm]}: {end:.3f}", 15, COLOURS)
         axes.tick_params(labelsize=13)
         axes.set_title("Glow with 3 × 3 in the place of its 1 × 1 convolutions", fontsize=16)
         axes.set_xlabel("CPU seconds of training, one core", fontsize=14)
         axes.set_ylabel("bits/dim, validation", fontsize=14)
-
-
-def _draw_samples(path: Path, options: Options, main: Mapping[str, Sequence[CellResult]]) -> None:
-    with plots.figure(path, 4.6 * len(main), 4.9) as figure:
-        panels = figure.subplots(1, len(main), squeeze=False)[0]
-        for axes, (arm, group) in zip(panels, main.items(), strict=True):
-            drawn = torch.from_numpy(np.load(options.folder / f"{group[0].cell.name}.npy"))
-            value = Mean(group[0]["bits_per_dim"], float("nan")).text(3)
-            plots.images(axes, drawn, COLUMNS, f"{_name(arm)}, seed {group[0]['seed']}: {value} bits/dim")

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from ebflow_examples.bench.report import machine
-from ebflow_examples.console import Grid, note, say
+from ebflow_examples.console import Grid, note, say, to_json
 from ebflow_examples.reproduce.common import CellResult, Experiment, Options, commits
 from ebflow_examples.reproduce.provenance import recipe
 
@@ -25,12 +25,12 @@ class Mean:
     """A mean over seeds.
 
     Attributes:
-        value: The mean.
+        mean: The mean.
         interval: Half the width of its 95 % interval, by Student's t; NaN from one seed.
         values: What it is the mean of.
     """
 
-    value: float
+    mean: float
     interval: float
     values: tuple[float, ...] = ()
 
@@ -42,7 +42,7 @@ class Mean:
             ('1092.4 ± 0.3', '0.50')
         """
         spread = "" if math.isnan(self.interval) else f" ± {self.interval:.{digits}f}"
-        return f"{self.value:.{digits}f}{spread}"
+        return f"{self.mean:.{digits}f}{spread}"
 
 
 def mean(values: Iterable[float]) -> Mean:
@@ -75,12 +75,21 @@ def beside(ours: str, paper: Sequence[float] | float | None, digits: int = 2) ->
 
 
 def grouped(found: Iterable[CellResult], *keys: str) -> dict[tuple[Any, ...], list[CellResult]]:
-    """Those that differ in their seed alone, by the settings that tell them apart; without those that failed."""
+    """Runs that differ in their seed alone, by the settings that tell them apart.
+
+    Without those that failed, and those that only tried a learning rate.
+    """
     groups: dict[tuple[Any, ...], list[CellResult]] = {}
     for each in found:
-        if not each.failed:
+        if not each.failed and not each.cell.settings.get("search"):
             groups.setdefault(tuple(each.cell.settings.get(key) for key in keys), []).append(each)
     return groups
+
+
+def at(run: CellResult, share: float) -> float:
+    """The curve of a run after a share of its seconds."""
+    x, y = np.array(run["curve"]).T
+    return float(np.interp(share * run["seconds"], x, y))
 
 
 @dataclass(frozen=True)
@@ -92,33 +101,22 @@ class Report:
         rows: The same numbers, for programs.
         notes: What a reader must know, a paragraph each.
         pictures: The files that were drawn.
-        borrowed: Cells of another experiment that it used too.
     """
 
     grids: Sequence[Grid]
     rows: Sequence[dict[str, Any]]
     notes: Sequence[str] = ()
     pictures: Sequence[Path] = ()
-    borrowed: Sequence[CellResult] = ()
 
 
 def write(options: Options, made: Experiment, found: Sequence[CellResult], title: str) -> Report:
     """Writes NAME.json, NAME.png and NAME.md, with a title, into the folder, and prints the tables."""
     out, name = options.out, options.what
     report: Report = made.report(options, found, out / f"{name}.png")
-    used = [*found, *report.borrowed]
-    report = replace(
-        report,
-        notes=[
-            *report.notes,
-            *unlearnt(used),
-            *short_searches(used),
-            *of_other_code(found, recipe(made, options.data)),
-        ],
-    )
+    report = replace(report, notes=[*report.notes, *remarks(found, recipe(made, options.data))])
     about = {**machine(torch.device("cpu"), 1), "jobs": options.jobs}
     about.pop("load at the start")
-    wall = sum(each.wall for each in used)
+    wall = sum(each.wall for each in found)
     content = {
         "what": name,
         "about": title,
@@ -126,51 +124,41 @@ def write(options: Options, made: Experiment, found: Sequence[CellResult], title
         "options": {**asdict(options), "out": str(out)},
         "machine": about,
         "wall_seconds": round(wall, 1),
-        "code": commits(used),
-        "rows": [_plain(row) for row in report.rows],
-        "notes": list(report.notes),
+        "code": commits(found),
+        "rows": report.rows,
+        "notes": report.notes,
         "cells": [asdict(each) for each in found],
     }
-    (out / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    (out / f"{name}.md").write_text(_markdown(title, options, report, used, wall, about), encoding="utf-8")
+    (out / f"{name}.json").write_text(f"{to_json(content)}\n", encoding="utf-8")
+    (out / f"{name}.md").write_text(_markdown(title, options, report, found, wall, about), encoding="utf-8")
     say("\n\n".join(grid.screen() for grid in report.grids))
     for line in report.notes:
         say(f"\n{line}")
-    note(f"computed by {commits(used)}")
+    note(f"computed by {commits(found)}")
     files = [f"{name}.json", f"{name}.md", *(path.name for path in report.pictures)]
     note(f"written: {', '.join(str(out / file) for file in files)}", "bold green")
     return report
 
 
-def unlearnt(found: Sequence[CellResult]) -> list[str]:
-    """Says which cells have their best weights at step 0: what the tables show of them is their start."""
-    runs = [each for each in found if each.cell.part == 1.0 and not each.failed]  # what tries a rate is not shown
-    names = [each.cell.name for each in runs if each.result.get("best_step") == 0]
-    if not names:
-        return []
-    return [
-        f"In {len(names)} cells no step made the NLL of validation data better than that of the start. Where the best "
-        f"weights are shown, theirs are those of step 0, and nothing was learnt: {', '.join(names)}."
-    ]
+def remarks(found: Sequence[CellResult], digest: str) -> list[str]:
+    """What a reader must know of single cells, whatever the experiment.
 
-
-def short_searches(found: Sequence[CellResult]) -> list[str]:
-    """Says which learning rates were chosen by so few steps that chance has a say."""
-    tried = [each for each in found if each.cell.settings.get("search") and not each.failed]
-    short = {each.cell.settings["loss"]: each.result["steps"] for each in tried if each.result["steps"] < FEW_STEPS}
-    if not short:
-        return []
-    named = ", ".join(f"{loss.upper()} ({steps})" for loss, steps in short.items())
-    return [f"Of these objectives a search for the learning rate had fewer than {FEW_STEPS} steps: {named}."]
-
-
-def of_other_code(found: Sequence[CellResult], digest: str) -> list[str]:
-    """Says which cells are not of the code that is here: with ``--kept`` they are shown, whatever computed them."""
+    Those whose best weights are those of step 0; those whose rate was chosen by so few steps that chance has a say; and
+    those that are not of the code that is here: with ``--kept`` they are shown, whatever computed them.
+    """
+    done = [each for each in found if not each.failed]
+    # What tries a rate is not shown.
+    start = [each.cell.name for each in done if each.cell.part == 1.0 and each.result.get("best_step") == 0]
+    tried = [each for each in done if each.cell.settings.get("search") and each.result["steps"] < FEW_STEPS]
+    short = {each["loss"]: f"{each['loss'].upper()} ({each['steps']})" for each in tried}.values()
     other = [each for each in found if each.cell.recipe != digest]
-    if not other:
-        return []
-    names = ", ".join(each.cell.name for each in other)
-    return [f"{len(other)} cells are of other code or data than this ({commits(other)}): {names}."]
+    told = {
+        f"In {len(start)} cells no step made the NLL of validation data better than that of the start. Where the best "
+        "weights are shown, theirs are those of step 0, and nothing was learnt": start,
+        f"Of these objectives a search for the learning rate had fewer than {FEW_STEPS} steps": short,
+        f"{len(other)} cells are of other code or data than this ({commits(other)})": [one.cell.name for one in other],
+    }
+    return [f"{words}: {', '.join(names)}." for words, names in told.items() if names]
 
 
 def _markdown(
@@ -204,21 +192,6 @@ def assemble(out: Path, names: Iterable[str]) -> Path:
     path.write_text("\n".join([head, *parts]), encoding="utf-8")
     note(f"assembled: {path}", "bold green")
     return path
-
-
-def _plain(row: dict[str, Any]) -> dict[str, Any]:
-    """A row for JSON, which knows no NaN."""
-    return {key: _number(value) for key, value in row.items()}
-
-
-def _number(value: Any) -> Any:
-    if isinstance(value, Mean):
-        return {
-            "mean": value.value,
-            "interval": None if math.isnan(value.interval) else value.interval,
-            "values": list(value.values),
-        }
-    return value
 
 
 def columns(found: Sequence[CellResult], *keys: str) -> dict[str, Mean]:

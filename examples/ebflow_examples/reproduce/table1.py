@@ -8,7 +8,7 @@ the mass lies that no score shows.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
@@ -17,11 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import LambdaLR
 
-import ebflow_plugin as ebf
 from ebflow_examples import plots
-from ebflow_examples.clock import SCHEDULES
 from ebflow_examples.config import TrainConfig
 from ebflow_examples.console import Grid
 from ebflow_examples.data import SIZES, load
@@ -32,23 +29,18 @@ from ebflow_examples.defaults import (
     SHRINKING_RATE,
     SHRINKING_SHARE,
     SHRINKING_STEPS,
-    length,
-    objective_of,
-    settle,
 )
 from ebflow_examples.divergences import fisher_divergence, kl_divergence
 from ebflow_examples.pictures import density_of
 from ebflow_examples.reproduce import paper
-from ebflow_examples.reproduce.common import Cell, CellResult, Options, judged, tries, try_names
+from ebflow_examples.reproduce.common import Cell, CellResult, Options, judged, with_rates
 from ebflow_examples.reproduce.output import Report, beside, column, grouped
-from ebflow_examples.reproduce.timed import train_for
-from ebflow_examples.runs import Run, build
+from ebflow_examples.reproduce.timed import train_by_steps, train_for
+from ebflow_examples.runs import build
 from ebflow_examples.synthetic import PLANE, SMOOTHING
-from ebflow_examples.training import optimizer_for
 
 MINUTES = 300.0
 LOSSES = ("ml", "sml", "ssm", "dsm", "fdssm")
-TRUE = "true"
 OURS = "ours"  # a recipe; the paper's are named by what its rates were chosen by, of validation data
 JUDGES = {"kl": "validation_nll", "fisher": "validation_fisher"}
 RATES = (3e-4, 1e-3, 3e-3, 1e-2)  # that every objective is tried with, on each set, with two seeds
@@ -69,7 +61,7 @@ PAPERS = {"fisher": "fisher", "nll": "kl"}  # what the paper calls KL divergence
 
 
 def cells(options: Options) -> list[Cell]:
-    """One for each data set, objective, recipe and seed; those that find rates; and the true densities."""
+    """One for each data set, objective, recipe and seed; and those that find rates."""
     rates = RATES[:2] if options.quick else RATES
 
     def settings(data: str, loss: str, way: str, seed: int = 0) -> dict[str, Any]:
@@ -80,37 +72,23 @@ def cells(options: Options) -> list[Cell]:
         return told | {"batch": 50 if options.quick else SHRINKING_BATCH if way == OURS else BATCH,
                        "compile": not options.quick and loss != "sml"}  # fmt: skip
 
-    searches = [
-        each
-        for data in PLANE
-        for loss in LOSSES
-        for rate in rates
-        for each in tries(
-            Cell(
-                "table1", _search_name(data, loss, rate),
-                {**settings(data, loss, "kl"), "lr": rate, "search": True}, part=SEARCH * LONGER.get(loss, 1.0),
-            ),
-            options.quick,
-        )
-    ]  # fmt: skip
     runs = [
         Cell(
             "table1", f"{data}-{loss}-{way}-seed{seed}", settings(data, loss, way, seed),
             timed=way != OURS, part=LONGER.get(loss, 1.0), judge=JUDGES.get(way),
-            best_of=() if way == OURS else tuple(
-                name for rate in rates for name in try_names(_search_name(data, loss, rate), options.quick)
-            ),
         )
         for seed in range(options.seeds)
         for data in PLANE
         for loss, way in WAYS
     ]  # fmt: skip
-    truths = [Cell("table1", f"{data}-true", settings(data, TRUE, TRUE), timed=False) for data in PLANE]
-    return [*searches, *runs, *truths]
 
+    def search(run: Cell) -> tuple[dict[str, float], float]:
+        """Both of the paper's recipes take their rates from the same runs."""
+        name = f"{run['data']}-{run['loss']}-rate"
+        tried = () if run["recipe"] == OURS else rates
+        return {f"{name}{rate:f}".rstrip("0"): rate for rate in tried}, SEARCH * run.part
 
-def _search_name(data: str, loss: str, rate: float) -> str:
-    return f"{data}-{loss}-rate{rate:f}".rstrip("0")
+    return with_rates(runs, search, options.quick)
 
 
 def recipe(settings: dict[str, Any]) -> TrainConfig:
@@ -133,21 +111,17 @@ def recipe(settings: dict[str, Any]) -> TrainConfig:
 def compute(cell: Cell, folder: Path, data_root: str | None) -> dict[str, Any]:
     """Trains, and measures the last average of the weights with points that are the same for all seeds."""
     settings = cell.settings
-    picture, grid = folder / f"{cell.name}.npy", panel(settings["data"]).points(settings["grid"])
-    if settings["loss"] == TRUE:
-        known = load(settings["data"]).truth
-        assert known is not None
-        np.save(picture, known.log_prob(grid).exp().numpy())
-        return {}
     run = build(recipe(settings))
     if settings["recipe"] == OURS:
-        ema, facts = train_by_steps(run)
+        before = sum(os.times()[:4])  # of this process and those that compile for it: start, steps, and the compiler
+        run, result = train_by_steps(run)
+        facts = {"steps": result.steps, "seconds": sum(os.times()[:4]) - before, "recipe": run.config.to_dict()}
     else:
         looks = 1 if settings["search"] else EVALUATIONS
         trained = train_for(run, cell.seconds, evaluations=looks, validation=settings["points"] // 2)
-        ema, facts = trained.result.ema, {"validation_nll": trained.curve[-1][1], **trained.facts()}
-    assert ema is not None
-    ema.copy_to()
+        result, facts = trained.result, {"validation_nll": trained.curve[-1][1], **trained.facts()}
+    assert result.ema is not None
+    result.ema.copy_to()
     if settings["search"]:
         rows, known = run.split("validation")[: settings["points"] // 2], run.data.truth
         assert known is not None
@@ -156,8 +130,8 @@ def compute(cell: Cell, folder: Path, data_root: str | None) -> dict[str, Any]:
     points, log_prob, score = truth(settings["data"], settings["points"])
     kl = kl_divergence(run.model, points, log_prob, batch_size=1000)
     fisher = fisher_divergence(run.model, points, score, batch_size=1000)
-    density = density_of(run.model, grid)
-    np.save(picture, density.numpy())
+    density = density_of(run.model, panel(settings["data"]).points(settings["grid"]))
+    np.save(folder / f"{cell.name}.npy", density.numpy())
     entropy = PLANE[settings["data"]]().entropy()
     return {
         "nll": entropy + float(kl),
@@ -169,25 +143,6 @@ def compute(cell: Cell, folder: Path, data_root: str | None) -> dict[str, Any]:
         "mass": float(density.mean()) * panel(settings["data"]).area,
         **facts,
     }
-
-
-def train_by_steps(run: Run) -> tuple[ebf.EMA | None, dict[str, Any]]:
-    """Trains as ``ebflow train`` does, in memory: so many steps, whatever the clock says, so that a seed is a result.
-
-    The CPU seconds are of this process and those that compiled for it: the start, all steps and the compiler.
-    """
-    before = sum(os.times()[:4])
-    run = settle(run)
-    config, schedule = run.config, SCHEDULES[run.config.schedule]
-    steps = length(config, len(run.data.train))
-    assert config.batch_size is not None
-    result = ebf.fit(
-        objective_of(run.model, config), run.data.train, steps=steps, batch_size=config.batch_size,
-        optimizer=optimizer_for(run), scheduler=lambda made: LambdaLR(made, lambda step: schedule(step / steps)),
-        clip_norm=config.clip_norm, ema=ebf.EMA(run.model, decay=config.ema_decay), compile=config.compile,
-        progress=False, seed=config.seed,
-    )  # fmt: skip
-    return result.ema, {"steps": steps, "seconds": sum(os.times()[:4]) - before, "recipe": config.to_dict()}
 
 
 @lru_cache(maxsize=3)
@@ -206,31 +161,28 @@ def panel(data: str) -> plots.Panel:
 
 def report(options: Options, found: Sequence[CellResult], path: Path) -> Report:
     """Divergences, NLL and mass beside the paper's, what the rates led to, and densities of the first seed."""
-    runs = [each for each in found if each["loss"] != TRUE and not each["search"]]
-    groups = grouped(runs, "data", "loss", "recipe")
+    groups = grouped(found, "data", "loss", "recipe")
     lines, rows = [], []
     for data, (loss, way) in product(PLANE, WAYS):
-        group = groups.get((data, loss, way), [])
-        if group:
-            work = [_span(group, "steps"), _span(group, "seconds"), str(len(group))]
-        elif any((each["data"], each["loss"], each["recipe"]) == (data, loss, way) for each in runs):
-            work = ["failed", "", ""]
-        else:
+        if (group := groups.get((data, loss, way))) is None:
             continue
         line = [data, _title(loss, way)]
         for metric in METRICS:
-            value = column(group, metric) if group else None
+            value = column(group, metric)
             theirs = paper.PLANE[data].get(PAPERS.get(metric, ""), {}).get(loss)
-            line.append("" if value is None else beside(value.text(3), theirs))
+            line.append(beside(value.text(3), theirs))
             rows.append({"data": data, "loss": loss, "recipe": way, "metric": metric, "ours": value, "paper": theirs})
-        lines.append(line + work)
+        lines.append([*line, _span(group, "steps"), _span(group, "seconds"), str(len(group))])
     head = ["data", "objective", *METRICS.values(), "steps", "CPU s", "seeds"]
     grids = [Grid("Test data: mean and 95 % interval over seeds (the paper's)", head, lines, 2)]
     if tried := _rates(found):
         losses = [loss.upper() for loss in LOSSES]
         title = "Validation data: NLL / Fisher divergence that each rate led to in the short runs, mean of two seeds"
         grids.append(Grid(title, ["data", "rate", *losses], tried, 2))
-    return Report(grids, rows, _notes(groups), [path] if _draw(options, found, path) else [])
+    if not groups:
+        return Report(grids, rows, ["No objective came to an end."])
+    _draw(options, groups, path)
+    return Report(grids, rows, _notes(groups), [path])
 
 
 def _title(loss: str, way: str) -> str:
@@ -300,15 +252,10 @@ def _span(found: Sequence[CellResult], metric: str) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _draw(options: Options, found: Sequence[CellResult], path: Path) -> bool:
-    """Draws the densities of the first seed beside the true ones, if these are there."""
-    first = {
-        (each["data"], each["loss"], each["recipe"]): each for each in found if each["seed"] == 0 and not each["search"]
-    }
-    names = [data for data in PLANE if (data, TRUE, TRUE) in first]
-    ways = [way for way in WAYS if any((data, *way) in first for data in names)]
-    if not names:
-        return False
+def _draw(options: Options, groups: Mapping[tuple[Any, ...], Sequence[CellResult]], path: Path) -> None:
+    """Draws the densities of the first seed beside the true ones."""
+    names = [data for data in PLANE if any(key[0] == data for key in groups)]
+    ways = [way for way in WAYS if any(key[1:] == way for key in groups)]
     with plots.figure(path, 2.4 * (len(ways) + 1), 3.2 * len(names) + 0.5) as figure:
         figure.set_layout_engine("constrained", hspace=0.08)  # titles have three lines
         figure.suptitle(
@@ -317,26 +264,22 @@ def _draw(options: Options, found: Sequence[CellResult], path: Path) -> bool:
         )  # fmt: skip
         axes = figure.subplots(len(names), len(ways) + 1, squeeze=False)
         for line, data in zip(axes, names, strict=True):
-            top = None
-            for place, (loss, way) in zip(line, ((TRUE, TRUE), *ways), strict=True):
-                each = first.get((data, loss, way))
-                if each is None or each.failed:
+            square = panel(data)
+            true = PLANE[data]().log_prob(square.points(GRID)).exp()
+            top = float(true.max())
+            plots.density(line[0], true, square, f"{data}, true", top)
+            for place, (loss, way) in zip(line[1:], ways, strict=True):
+                each = next((one for one in groups.get((data, loss, way), ()) if one["seed"] == 0), None)
+                if each is None:
                     place.set_axis_off()
-                    place.set_title("" if each is None else f"{_title(loss, way)}, failed")
                     continue
-                values = torch.from_numpy(np.load(options.folder / f"{each.cell.name}.npy"))
-                top = float(values.max()) if top is None else top
                 title = (
-                    f"{data}, true"
-                    if loss == TRUE
-                    else f"{_title(loss, way)}\n"
-                    f"{each['steps']:,} steps, {each['mass']:.1%} inside\n"
+                    f"{_title(loss, way)}\n{each['steps']:,} steps, {each['mass']:.1%} inside\n"
                     f"Fisher {each['fisher']:.2f}, KL {each['kl']:.2f}"
                 )
-                plots.density(place, values, panel(data), title, top)
-                if loss != TRUE:  # the columns of a row have one range, the rows do not
-                    place.tick_params(labelleft=False)
-                    place.set_ylabel("")
-                if data != names[-1]:  # a label would run into the title below
-                    place.set_xlabel("")
-    return True
+                values = torch.from_numpy(np.load(options.folder / f"{each.cell.name}.npy"))
+                plots.density(place, values, square, title, top)
+                place.tick_params(labelleft=False)  # the columns of a row have one range, the rows do not
+                place.set_ylabel("")
+            for place in line if data != names[-1] else ():  # a label would run into the title below
+                place.set_xlabel("")

@@ -15,13 +15,13 @@ import ebflow_plugin as ebf
 from ebflow_examples.config import TrainConfig
 from ebflow_examples.data import DataSet, load
 from ebflow_examples.models import preprocessing
-from ebflow_examples.reproduce.common import MARGIN, START, Cell, Options, tries, try_names
+from ebflow_examples.reproduce.common import MARGIN, START, Cell, Options, with_rates
 from ebflow_examples.reproduce.table2_report import GAUSSIAN, MODELS, RELATIVE, STOCHASTIC, TEMPERATURES, WAYS
 from ebflow_examples.reproduce.table2_report import report as report
 from ebflow_examples.reproduce.timed import Trained, train_for
 from ebflow_examples.runs import Likelihood, build, likelihood
 from ebflow_examples.streams import drawing_from, stream
-from ebflow_plugin.objectives.evaluation import calibrated
+from ebflow_plugin.training.evaluation import calibrated
 
 MINUTES = 90.0
 LOSSES = ("ml", "sml", "ssm", "dsm", "fdssm")
@@ -44,7 +44,7 @@ def cells(options: Options) -> list[Cell]:
         for way in WAYS
         for loss in losses(way, model)
     ]
-    return with_rates(options, [gaussian_cell(options, "table2"), *chosen])
+    return searched(options, [gaussian_cell(options), *chosen])
 
 
 def losses(way: str, model: str) -> tuple[str, ...]:
@@ -55,46 +55,32 @@ def losses(way: str, model: str) -> tuple[str, ...]:
 
 
 def cell_of(options: Options, what: str, way: str, model: str, loss: str, seed: int) -> Cell:
-    """A cell of this table, for another experiment if need be. Ours takes the best rate of the grid."""
+    """A cell of this table, for another experiment if need be."""
     settings = {
         "data": options.data, "margin": options.margin, "model": model, "way": way, "loss": loss, "seed": seed,
         "quick": options.quick, "search": False,
     }  # fmt: skip
-    searches = [_search_name(model, loss, rate) for rate in rates(options, model)] if way == "ours" else []
-    names = tuple(name for search in searches for name in try_names(search, options.quick))
-    return Cell(what, f"{model}-{way}-{loss}-seed{seed}", settings, best_of=names)
+    return Cell(what, f"{model}-{way}-{loss}-seed{seed}", settings)
 
 
-def rates(options: Options, model: str) -> tuple[float, ...]:
-    """The learning rates to try."""
-    return RATES[model][:2] if options.quick else RATES[model]
+def searched(options: Options, runs: Sequence[Cell]) -> list[Cell]:
+    """The runs, with those that try learning rates: each of ours takes the best rate of the grid."""
+
+    def search(run: Cell) -> tuple[dict[str, float], float]:
+        if run.settings.get("way") != "ours":
+            return {}, 1.0
+        model, loss = run["model"], run["loss"]
+        rates = RATES[model][:2] if options.quick else RATES[model]
+        names = {f"{model}-ours-{loss}-rate{rate:f}".rstrip("0"): rate for rate in rates}
+        return names, LONG_SEARCH if model == "fc" or loss == "ml" else SEARCH
+
+    return with_rates(runs, search, options.quick)
 
 
-def with_rates(options: Options, chosen: Sequence[Cell]) -> list[Cell]:
-    """Puts the cells that try learning rates, with two seeds, in front of those that take them."""
-    search = {
-        _search_name(model, loss, rate): Cell(
-            cell.what,
-            _search_name(model, loss, rate),
-            {**cell.settings, "search": True, "lr": rate},
-            part=LONG_SEARCH if model == "fc" or loss == "ml" else SEARCH,
-        )
-        for cell in chosen
-        if cell.best_of
-        for model, loss in [(cell.settings["model"], cell.settings["loss"])]
-        for rate in rates(options, model)
-    }
-    return [*(each for cell in search.values() for each in tries(cell, options.quick)), *chosen]
-
-
-def _search_name(model: str, loss: str, rate: float) -> str:
-    return f"{model}-ours-{loss}-rate{rate:f}".rstrip("0")
-
-
-def gaussian_cell(options: Options, what: str) -> Cell:
+def gaussian_cell(options: Options) -> Cell:
     """What every model must beat: a Gaussian in the variable that is matched."""
     told = {"data": options.data, "margin": options.margin, "model": GAUSSIAN, "loss": GAUSSIAN, "seed": 0}
-    return Cell(what, GAUSSIAN, {**told, "quick": options.quick, "search": False}, timed=False, always=True)
+    return Cell("table2", GAUSSIAN, {**told, "quick": options.quick, "search": False}, timed=False, always=True)
 
 
 def gaussian(cell: Cell, data_root: str | None) -> dict[str, Any]:

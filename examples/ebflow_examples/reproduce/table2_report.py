@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from math import isnan, log
+from collections.abc import Mapping, Sequence
+from itertools import product
+from math import log
 from pathlib import Path
 from typing import Any
 
 from ebflow_examples import plots
 from ebflow_examples.console import Grid
-from ebflow_examples.plots import OBJECTIVE_COLOURS, Points, labelled, objective_name, seed_curves
+from ebflow_examples.plots import OBJECTIVE_COLOURS, Points, curves, objective_name
 from ebflow_examples.reproduce import paper
 from ebflow_examples.reproduce.common import MARGIN, CellResult, Options, judged
-from ebflow_examples.reproduce.output import Mean, Report, beside, column, columns, grouped, mean
+from ebflow_examples.reproduce.output import Mean, Report, beside, columns, grouped, mean
 
 MODELS = ("fc", "cnn")
 GAUSSIAN = "gaussian"
 STOCHASTIC, RELATIVE = "ml_stochastic", "ml_relative"  # ML(log_det="stochastic"), ML(log_det="relative")
 WAYS = {"paper": "the paper's way", "ours": "ours"}
 TEMPERATURES = {"fc": 0.5, "cnn": 0.75}  # of the logit, in the authors' code
+Groups = dict[tuple[Any, ...], list[CellResult]]  # by model, way and objective
 RACERS = {
     "ml": "exact likelihood",
     STOCHASTIC: "likelihood without\ndeterminants",
@@ -27,29 +28,23 @@ RACERS = {
     "ssm": "sliced score\nmatching",
 }
 
-Panel = tuple[Any, str, str, dict[str, list[CellResult]]]  # axes, model, way, and the runs of each objective
-
 
 def report(options: Options, found: Sequence[CellResult], path: Path) -> Report:
     """NLL, bits/dim and steps per second beside the paper's, a table for each model; curves."""
     grids, rows = [], []
-    runs = [each for each in found if not each.cell.settings["search"]]
+    groups = grouped(found, "model", "way", "loss")
     for model in MODELS:
-        groups = {key[1:]: group for key, group in grouped(runs, "model", "way", "loss").items() if key[0] == model}
-        if groups:
-            grid, lines = table_of(options, model, groups, runs)
+        if own := {key[1:]: group for key, group in groups.items() if key[0] == model}:
+            grid, lines = table_of(options, model, own, found)
             grids += [grid, *rate_grid(options, model, found)]
             rows += lines
-    draw(options, runs, path)
-    pictures = [path, path.with_stem(f"{path.stem}_test")]
-    draw_test(options, runs, pictures[-1])
-    every = grouped(runs, "model", "way", "loss")
-    racing = {loss: [each["curve"] for each in every.get(("cnn", "ours", loss), ())] for loss in RACERS}
-    racing = {loss: curves for loss, curves in racing.items() if curves}
-    if racing:
+    draw(options, groups, path)
+    pictures = [path]
+    racing = {loss: [each["curve"] for each in groups.get(("cnn", "ours", loss), ())] for loss in RACERS}
+    if any(racing.values()):
         pictures.append(path.with_stem(f"{path.stem}_race"))
         draw_race(options, racing, pictures[-1])
-    return Report(grids, rows, notes(options, runs), pictures)
+    return Report(grids, rows, notes(options, found), pictures)
 
 
 def table_of(
@@ -70,10 +65,10 @@ def table_of(
         rate = group[0].result["recipe"]["lr"]
         told = {"model": model, "way": way, "loss": loss, "lr": rate, "start_nll": start}
         rows.append({**told, **means, "paper_nll": theirs, "paper_steps_per_second": pace})
-        nlls = [f"{start.value:.1f}", means["raw_nll"].text(1), means["nll"].text(1), means["bits_per_dim"].text(3)]
+        nlls = [f"{start.mean:.1f}", means["raw_nll"].text(1), means["nll"].text(1), means["bits_per_dim"].text(3)]
         quoted = "" if theirs is None else Mean(theirs[0], theirs[1]).text(1)
-        speed = beside(f"{means['steps_per_second'].value:.2f}", pace, 2)
-        steps = f"{means['steps'].value:.0f}"
+        speed = beside(f"{means['steps_per_second'].mean:.2f}", pace, 2)
+        steps = f"{means['steps'].mean:.0f}"
         lines.append([WAYS[way], objective_name(loss), f"{rate:g}", *nlls, quoted, steps, speed])
     lines += _anchors(known, found)
     head = (
@@ -107,15 +102,14 @@ def rate_grid(options: Options, model: str, found: Sequence[CellResult]) -> list
     if not tried:
         return []
     used = sorted({each["lr"] for each in tried})
-    by_place: dict[tuple[str, float], list[CellResult]] = {}
-    for each in tried:
-        by_place.setdefault((each["loss"], each["lr"]), []).append(each)
     lines = []
-    for loss in (loss for loss in OBJECTIVE_COLOURS if any(key[0] == loss for key in by_place)):
-        values = {rate: judged(by_place.get((loss, rate), ())) for rate in used}
+    for loss in OBJECTIVE_COLOURS:
+        by_rate = {rate: [each for each in tried if (each["loss"], each["lr"]) == (loss, rate)] for rate in used}
+        values = {rate: judged(runs) for rate, runs in by_rate.items()}
         best = min((value for value in values.values() if value is not None), default=None)
-        texts = [_rate_text(value, best) if (loss, rate) in by_place else "" for rate, value in values.items()]
-        lines.append([objective_name(loss), *texts])
+        texts = [_rate_text(values[rate], best) if runs else "" for rate, runs in by_rate.items()]
+        if any(texts):
+            lines.append([objective_name(loss), *texts])
     lengths = sorted({each.cell.seconds for each in tried})
     long = f" ({lengths[-1]:.0f} s for exact ML, whose steps are few)" * (len(lengths) > 1)
     title = (
@@ -130,139 +124,64 @@ def _rate_text(value: float | None, best: float | None) -> str:
     return f"**{value:.1f}**" if value == best else f"{value:.1f}"
 
 
-def notes(options: Options, runs: Sequence[CellResult]) -> list[str]:
+def notes(options: Options, found: Sequence[CellResult]) -> list[str]:
     """What the numbers are, and how the two ways differ."""
-    trained = [each for each in runs if each["loss"] != GAUSSIAN and not each.failed]
-    ours = [each for each in trained if each["way"] == "ours"]
-    longest = f", up to {max(each.result['start_seconds'] for each in ours):.1f} s," if ours else ""
-    large = options.data.startswith("cifar10")
-    kind = "diagonal" if large else "full"
-    errors = [each.result["nll_error"] for each in trained]
-    row_error = (
-        f" The intervals are over seeds; all seeds share the test rows, whose own standard error is {max(errors):.0f} "
-        "nats for each, and nearly cancels in differences."
-        if errors
-        else ""
-    )
-    margin = f"Pixels are kept {options.margin:g} from 0 and 1"
-    if options.margin == MARGIN:
-        margin += ", as in the authors' code: an NLL here and one of the paper are the same quantity"
-    if "jpeg" in options.data:
-        margin += "; but of another copy of the data, JPEG files, whose compression takes out detail"
-    found = [
-        f"{margin}. What differs is the length of training: seconds of one CPU core in the place of up to "
+    runs = [each for (loss,), group in grouped(found, "loss").items() for each in group if loss != GAUSSIAN]
+    ours = [each["start_seconds"] for each in runs if each["way"] == "ours"]
+    error = max((each["nll_error"] for each in runs), default=0.0)
+    told = [
+        f"Pixels are kept {options.margin:g} from 0 and 1: with {MARGIN:g}, as in the authors' code, an NLL here and "
+        "one of the paper are the same quantity (but for cifar10-jpeg, another copy of the data, whose compression "
+        "takes out detail). What differs is the length of training: seconds of one CPU core in the place of up to "
         "10,000 epochs on a GPU. Seconds are CPU seconds of the one thread that a cell has, so that neighbours on a "
-        f"shared machine take no time from it, but some of its cache and memory bandwidth.{row_error}",
-        f"Raw is the model as it was trained. Calibrated: with a {kind} affine map of its latents, fitted to training "
-        "data in closed form. "
-        + (
-            "A full one would add a dense D × D layer to a cnn of 0.2 M weights. "
-            if large
-            else "That adds a dense D × D layer to a cnn, which has few weights of its own. "
-        )
-        + "After score matching a raw NLL can be thousands of nats above the calibrated one: scores hardly see "
-        "directions in which the data are wide, so that means and scales there stay wrong by factors, and D of them "
-        "add up; a calibration sets them right at once.",
+        "shared machine take no time from it, but some of its cache and memory bandwidth. The intervals are over "
+        f"seeds; all seeds share the test rows, whose own standard error is {error:.0f} nats for each, and nearly "
+        "cancels in differences.",
+        "Raw is the model as it was trained. Calibrated: with an affine map of its latents, full or, of CIFAR-10, "
+        "diagonal, fitted to training data in closed form. A full one adds a dense D × D layer to a cnn, which has "
+        "few weights of its own. After score matching a raw NLL can be thousands of nats above the calibrated one: "
+        "scores hardly see directions in which the data are wide, so that means and scales there stay wrong by "
+        "factors, and D of them add up; a calibration sets them right at once.",
     ]
     if ours:
-        found.append(
-            f"Ours: a start in closed form where the model allows it ({_starts(ours)}), Adam at the best rate of the "
-            "grid by validation NLL, for each objective its own, EMA, a cosine schedule, the best weights by "
-            "calibrated validation NLL (calibrated on some thousand training rows; what is tested, on more). That "
-            f"start and one calibration{longest} count as training time; evaluations do not. The NLL of the start is "
-            "of validation data, before any step, calibrated."
+        told.append(
+            "Ours: a start in closed form where the model allows it (Gaussianising for fc, whitening for cnn), Adam at "
+            "the best rate of the grid by validation NLL, for each objective its own, EMA, a cosine schedule, the best "
+            "weights by calibrated validation NLL (calibrated on some thousand training rows; what is tested, on "
+            f"more). That start and one calibration, up to {max(ours):.1f} s, count as training time; evaluations do "
+            "not. The NLL of the start is of validation data, before any step, calibrated."
         )
-    if any(each["way"] == "paper" for each in trained):
-        found.append(
+    if len(ours) < len(runs):
+        told.append(
             "The paper's way, as its code has it: start at minus the identity, logits divided by "
             f"{TEMPERATURES['fc']} for fc and {TEMPERATURES['cnn']} for cnn, which is the unit of σ and ε; for cnn a "
             "residual nonlinearity after every convolution but the last; RMSProp with 1e-4 and batches of 100, EMA, "
             "the rate a tenth at 1/2 and at 3/4 of the time; the last average."
         )
-    return found
+    return told
 
 
-def _starts(ours: Sequence[CellResult]) -> str:
-    """Which start each model had."""
-    words = {}
-    for each in ours:
-        made = each.result["recipe"]
-        kind = "Gaussianising" if made.get("gaussianize") else "whitening" if made.get("whiten") else "plain"
-        words[each["model"]] = kind
-    return ", ".join(f"{model}: {kind}" for model, kind in words.items()) or "none here"
-
-
-def draw(
-    options: Options, found: Sequence[CellResult], path: Path, key: str = "way", ways: Mapping[str, str] = WAYS
-) -> None:
-    """NLL against training time: a row for each model, a column for each way, or each value of another setting."""
-    with _panels(path, found, 3.6, key, ways) as panels:
-        for place, model, way, made in panels:
-            curves = {
-                objective_name(loss): (OBJECTIVE_COLOURS[loss], [each.result["curve"] for each in group])
-                for loss, group in made.items()
-            }
-            title = f"{model} on {options.data}, {ways[way]}: NLL of validation data"
-            seed_curves(place, curves, title, "CPU seconds of training, one core", "nats", log=way == "paper")
-        for model in MODELS if key != "way" else ():  # all columns show one quantity, at the same heights
-            places = [place for place, name, *_ in panels if name == model]
-            lows, highs = zip(*(place.get_ylim() for place in places), strict=True) if places else ((), ())
-            for place in places:
-                place.set_ylim(min(lows), max(highs))
-
-
-@contextmanager
-def _panels(
-    path: Path, found: Sequence[CellResult], height: float, by: str = "way", names: Mapping[str, str] = WAYS
-) -> Iterator[list[Panel]]:
-    """A picture with a row for each model and a column for each way: its panels, with the runs of each objective."""
-    groups = grouped(found, "model", by, "loss")
-    models = [model for model in MODELS if any(key[0] == model for key in groups)]
-    ways = [way for way in names if any(key[1] == way for key in groups)]
-    with plots.figure(path, 6.6 * max(1, len(ways)), height * max(1, len(models))) as figure:
+def draw(options: Options, groups: Groups, path: Path) -> None:
+    """NLL against training time: a row for each model, a column for each way."""
+    models = [model for model in MODELS if any(each[0] == model for each in groups)]
+    ways = [way for way in WAYS if any(each[1] == way for each in groups)]
+    with plots.figure(path, 6.6 * max(1, len(ways)), 3.6 * max(1, len(models))) as figure:
         axes = figure.subplots(max(1, len(models)), max(1, len(ways)), squeeze=False)
-        yield [
-            (
-                place,
-                model,
-                way,
-                {loss: groups[model, way, loss] for loss in OBJECTIVE_COLOURS if (model, way, loss) in groups},
-            )
-            for line, model in zip(axes, models, strict=False)
-            for place, way in zip(line, ways, strict=False)
-        ]
+        for (line, model), (place, way) in product(enumerate(models), enumerate(ways)):
+            drawn = {loss: [each["curve"] for each in groups.get((model, way, loss), ())] for loss in OBJECTIVE_COLOURS}
+            place_of = axes[line, place]
+            place_of.set_yscale("log" if way == "paper" else "linear")
+            curves(place_of, drawn, lambda loss, end: f"{objective_name(loss)}  {end:,.1f}")
+            title = f"{model} on {options.data}, {WAYS[way]}: NLL of validation data"
+            place_of.set(title=title, xlabel="CPU seconds of training, one core", ylabel="nats")
 
 
-def draw_test(options: Options, found: Sequence[CellResult], path: Path) -> None:
-    """NLL of test data, raw and calibrated, with intervals: a row for each model, a column for each way."""
-    with _panels(path, found, 3.0) as panels:
-        for place, model, way, made in panels:
-            losses = sorted(made, key=lambda loss: -column(made[loss], "nll").value)
-            for height, loss in enumerate(losses):
-                for key, full in (("raw_nll", False), ("nll", True)):
-                    _dot(place, column(made[loss], key), height, OBJECTIVE_COLOURS[loss], full)
-            place.set_yticks(range(len(losses)), [objective_name(loss) for loss in losses])
-            place.grid(axis="x", color=plots.COLOURS["grid"], linewidth=0.6)
-            place.set_axisbelow(True)
-            title = f"{model} on {options.data}, {WAYS[way]}: NLL of test data"
-            words = "nats; ● calibrated, ○ raw, 95 % intervals over seeds"
-            place.set(title=title, xlabel=words, ylim=(-0.6, len(losses) - 0.4))
-
-
-def _dot(axes: Any, value: Mean, height: float, colour: str, full: bool) -> None:
-    """A mean over seeds, with a line for its interval."""
-    if not isnan(value.interval):
-        ends = (value.value - value.interval, value.value + value.interval)
-        axes.plot(ends, (height, height), color=colour, linewidth=1.6)
-    axes.plot(value.value, height, "o", color=colour, markerfacecolor=colour if full else "white", markersize=6)
-
-
-def draw_race(options: Options, curves: Mapping[str, Sequence[Points]], path: Path) -> None:
+def draw_race(options: Options, racing: Mapping[str, Sequence[Points]], path: Path) -> None:
     """NLL against seconds, readable on its own: cnn by exact ML, by ML without determinants, and by two scores."""
     name = {"mnist": "MNIST", "cifar10": "CIFAR-10"}.get(known_data(options.data), options.data)
     with plots.figure(path, 9.0, 5.0) as figure:
         axes = figure.subplots()
-        labelled(axes, curves, lambda loss, end: f"{RACERS[loss]}: {end:,.0f}", 14)
+        curves(axes, racing, lambda loss, end: f"{RACERS[loss]}: {end:,.0f}", 14)
         axes.tick_params(labelsize=13)
         axes.yaxis.set_major_formatter("{x:,.0f}")
         axes.set_xlabel("CPU seconds of training", fontsize=15)

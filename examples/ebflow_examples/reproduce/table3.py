@@ -10,7 +10,6 @@ from typing import Any
 
 from ebflow_examples import plots
 from ebflow_examples.console import Grid
-from ebflow_examples.plots import seed_curves
 from ebflow_examples.reproduce import paper, table2
 from ebflow_examples.reproduce.common import Cell, CellResult, Options
 from ebflow_examples.reproduce.output import Report, beside, column, grouped
@@ -66,14 +65,9 @@ def compute(cell: Cell, folder: Path, data_root: str | None) -> dict[str, Any]:
 def report(options: Options, found: Sequence[CellResult], path: Path) -> Report:
     """NLL with and without either, beside the paper's, a table for each model; the norm of the gradient of SSM."""
     groups = grouped(found, "model", "loss", "map")
-    grids, rows = [], []
-    for model in _models(groups):
-        grid, lines = table_of(options, model, groups)
-        grids.append(grid)
-        rows += lines
-    models = [model for model in _models(groups) if any(key[:2] == (model, "ssm") for key in groups)]
-    if models:
-        draw(options, models, groups, path)
+    models = [model for model in MODELS if any(key[0] == model for key in groups)]
+    tables = [table_of(options, model, groups) for model in models]
+    draw(options, models, groups, path)
     notes = [
         "The paper's way in all else: its start, RMSProp, no calibration; its numbers are of converged models. With "
         "and without EMA is the same run: its last weights, and their average.",
@@ -81,11 +75,7 @@ def report(options: Options, found: Sequence[CellResult], path: Path) -> Report:
         f"exist. They have a margin of {MARGIN} and noise of {NOISE} a pixel there, against 1e-6 "
         "and the noise of Table 2 (in logits) with MaP. The paper does not say what it does about this.",
     ]
-    return Report(grids, rows, notes, [path] if models else [])
-
-
-def _models(groups: Groups) -> list[str]:
-    return [model for model in MODELS if any(key[0] == model for key in groups)]
+    return Report([grid for grid, _ in tables], [row for _, rows in tables for row in rows], notes, [path])
 
 
 def table_of(options: Options, model: str, groups: Groups) -> tuple[Grid, list[dict[str, Any]]]:
@@ -107,15 +97,14 @@ def table_of(options: Options, model: str, groups: Groups) -> tuple[Grid, list[d
 
 def draw(options: Options, models: Sequence[str], groups: Groups, path: Path) -> None:
     """The norm of the gradient of SSM with and without MaP, beside each other for the models."""
-    with plots.figure(path, 6.6 * len(models), 3.6) as figure:
-        for axes, model in zip(figure.subplots(1, len(models), squeeze=False)[0], models, strict=True):
+    colours = {"without MaP": plots.COLOURS["ml"], "with MaP": plots.COLOURS["score"]}
+    with plots.figure(path, 6.6 * max(1, len(models)), 3.6) as figure:
+        for place, model in enumerate(models, start=1):
+            axes = figure.add_subplot(1, len(models), place)
             norms = {
-                f"{'with' if after else 'without'} MaP": (
-                    plots.COLOURS["score" if after else "ml"],
-                    [each.result["gradient_norms"] for each in groups[model, "ssm", after]],
-                )
-                for after in (False, True)
-                if (model, "ssm", after) in groups
+                name: [each["gradient_norms"] for each in groups.get((model, "ssm", name == "with MaP"), ())]
+                for name in colours
             }
-            title = f"SSM, {model} on {options.data}: norm of the gradient"
-            seed_curves(axes, norms, title, "steps", "norm", log=True)
+            axes.set_yscale("log")
+            plots.curves(axes, norms, lambda name, end: f"{name}  {end:.3g}", colours=colours)
+            axes.set(title=f"SSM, {model} on {options.data}: norm of the gradient", xlabel="steps", ylabel="norm")

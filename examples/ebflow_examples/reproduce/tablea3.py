@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,6 @@ from ebflow_nflows import FullLinear
 MINUTES = 2.0
 SPREAD = 0.003  # W = I + SPREAD · G: the paper does not say what its W is; with this the errors are of its size
 METHODS = {"importance": "importance sampling", "lanczos": "Lanczos"}
-COLOURS = {"importance": "#D55E00", "lanczos": "#0072B2"}
 REPEATS = 100
 
 
@@ -73,18 +73,20 @@ def report(options: Options, found: Sequence[CellResult], path: Path) -> Report:
             for dim in dims:
                 group = groups.get((method, budget, dim))
                 theirs = errors[dim] if method == "importance" else None
-                error = None if group is None else column(group, "error").value
+                error = None if group is None else column(group, "error").mean
                 line.append("" if error is None else beside(f"{error:.6f}", theirs, 6))
                 rows.append({"M": budget, "method": method, "D": dim, "error": error, "paper": theirs})
             lines.append(line)
     with plots.figure(path, 9.6, 3.2) as figure:
         panels = figure.subplots(1, len(dims), sharey=True)
         for axes, dim in zip(panels, dims, strict=True):
-            for method, name in METHODS.items():
-                points = [(each["M"], each["error"]) for each in rows if (each["method"], each["D"]) == (method, dim)]
-                axes.loglog(*zip(*points, strict=True), "o-", color=COLOURS[method], label=name, linewidth=1.6)
-            quoted = [errors[dim] for errors in paper.LOG_Z.values()]
-            axes.loglog(list(paper.LOG_Z), quoted, "x:", color=plots.COLOURS["ink"], label="the paper's")
+            drawn = {
+                METHODS[way]: [row["error"] for row in rows if (row["method"], row["D"]) == (way, dim)]
+                for way in METHODS
+            }
+            drawn["the paper's"] = [errors[dim] for errors in paper.LOG_Z.values()]
+            for name, values in drawn.items():
+                axes.loglog(list(paper.LOG_Z), [error or math.nan for error in values], "o-", label=name)
             axes.minorticks_off()
             axes.set_xticks(list(paper.LOG_Z), [str(budget) for budget in paper.LOG_Z])
             axes.set(title=f"D = {dim}", xlabel="evaluations M")

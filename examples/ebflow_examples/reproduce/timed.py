@@ -1,30 +1,29 @@
-"""Training for so many seconds of CPU time, with the exact NLL beside it."""
+"""Training as a configuration says, in memory: for so many CPU seconds with the exact NLL beside it, or steps."""
 
 from __future__ import annotations
 
 import copy
 import json
-import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import nan
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
+from torch.optim.lr_scheduler import LambdaLR
 
 import ebflow_plugin as ebf
 from ebflow_examples import clock
-from ebflow_examples.defaults import objective_of, settle
+from ebflow_examples.defaults import length, objective_of, settle
 from ebflow_examples.runs import Run
 from ebflow_examples.streams import drawing_from, stream_seed
 from ebflow_examples.training import optimizer_for
 from ebflow_plugin.training import FitResult
 from ebflow_plugin.training.batches import Loader
-from ebflow_plugin.training.files import write_weights
-from ebflow_plugin.training.fitting import Judge
+from ebflow_plugin.training.evaluation import Judge
+from ebflow_plugin.training.files import atomic_write, write_weights
 
 LEAST_SHARE = 0.25  # of the time is left for training, whatever the start takes
 VALIDATION_BATCH = 250
@@ -38,7 +37,6 @@ class Trained:
         run: The model and its data.
         result: What :func:`ebflow_plugin.fit` returned, with the best of the weights that were evaluated.
         curve: CPU seconds and validation NLL, from the start on; of averaged and calibrated weights, if there are such.
-        raw: The same without the calibration.
         start: CPU seconds that the start in closed form took, and one calibration; they count as training.
         seconds: CPU seconds of start and steps; evaluations are not counted.
     """
@@ -46,7 +44,6 @@ class Trained:
     run: Run
     result: FitResult
     curve: list[tuple[float, float]]
-    raw: list[tuple[float, float]]
     start: float
     seconds: float
 
@@ -60,7 +57,6 @@ class Trained:
             "steps_per_second": self.result.steps / taken if taken else 0.0,
             "start_seconds": self.start,
             "curve": self.curve,
-            "raw_curve": self.raw,
             "recipe": self.run.config.to_dict(),
         }
 
@@ -93,7 +89,6 @@ def train_for(
     config, model = run.config, run.model
     if validation is not None:
         start += calibration_seconds(run, calibration)
-    length = max(LEAST_SHARE * seconds, seconds - start)
     objective = objective_of(model, config)
     if config.compile:
         objective.compile()
@@ -102,21 +97,19 @@ def train_for(
     ema = ebf.EMA(model, decay=config.ema_decay) if config.ema else None
     held_out = Loader(run.split("validation")[:validation], VALIDATION_BATCH, shuffle=False)
     rows, noise = run.split("train")[:calibration], stream_seed(config.seed, "validation")
-    judge, raw = Judge(model, held_out, lambda: rows, config.calibration, ema, noise), list[float]()
+    judge = Judge(model, held_out, lambda: rows, config.calibration, ema, noise)
 
     def judged(step: int) -> float:
         """The NLL of validation data, of averaged and calibrated weights if there are such."""
         if validation is None:
             return nan
         with drawing_from(config.seed, "calibration"):
-            found = judge(step)
-        raw.append(found["nll_uncalibrated"] if config.calibration else found["nll"])
-        return float(found["nll"])
+            return float(judge(step)["nll"])
 
     trained = clock.train(
         objective,
         run.data.train,
-        length,
+        max(LEAST_SHARE * seconds, seconds - start),
         judged,
         optimizer=optimizer_for(run, one_rate=True),
         moments=[(place / evaluations) ** 2 for place in range(1, evaluations + 1)],  # dense where a curve is steep
@@ -127,10 +120,9 @@ def train_for(
         seed=config.seed,
     )
     curve = [(start + used, nll) for used, nll in trained.curve if validation is not None]
-    without = [(seconds, nll) for (seconds, _), nll in zip(curve, raw, strict=True)]
     first = curve[0][1] if curve else None
     result = replace(trained.result, start_nll=first, best_nll=judge.nll, best_step=judge.step, best_state=judge.state)
-    return Trained(run, result, curve, without, start, start + trained.seconds)
+    return Trained(run, result, curve, start, start + trained.curve[-1][0])
 
 
 def _started(run: Run, file: Path | None) -> tuple[Run, float]:
@@ -145,9 +137,8 @@ def _started(run: Run, file: Path | None) -> tuple[Run, float]:
     seconds = time.process_time() - began
     if file is not None:
         facts = {"whiten": run.config.whiten, "gaussianize": run.config.gaussianize, "seconds": seconds}
-        partial = file.with_suffix(f".{os.getpid()}")  # a run that is stopped while it writes leaves no half of it
-        save_file(run.model.state_dict(), partial, {"start": json.dumps(facts)})
-        partial.replace(file)
+        content = save(run.model.state_dict(), {"start": json.dumps(facts)})
+        atomic_write(file, lambda opened: opened.write(content))
     return run, seconds
 
 
@@ -158,10 +149,29 @@ def calibration_seconds(run: Run, rows: int | None = None) -> float:
         return 0.0
     probe = copy.deepcopy(run.model)
     with drawing_from(run.config.seed, "probe"):
-        return _seconds(lambda: probe.calibrate(run.split("train")[:rows], kind))
+        began = time.process_time()
+        probe.calibrate(run.split("train")[:rows], kind)
+        return time.process_time() - began
 
 
-def _seconds(call: Callable[[], object]) -> float:
-    began = time.process_time()
-    call()
-    return time.process_time() - began
+def train_by_steps(run: Run, **options: Any) -> tuple[Run, FitResult]:
+    """Trains as ``ebflow train`` does, in memory: so many steps, whatever the clock says, so that a seed is a result.
+
+    Arguments:
+        run: The model with its data.
+        **options: Further options of :func:`ebflow_plugin.fit`.
+
+    Returns:
+        The run with what was chosen for it, and what came out.
+    """
+    run = settle(run)
+    config, schedule = run.config, clock.SCHEDULES[run.config.schedule]
+    steps = length(config, len(run.data.train))
+    assert config.batch_size is not None
+    result = ebf.fit(
+        objective_of(run.model, config), run.data.train, steps=steps, batch_size=config.batch_size,
+        optimizer=optimizer_for(run), scheduler=lambda made: LambdaLR(made, lambda step: schedule(step / steps)),
+        clip_norm=config.clip_norm, ema=ebf.EMA(run.model, decay=config.ema_decay) if config.ema else None,
+        compile=config.compile, progress=False, seed=config.seed, **options,
+    )  # fmt: skip
+    return run, result

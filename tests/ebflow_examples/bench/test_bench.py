@@ -9,9 +9,9 @@ from torch import Generator
 
 import ebflow_plugin as ebf
 from ebflow_examples import bench
-from ebflow_examples.bench import contenders, growth, models, plain, report, rivals, timing, wrapper
+from ebflow_examples.bench import contenders, growth, models, plain, report, timing, wrapper
 from ebflow_examples.bench.memory import peak_bytes
-from ebflow_examples.bench.results import Settings, Table, Target, compare, goal
+from ebflow_examples.bench.results import Settings, Table, compare
 from ebflow_examples.bench.timing import Samples, Spread, estimate, exponent, interleaved, ratio
 from ebflow_examples.models import build
 from ebflow_plugin.errors import InputError, UnknownNameError
@@ -108,13 +108,6 @@ def test_estimates_are_repeatable():
     assert estimate(lambda m: m[..., 0] - m[..., 1], times) == estimate(lambda m: m[..., 0] - m[..., 1], times)
 
 
-def test_targets():
-    assert goal(Spread(0.7, 0.6, 0.8), None) is None
-    assert goal(Spread(0.7, 0.6, 0.8), 0.8) == Target(0.8, "met")
-    assert goal(Spread(0.7, 0.6, 0.9), 0.8) == Target(0.8, "open")
-    assert goal(Spread(0.9, 0.85, 1.0), 0.8) == Target(0.8, "missed")
-
-
 # -- the plain rivals compute what ours compute --
 
 
@@ -168,12 +161,6 @@ def test_the_loop_by_hand_is_the_energy(flow):
     torch.testing.assert_close(wrapper.loop_by_hand(flow)(x), model.energy(x))
 
 
-def test_naive_fc_is_nflows_own():
-    flow = contenders.naive_fc(6)
-    x = torch.randn(3, 6)
-    torch.testing.assert_close(ebf.wrap(flow).log_prob(x), flow.log_prob(x))
-
-
 def test_a_training_step_trains_and_leaves_no_gradient():
     layer = torch.nn.Linear(2, 1)
     before = layer.weight.detach().clone()
@@ -208,13 +195,9 @@ def test_peak_memory_of_a_known_call():
 @pytest.fixture
 def small(monkeypatch):
     """Sizes at which a group takes no time."""
-    for module in (models, rivals):
-        monkeypatch.setattr(module, "DIM", 8)
-        monkeypatch.setattr(module, "BATCH", 4)
-    monkeypatch.setattr(rivals, "CHANNELS", 2)
+    monkeypatch.setattr(models, "DIM", 8)
+    monkeypatch.setattr(models, "BATCH", 4)
     monkeypatch.setattr(growth, "OBJECTIVES", ("DSM", "ML"))
-    monkeypatch.setattr(growth, "MEMORY_DIM", 8)
-    monkeypatch.setattr(growth, "DEPTHS", (2, 3))
     monkeypatch.setattr(Settings, "time", lambda self, what, steps, **how: interleaved(steps, seconds=0, least=2))
     monkeypatch.setattr(Settings, "choose", lambda self, quick, full: (8, 16) if quick == (256, 512, 1024) else quick)
 
@@ -222,30 +205,6 @@ def small(monkeypatch):
 def test_fc_has_a_row_for_each_objective(small):
     (table,) = models.fc(Settings())
     assert [row["what"] for row in table.rows] == ["SSM", "DSM", "FDSSM", "ML"]
-    assert [row["target"] and row["target"].limit for row in table.rows] == [0.8, 1.05, 1.05, None]
-
-
-def test_rivals_that_are_not_installed_say_how_to_get_them(small, monkeypatch):
-    monkeypatch.setattr(rivals, "find_spec", lambda name: None)
-    for table in (rivals.against_torchebm(Settings()), rivals.against_torch_ema(Settings())):
-        text = report.as_text(table)
-        assert "not installed: pip install torch" in text
-        assert "extra 'bench'" in text
-
-
-def test_nflows_rivals(small):
-    table = rivals.against_nflows(Settings())
-    assert {row["against"] for row in table.rows} == {"nflows ML, NaiveLinear", "nflows ML, LULinear"}
-    assert len(table.rows) == 8
-
-
-def test_unconstrain_is_timed_against_maximum_likelihood_on_the_same_lu_flow(small):
-    table = rivals.after_unconstrain(Settings())
-    assert {row["against"] for row in table.rows} == {"nflows ML, LULinear"}
-    names = [row["what"] for row in table.rows]
-    assert names == [
-        f"{name}, {how}" for name in ("ML", "SSM", "DSM", "FDSSM") for how in ("LULinear", "after unconstrain")
-    ]
 
 
 def test_both_exponents_are_shown_with_the_sizes_they_are_over(small):
@@ -270,13 +229,11 @@ def test_convolutions_are_measured(small):
     assert len(first.rows) == 9
 
 
-def test_the_benchmark_has_every_objective_in_both_tables(monkeypatch):
+def test_the_benchmark_has_every_objective(monkeypatch):
     monkeypatch.setattr(models, "QUICK_SIDES", (4, 8))
     monkeypatch.setattr(models, "NEW_BATCH", 4)
     monkeypatch.setattr(Settings, "time", lambda self, what, steps, **how: interleaved(steps, seconds=0, least=2))
-    step, growth = models.likelihood(Settings())
-    assert [row["against"] for row in step.rows] == ["ML", "DSM", "SSM"]
-    assert [row["target"] and row["target"].limit for row in step.rows] == [0.12, 1.0, None]
+    (growth,) = models.likelihood(Settings())
     assert [row["objective"] for row in growth.rows] == ["ML stochastic", "ML", "DSM", "SSM"]
     for row in growth.rows:
         assert row["D = 48, ms"] > 0
@@ -287,23 +244,20 @@ def test_the_benchmark_has_every_objective_in_both_tables(monkeypatch):
 def test_main_prints_and_writes(small, tmp_path, capsys):
     threads = torch.get_num_threads()
     state = torch.get_rng_state()
-    assert bench.main(quick=True, only=["fc", "growth"], out=tmp_path, threads=1) == 0
+    bench.main(quick=True, only=["fc", "growth"], out=tmp_path, threads=1)
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.get_rng_state(), state)
     shown = capsys.readouterr()
     assert "fc: training step of the paper's fc model" in shown.out
-    assert "≤ 0.8 " in shown.out
     assert "growth.png" in shown.err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bench.json", "bench.md", "growth.png"]
     content = json.loads((tmp_path / "bench.json").read_text())
-    times, memory = (table["rows"] for table in content["tables"][1:])
+    times = content["tables"][1]["rows"]
     assert [row["objective"] for row in times] == ["DSM", "ML"]
     exponents = ("exponent, all sizes", "exponent, last doubling")
     assert all(row[key]["low"] <= row[key]["value"] <= row[key]["high"] for row in times for key in exponents)
-    assert all(row["3 layers, MB"] > row["2 layers, MB"] > 0 for row in memory)
     row = content["tables"][0]["rows"][0]
     assert row["ratio"]["low"] <= row["ratio"]["value"] <= row["ratio"]["high"]
-    assert row["target"]["limit"] == 0.8
     assert content["options"]["only"] == ["fc", "growth"]
     assert (tmp_path / "growth.png").stat().st_size > 10_000
     assert "| SSM | plain SSM |" in (tmp_path / "bench.md").read_text()
@@ -313,8 +267,8 @@ def test_main_prints_and_writes(small, tmp_path, capsys):
     ("options", "error", "text"),
     [
         ({"only": ["grwth"]}, UnknownNameError, "Did you mean 'growth'"),
-        ({"threads": 0}, InputError, "threads must be at least 1"),
-        ({"device": "toaster"}, InputError, "device 'toaster' is not there"),
+        ({"threads": 0}, InputError, "threads must be an integer, at least 1"),
+        ({"device": "toaster"}, InputError, "the device 'toaster' cannot be used"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_measured(options, error, text, tmp_path):
@@ -324,5 +278,5 @@ def test_bad_input_is_refused_before_anything_is_measured(options, error, text, 
 
 
 def test_columns_without_values_are_left_out():
-    table = Table("fc", "title", [{"what": "a", "ms": 123.4, "target": None}, {"what": "b", "ms": 0.5, "target": None}])
+    table = Table("fc", "title", [{"what": "a", "ms": 123.4, "note": None}, {"what": "b", "ms": 0.5, "note": None}])
     assert report.cells(table) == (["what", "ms"], [["a", "123"], ["b", "0.5"]])

@@ -95,7 +95,7 @@ def test_what_the_help_lists_is_what_there_is():
     assert config.CHOICES["schedule"] == tuple(training.SCHEDULES)
     assert config.CHOICES["optimizer"] == tuple(training.OPTIMISERS)
     text = ebflow("train", "--help").output
-    for name in (*data.NAMES, *models.MODELS, *(f"--{key.replace('_', '-')}" for key in config.option_types())):
+    for name in (*data.NAMES, *models.MODELS, *(f"--{key.replace('_', '-')}" for key in config.settings())):
         assert name in text, name
 
 

@@ -1,7 +1,7 @@
 """Cells of an experiment: how they share a budget, are kept, chosen and computed side by side."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,8 +10,8 @@ import ebflow_examples.reproduce.common as common
 from ebflow_examples import reproduce
 from ebflow_examples.reproduce import experiment, table2
 from ebflow_examples.reproduce.common import Cell, CellResult, Options
-from ebflow_examples.reproduce.output import grouped, of_other_code, short_searches
-from ebflow_examples.reproduce.provenance import commit, recipe
+from ebflow_examples.reproduce.output import grouped, remarks
+from ebflow_examples.reproduce.provenance import commit
 from ebflow_plugin.errors import InputError, TrainingError
 
 
@@ -128,9 +128,9 @@ class Tossing(Searching):
     """Each rate is tried with two seeds, of which the first misleads."""
 
     def cells(self, options):
-        made = [Cell("counted", f"dsm-rate{rate:f}", {"lr": rate}, part=0.25) for rate in self.nlls]
-        tried = [each for cell in made for each in common.tries(cell, options.quick)]
-        return [*tried, Cell("counted", "dsm-seed1", {"seed": 1}, best_of=tuple(cell.name for cell in tried))]
+        rates = {f"dsm-rate{rate:f}": rate for rate in self.nlls}
+        run = Cell("counted", "dsm-seed1", {"seed": 1})
+        return common.with_rates([run], lambda run: (rates, 0.25), options.quick)
 
     def compute(self, cell, folder, data_root):
         found = super().compute(cell, folder, data_root)
@@ -155,8 +155,8 @@ def test_a_rate_is_judged_by_two_seeds(tmp_path):
 
 def test_a_search_of_few_steps_is_told():
     few, many = (CellResult(Cell("a", "b", {"search": True, "loss": "ml"}), {"steps": steps}) for steps in (29, 30))
-    assert "fewer than 30 steps: ML (29)" in short_searches([few, many])[0]
-    assert short_searches([many]) == []
+    assert "fewer than 30 steps: ML (29)" in remarks([few, many], "")[0]
+    assert remarks([many], "") == []
 
 
 # --- the code that a cell is of
@@ -176,8 +176,8 @@ def test_a_cell_of_another_recipe_is_computed_again_and_says_its_commit(counted,
     assert f"3 cells are of other code or data than this (commit {commit()}), and are computed again" in said
     assert len(counted.computed) == 6
     assert again[0].cell.recipe != first[0].cell.recipe
-    assert "cells are of other code or data than this" in of_other_code(first, again[0].cell.recipe)[0]
-    assert of_other_code(again, again[0].cell.recipe) == []
+    assert "cells are of other code or data than this" in remarks(first, again[0].cell.recipe)[0]
+    assert remarks(again, again[0].cell.recipe) == []
     monkeypatch.setattr(common, "recipe", lambda made, data: "third")
     common.run(options, counted)
     assert len(counted.computed) == 9
@@ -199,17 +199,6 @@ def test_a_cell_of_the_time_before_recipes_is_none_of_this_one(counted, tmp_path
 def test_starts_of_another_recipe_are_not_gone_on_with(tmp_path):
     cell = Cell("table2", "fc", {"data": "digits", "model": "fc", "seed": 0}, recipe="a")
     assert table2.start_file(cell, tmp_path) != table2.start_file(replace(cell, recipe="b"), tmp_path)
-
-
-def test_cells_of_another_recipe_are_not_borrowed(tmp_path, monkeypatch):
-    options = Options("table4", budget=1.0, out=tmp_path)
-    digest = recipe(table2, options.data)
-    kept = CellResult(Cell("table2", "fc-ours-ml-seed0", {"seed": 0}, recipe=digest), {"nll": 1.0})
-    (tmp_path / "table2.json").write_text(json.dumps({"cells": [asdict(kept)]}))
-    assert [each.result for each in common.kept_cells(options, table2, {"seed": 0})] == [{"nll": 1.0}]
-    monkeypatch.setattr(common, "recipe", lambda made, data: "other")
-    assert common.kept_cells(options, table2, {"seed": 0}) == []
-    assert len(common.kept_cells(replace(options, kept=True), table2, {"seed": 0})) == 1
 
 
 def test_only_some_cells(counted, tmp_path):

@@ -8,7 +8,7 @@ import torch
 import ebflow_plugin as ebf
 from ebflow_examples.config import TrainConfig
 from ebflow_examples.defaults import objective_of, settle
-from ebflow_examples.reproduce import table1
+from ebflow_examples.reproduce import table1, timed
 from ebflow_examples.reproduce.common import Options
 from ebflow_examples.runs import build
 from ebflow_examples.synthetic import PLANE, SMOOTHING
@@ -49,15 +49,14 @@ def test_our_recipe_is_what_ebflow_train_does_by_itself(loss):
 
 @pytest.mark.parametrize("loss", ["ssm", "dsm", "fdssm"])
 def test_shrinking_noise_is_added_to_the_points_before_theirs(loss, monkeypatch):
-    made, objectives = table1.objective_of, []
-    monkeypatch.setattr(table1, "objective_of", lambda *told: objectives.append(made(*told)) or objectives[-1])
+    made, objectives = timed.objective_of, []
+    monkeypatch.setattr(timed, "objective_of", lambda *told: objectives.append(made(*told)) or objectives[-1])
     weights = []
     for _ in range(2):
         run = build(table1.recipe(settings(f"swirl-{loss}-ours-seed0", quick=True)))
-        ema, facts = table1.train_by_steps(run)
-        assert isinstance(ema, ebf.EMA)
-        assert (facts["steps"], facts["recipe"]["shrink"]) == (3, 2)
-        assert facts["seconds"] > 0
+        run, result = timed.train_by_steps(run)
+        assert isinstance(result.ema, ebf.EMA)
+        assert (result.steps, run.config.shrink) == (3, 2)
         weights.append(torch.cat([parameter.flatten() for parameter in run.model.parameters()]))
     assert torch.equal(*weights)  # a seed is a result, whatever the clock says
     objective = objectives[0]

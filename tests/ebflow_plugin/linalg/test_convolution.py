@@ -212,24 +212,6 @@ def test_dense_matrix_that_does_not_fit(monkeypatch):
     check(kernel(setting, size=0.1), geometry)
 
 
-@pytest.mark.parametrize(
-    ("options", "shape"),
-    [
-        (dict(kernel_size=1), (2, 4, 4)),
-        (dict(kernel_size=3, padding_mode="circular"), (2, 4, 4)),
-        (dict(kernel_size=3), (2, 20, 20)),
-        (dict(kernel_size=3), (2, 4, 4)),
-    ],
-)
-def test_meta_device(options, shape):
-    setting = Setting.of(2, **options)
-    geometry = setting.geometry(shape)
-    matrix = Convolution(torch.empty_like(kernel(setting), device="meta"), geometry)
-    assert matrix.log_abs_det().device.type == "meta"
-    y = torch.empty(3, *geometry.out_shape, device="meta", dtype=double)
-    assert matrix.inverse()(y).shape == (3, *shape)
-
-
 MEMORY = """
 import resource, sys, torch
 from ebflow_plugin.layers import FullConv2d

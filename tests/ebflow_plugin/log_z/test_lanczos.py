@@ -11,7 +11,7 @@ import ebflow_plugin as ebf
 from ebflow_plugin.linalg.dense import Dense
 from ebflow_plugin.linalg.random import signs_like
 from ebflow_plugin.log_z import lanczos
-from log_z_models import WIDE, assert_agrees, make_model
+from gaussian_models import WIDE, assert_agrees, make_model
 from randomness import rng
 
 
