@@ -11,8 +11,9 @@ The packages, each of which imports only those below it:
 
 - ``wrapper``, ``verification``, ``covering``, ``testing``, ``lightning``: the entry points. ``wrap`` lets an adapter
   walk a flow.
-- ``training``: ``fit``, a short loop; guards; averaged weights; all that is serious, in Lightning.
-- ``objectives``: score matching, likelihood and targets, as losses of a model; the exact NLL of data.
+- ``training``: ``fit``, a short loop; guards; averaged weights; the exact NLL of data; all that is serious, in
+  Lightning.
+- ``objectives``: score matching, likelihood and targets, as losses of a model.
 - ``sampling``: Langevin chains by the score; samples of a model, weighted for a target density.
 - ``model``, ``planned``, ``report``: ``EBFlow``; the plans that it computes with; the table of their steps.
 - ``closed_form``: fits without gradients: data-dependent starts, and the calibration of the base.

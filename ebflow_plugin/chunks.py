@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,16 @@ def rows_in_chunks(count: int, size: int | None) -> Iterator[slice]:
         yield slice(start, min(start + size, count))
 
 
+def picked(chosen: slice | Tensor, *parts: Tensor | None) -> tuple[Any, ...]:
+    """The chosen rows of each of these tensors, such as x, its context and its weights; None stays None.
+
+    Example:
+        >>> picked(slice(1, 3), torch.arange(4), None)
+        (tensor([1, 2]), None)
+    """
+    return tuple(None if part is None else part[chosen] for part in parts)
+
+
 def over_rows(
     function: Callable[[Tensor, Tensor | None], Tensor], x: Tensor, context: Tensor | None, size: int | None
 ) -> Tensor:
@@ -34,9 +44,7 @@ def over_rows(
         with torch.no_grad():
             return function(x, context)
     with torch.no_grad():
-        pieces = [
-            function(x[part], context if context is None else context[part]) for part in rows_in_chunks(len(x), size)
-        ]
+        pieces = [function(*picked(part, x, context)) for part in rows_in_chunks(len(x), size)]
     return torch.cat(pieces)
 
 

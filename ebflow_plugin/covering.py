@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
+from ebflow_plugin.chunks import picked
 from ebflow_plugin.errors import CoverageWarning, InputError, warn
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives.latent_match import base_distance, base_noise
 from ebflow_plugin.options import at_least, check_generator
-from ebflow_plugin.plan.inputs import batch_of, refuse_non_finite, to_device
+from ebflow_plugin.plan.inputs import batch_of, refuse_non_finite, refuse_other_models, to_device
 from ebflow_plugin.plan.inverse import draw
-
-__all__ = ["CoverageReport", "coverage"]
 
 USUAL = 0.99  # of the rows are as near to other rows as the limit
 LIMIT = 0.1  # a share above it is a warning; 1 - USUAL is ideal, and models that are well trained have up to 0.07
@@ -106,8 +105,7 @@ def coverage(model: EBFlow, data: Any, *, rows: int = 1000, generator: Generator
         >>> bool(report), report.advice
         (True, 'nothing to do: the samples lie where the data lie')
     """
-    if not isinstance(model, EBFlow):
-        raise InputError(f"coverage needs an EBFlow, got {type(model).__name__}; wrap it first: ebflow_plugin.wrap")
+    refuse_other_models("coverage", model)
     check_generator(generator)
     x, context, weights = to_device(batch_of(data), model.like().device)
     if weights is not None:
@@ -118,7 +116,7 @@ def coverage(model: EBFlow, data: Any, *, rows: int = 1000, generator: Generator
         raise InputError(f"coverage needs at least {FEWEST} rows, got {len(x)}")
     chosen = torch.randperm(len(x), generator=generator, device=x.device if generator is None else generator.device)
     chosen = chosen[: 2 * count].to(x.device)
-    x, context = x[chosen], None if context is None else context[chosen]
+    x, context = picked(chosen, x, context)
     plan, u, _ = model.match(x, context, generator)
     refuse_non_finite("the matched variable", u)
     if context is None:

@@ -13,35 +13,6 @@ from typing import Any, NoReturn
 
 import torch
 
-__all__ = [
-    "AdapterError",
-    "AdapterWarning",
-    "BiasWarning",
-    "ConditioningWarning",
-    "ContextError",
-    "CoverageWarning",
-    "EBFlowError",
-    "EBFlowWarning",
-    "EstimateWarning",
-    "InputError",
-    "NoInverseError",
-    "NotAFlowError",
-    "ResumeWarning",
-    "SingularError",
-    "TrainingError",
-    "UnknownNameError",
-    "UnknownStepWarning",
-    "UnseenParameterWarning",
-    "UnsupportedStepError",
-    "VerificationError",
-    "WriteError",
-    "no_inverse",
-    "raise_from_step",
-    "refuse_inference_tensors",
-    "suggest",
-    "warn",
-]
-
 _INSIDE = ("ebflow_plugin", "ebflow_nflows", "ebflow_normflows", "ebflow_zuko", "torch", "contextlib")
 
 

@@ -14,7 +14,6 @@ from ebflow_plugin.closed_form import calibration, gaussianization, initializati
 from ebflow_plugin.closed_form.calibration import CalibrationReport
 from ebflow_plugin.closed_form.gaussianization import StartReport
 from ebflow_plugin.closed_form.moments import barrier, refuse_one_shot, writable
-from ebflow_plugin.closed_form.passes import Passes
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.log_z.estimate import Estimate
 from ebflow_plugin.log_z.importance import importance
@@ -24,8 +23,6 @@ from ebflow_plugin.plan.inputs import check_weights, in_memory, to_device
 from ebflow_plugin.plan.inverse import draw
 from ebflow_plugin.plan.step import Shape
 from ebflow_plugin.planned import PlannedFlow
-
-__all__ = ["EBFlow"]
 
 
 class EBFlow(PlannedFlow):
@@ -166,25 +163,26 @@ class EBFlow(PlannedFlow):
         plan.refuse()
         data = x if context is None and weights is None else (x, context, weights)
         with writable(self._parameter()):
-            if gaussianize:
-                refuse_one_shot(data)
-                barrier("model.initialize(gaussianize=True)")
-                passes = Passes(plan, lambda: self._rows(data, generator), in_memory(data) is not None)
-                report = gaussianization.gaussianize(passes, self._calibrated, progress)
-                if report.kept:
-                    self.calibration.set()  # it belongs to the old weights
-                return report
-            if whiten:
-                barrier("model.initialize(whiten=True)")
-                initialization.whiten(plan, self._rows(data, generator))
-                self.calibration.set()
-            else:
+            if not (whiten or gaussianize):
                 x, context, weights = to_device((x, context, weights), self.like().device)
                 if weights is not None:
                     check_weights(weights, x)
                     x, context = initialization.resampled(x, context, weights)
                 plan.initialize(self._input(x, context, generator)[0], context)
-        return None
+                return None
+            if gaussianize:
+                refuse_one_shot(data)
+            barrier(f"model.initialize({'gaussianize' if gaussianize else 'whiten'}=True)")
+            keep = gaussianize and in_memory(data) is not None
+            passes = initialization.Passes(plan, lambda: self._rows(data, generator), keep)
+            report = None
+            if gaussianize:
+                report = gaussianization.gaussianize(passes, self.flow, self._calibrated, progress)
+            else:
+                initialization.whiten(passes)
+            if report is None or report.kept:
+                self.calibration.set()  # it belongs to the old weights
+        return report
 
     def calibrate(
         self,

@@ -15,11 +15,11 @@ from ebflow_plugin.adapting.discovery import FoundFlow, find_flow
 from ebflow_plugin.closed_form.calibration import Calibration, CalibrationStep
 from ebflow_plugin.closed_form.moments import Rows, batches
 from ebflow_plugin.linalg.memo import without_reading
-from ebflow_plugin.log_z.exact import Normalizer
+from ebflow_plugin.log_z.exact import exact_log_z
 from ebflow_plugin.plan.inputs import check_input, refuse_non_finite
 from ebflow_plugin.plan.plan import Plan, score_of
 from ebflow_plugin.plan.preprocessing import Dequantize, boundary, preprocessing_steps, refuse_trainable
-from ebflow_plugin.plan.step import LinearStep, NonlinearStep, Shape
+from ebflow_plugin.plan.step import Shape
 from ebflow_plugin.report import FlowReport
 
 # Values that steps read on each call: a module that counts its calls, say, does not change the plan.
@@ -57,7 +57,7 @@ class PlannedFlow(nn.Module):
         self.match_after, self.overrides, self.check_finite = match_after, dict(overrides or {}), check_finite
         self._watch: Watch | None = None
         self._build()
-        self.register_load_state_dict_post_hook(_move_calibration)
+        self.register_load_state_dict_pre_hook(_make_room)
 
     def rebuild(self) -> None:
         """Walks the flow again.
@@ -72,17 +72,21 @@ class PlannedFlow(nn.Module):
     def _build(self) -> None:
         """Builds the plans, with the adapter that there is."""
         bare, dequantized = self._adapter.plan(self.flow, self.overrides), self.dequantize is not None
-        self._calibrated = self._calibrating(bare)
+        self._calibrated: tuple[CalibrationStep, ...] = ()
+        if self.calibration.mean is not None:
+            shapes = bare.base.shapes or ((len(self.calibration.mean),),)  # one flat vector if the shapes are unknown
+            self._calibrated = (CalibrationStep(self.calibration, shapes),)
         bare = replace(bare, steps=(*preprocessing_steps(list(self.preprocessing)), *bare.steps))
         start = boundary(bare, self.match_after, dequantized)
         self._plan = replace(bare, steps=(*bare.steps, *self._calibrated))
         self._event_shape = self._plan.event_shape
-        self._prefix, self._core, self._exact = bare[:start], self._plan[start:], Normalizer(bare[start:])
+        self._prefix, self._core, self._exact = bare[:start], self._plan[start:], bare[start:]
         sizes = {name: p.numel() for name, p in self.flow.named_parameters() if p.is_floating_point()}
         # The largest parameter has the device and dtype of the flow; others may have another dtype (the mixture of
         # normflows, a number inside Residual). Its name, since it may be moved or swapped.
         self._anchor = max(sizes, key=sizes.__getitem__, default=None)
-        self._watch = Watch.of(bare, self.flow, self.calibration)
+        parts = {id(part): part for part in (*self.flow.modules(), *(part.module for part in bare.parts()))}
+        self._watch = Watch([part for part in parts.values() if hasattr(part, "__dict__")], self.calibration)
 
     def _follow(self) -> None:
         """Walks the flow again if it has changed. Every public call does this once."""
@@ -111,8 +115,8 @@ class PlannedFlow(nn.Module):
         return self._prefix
 
     @property
-    def exact(self) -> Normalizer:
-        """The exact log Z of the last :attr:`core` without its calibration, cached; its ``plan`` has these steps."""
+    def exact(self) -> Plan:
+        """The last :attr:`core` without its calibration, which caches its exact log Z."""
         return self._exact
 
     @property
@@ -126,13 +130,6 @@ class PlannedFlow(nn.Module):
         """The one random part: the first module of ``preprocess``, if it is a Dequantize."""
         first = self.preprocessing[0] if len(self.preprocessing) else None
         return first if isinstance(first, Dequantize) else None
-
-    def _calibrating(self, bare: Plan) -> tuple[CalibrationStep, ...]:
-        """The step of the calibration, after those of the flow, if the model is calibrated."""
-        if self.calibration.mean is None:
-            return ()
-        shapes = bare.base.shapes or ((len(self.calibration.mean),),)  # one flat vector if the shapes are unknown
-        return (CalibrationStep(self.calibration, shapes),)
 
     def _uncalibrated(self) -> Plan:
         """The plan without the step of the calibration."""
@@ -194,9 +191,9 @@ class PlannedFlow(nn.Module):
     def _log_z(self, event_shape: Shape, like: Tensor) -> Tensor:
         """Log Z, of which the expensive part, of the flow behind the preprocessing, is cached."""
         if not self._prefix.steps:
-            total = self._exact.log_z(event_shape, like)
+            total = exact_log_z(self._exact, event_shape, like)
         else:
-            total = self._exact.log_z(self._prefix.latent_shapes(event_shape)[0], like)
+            total = exact_log_z(self._exact, self._prefix.latent_shapes(event_shape)[0], like)
             total = total + self._prefix.log_z(event_shape, like)
         for step in self._calibrated:
             total = total - step.log_abs_det(event_shape)
@@ -283,11 +280,11 @@ class PlannedFlow(nn.Module):
         return {name: value for name, value in self.__dict__.items() if name not in built} | {"_watch": None}
 
 
-def _move_calibration(model: nn.Module, keys: Any) -> None:
-    """Moves a loaded calibration to the device and dtype of the model."""
+def _make_room(model: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    """Makes room for the calibration of a state dict, or removes that of the model if there is none in it."""
     assert isinstance(model, PlannedFlow)
-    like = model.like()
-    model.calibration.to(device=like.device, dtype=like.dtype)
+    stored, like = {name: state_dict.get(f"{prefix}calibration.{name}") for name in Calibration.names}, model.like()
+    model.calibration.set(**{name: None if t is None else like.new_empty(t.shape) for name, t in stored.items()})
 
 
 class Watch:
@@ -310,8 +307,7 @@ class Watch:
 
     def __init__(self, parts: list[Any], buffers: nn.Module | None = None, *, traced: bool = False) -> None:
         self._classes = [(part, type(part)) for part in parts]
-        self._sizes: list[tuple[dict[Any, Any], int]] = []
-        self._members: list[tuple[dict[Any, Any], tuple[Any, ...], tuple[Any, ...]]] = []
+        self._held: list[tuple[dict[Any, Any], int, tuple[Any, ...], tuple[Any, ...]]] = []
         for part in parts:
             attributes = vars(part)
             chosen = {name: value for name, value in attributes.items() if _decides(name, value, traced)}
@@ -326,11 +322,6 @@ class Watch:
             self._record(buffers._buffers, buffers._buffers)
 
     @classmethod
-    def of(cls, plan: Plan, flow: nn.Module, buffers: nn.Module) -> Watch:
-        """Watches the modules that a plan of the flow was built from."""
-        return cls(_arrangement(plan, flow), buffers)
-
-    @classmethod
     def of_parameters(cls, model: nn.Module) -> Watch:
         """Watches which parameters the modules of a model hold, not their values."""
         watch = cls([])
@@ -339,20 +330,15 @@ class Watch:
         return watch
 
     def _record(self, held: Any, members: Any) -> None:
-        self._sizes.append((held, len(held)))
-        if members:
-            self._members.append((held, tuple(members), tuple(members.values())))
+        self._held.append((held, len(held), tuple(members), tuple(members.values())))
 
     def unchanged(self) -> bool:
         """Whether nothing has changed."""
         for part, kind in self._classes:
             if type(part) is not kind:
                 return False
-        for held, size in self._sizes:
-            if len(held) != size:
-                return False
-        for held, names, values in self._members:  # noqa: SIM110, since all() of a generator takes twice as long
-            if not all(map(is_, map(held.get, names), values)):
+        for held, size, names, values in self._held:
+            if len(held) != size or (names and not all(map(is_, map(held.get, names), values))):
                 return False
         return True
 
@@ -364,30 +350,3 @@ def _decides(name: str, value: Any, traced: bool = False) -> bool:
     if traced and isinstance(value, (Tensor, float)):
         return True
     return not isinstance(value, _READ_EACH_CALL)
-
-
-def _arrangement(plan: Plan, flow: nn.Module) -> list[Any]:
-    """The flow, the containers of its steps and its base, these themselves, and the submodules of linear steps."""
-    owners, steps = {""}, (*plan.steps, plan.base)
-    for part in steps:
-        names = part.path.split(".")
-        owners.update(".".join(names[:depth]) for depth in range(1, len(names)))
-    known = dict(flow.named_modules(remove_duplicate=False))
-    parts: dict[int, Any] = {}
-
-    def members() -> Iterator[Any]:
-        for owner in owners:
-            if owner in known:
-                yield known[owner]
-                yield from known[owner].children()
-        for part in steps:
-            yield part.module
-            if isinstance(part, LinearStep) and isinstance(part.module, nn.Module) and part.path not in owners:
-                yield from part.module.modules()
-            if isinstance(part, NonlinearStep):
-                yield from part.reads
-
-    for member in members():
-        if hasattr(member, "__dict__"):
-            parts[id(member)] = member
-    return list(parts.values())

@@ -72,24 +72,36 @@ class FlowReport:
     ) -> FlowReport:
         """The report of a plan, and of a Dequantize before it."""
         reached = dict(plan.shapes(plan.event_shape)) if plan.event_shape is not None else {}
-        sizes = [_blocks(step, reached.get(step)) for step in plan.steps]
-        closed = preprocessing + plan[preprocessing:].closed_steps
-        ways = [_way(step, place, preprocessing, closed) for place, step in enumerate(plan.steps)]
         chosen = {} if plan.event_shape is None else log_det_methods(plan, plan.event_shape, "auto")
-        rows = tuple(
-            _row(step, size, way, chosen.get(step, "-"))  # type: ignore[call-overload]
-            for step, size, way in zip(plan.steps, sizes, ways, strict=True)
-        )
+        closed = preprocessing + plan[preprocessing:].closed_steps
+        rows, counts = list[Row](), Counter[Blocks]()
+        for place, step in enumerate(plan.steps):
+            why, blocks = step.refusal(), _blocks(step, reached.get(step))
+            counts.update([blocks] if blocks else [])
+            closed_form = "product" if step.linearity == Linearity.LINEAR else "closed form"
+            twice = "double backward" if place >= closed else closed_form
+            rows.append(
+                Row(
+                    path=step.path,
+                    class_name=step.class_name,
+                    linearity=str(Linearity.REFUSED if why else step.linearity),
+                    reason=why or step.reason,
+                    log_det_cost=str(blocks or step.cost) if isinstance(step, LinearStep) else "-",
+                    smoothness=str(step.smoothness),
+                    known=step.known,
+                    second_derivatives="-" if place < preprocessing else twice,
+                    log_det=chosen.get(step, "-"),  # type: ignore[call-overload]
+                )
+            )
         if dequantize is not None:
             why = "adds noise, divides" if dequantize.noise == "uniform" else "adds smooth noise (a bound), divides"
-            first = Row("preprocess.0", "Dequantize", str(Linearity.LINEAR), why, "O(D)", "smooth", True, "-")
-            rows, preprocessing = (first, *rows), preprocessing + 1
-        counts = Counter(size for size in sizes if size)
+            rows.insert(0, Row("preprocess.0", "Dequantize", str(Linearity.LINEAR), why, "O(D)", "smooth", True, "-"))
+            preprocessing += 1
         shapes = plan.base.shapes
         base = plan.base.class_name + (f" {' + '.join(map(str, shapes))}" if shapes else "")
         largest = sorted(counts.items(), key=lambda item: item[0].size or 0, reverse=True)
         registered = sum(isinstance(step, RegisteredLinearStep) for step in plan.steps)
-        return cls(rows, base, plan.adapter, inside, tuple(largest), preprocessing, registered)
+        return cls(tuple(rows), base, plan.adapter, inside, tuple(largest), preprocessing, registered)
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
@@ -119,14 +131,9 @@ class FlowReport:
         parts.append(f"energy() skips {' and '.join(skipped) or 'no dense determinant'}")
         if self.preprocessing:
             parts.append(f"score matching begins after {self.rows[self.preprocessing - 1].path} (MaP)")
-        parts.append(self._second_derivatives())
-        return "; ".join(parts)
-
-    def _second_derivatives(self) -> str:
-        twice = [row.path for row in self.rows if row.second_derivatives == "double backward"]
-        if twice:
-            return f"second derivatives by double backward from {twice[0]} on"
-        return "second derivatives in closed form"
+        twice = next((row.path for row in self.rows if row.second_derivatives == "double backward"), None)
+        how = "in closed form" if twice is None else f"by double backward from {twice} on"
+        return "; ".join((*parts, f"second derivatives {how}"))
 
     def __str__(self) -> str:
         head = ("step", "class", "linearity", "log-det cost", "score", "why")
@@ -154,26 +161,3 @@ def _blocks(step: Step, shapes: Shapes | None) -> Blocks | None:
     if operator is None:
         return Blocks(None) if isinstance(step, FullConvStep) else None
     return operator.blocks
-
-
-def _way(step: Step, place: int, preprocessing: int, closed: int) -> str:
-    if place < preprocessing:
-        return "-"
-    if place >= closed:
-        return "double backward"
-    return "product" if step.linearity == Linearity.LINEAR else "closed form"
-
-
-def _row(step: Step, blocks: Blocks | None, way: str, log_det: str) -> Row:
-    why = step.refusal()
-    return Row(
-        path=step.path,
-        class_name=step.class_name,
-        linearity=str(Linearity.REFUSED if why else step.linearity),
-        reason=why or step.reason,
-        log_det_cost=str(blocks) if blocks is not None else step.cost if isinstance(step, LinearStep) else "-",
-        smoothness=str(step.smoothness),
-        known=step.known,
-        second_derivatives=way,
-        log_det=log_det,
-    )

@@ -93,8 +93,7 @@ def check_invariant(
         own: Returns the library's own log_prob; by default the adapter's ``own_log_prob``.
         tolerance: The largest relative difference.
     """
-    model = wrap(flow)
-    model.initialize(x, context)
+    model = _started(flow, x, context)
     ours, log_z = model.log_prob(x, context), model.log_z(tuple(x.shape[1:]))
     assert ours.shape == (len(x),), f"log_prob has shape {tuple(ours.shape)} for {len(x)} samples"
     assert ours.dtype == x.dtype, f"log_prob is {ours.dtype} for x in {x.dtype}"
@@ -106,7 +105,7 @@ def check_invariant(
 
 def check_untouched(flow: nn.Module, x: Tensor, context: Tensor | None = None) -> None:
     """Contract 2: the flow is the same object with the same parameters and keys, and x is unchanged."""
-    wrap(flow).initialize(x, context)  # a fresh ActNorm would change at the first call of log_prob, ours or theirs
+    _started(flow, x, context)  # a fresh ActNorm would change at the first call of log_prob, ours or theirs
     before = {name: (id(tensor), tensor.detach().clone()) for name, tensor in flow.state_dict(keep_vars=True).items()}
     modes = [module.training for module in flow.modules()]
     data = x.clone()
@@ -131,8 +130,7 @@ def check_no_determinant(flow: nn.Module, x: Tensor, context: Tensor | None = No
 
     A step whose density direction is the inverse of a full matrix needs that inverse: do not check such flows.
     """
-    model = wrap(flow)
-    model.initialize(x, context)
+    model = _started(flow, x, context)
     for step in model.plan.steps:
         if isinstance(step, LinearStep):
             step.log_abs_det = _forbidden(step.path)  # type: ignore[method-assign]
@@ -142,8 +140,7 @@ def check_no_determinant(flow: nn.Module, x: Tensor, context: Tensor | None = No
 
 def check_inverse(flow: nn.Module, x: Tensor, context: Tensor | None = None, *, tolerance: float = 1e-6) -> None:
     """decode(encode(x)) is x."""
-    model = wrap(flow)
-    model.initialize(x, context)
+    model = _started(flow, x, context)
     with torch.no_grad():
         embedded = model.plan.embed(context)
         latents, _ = model.plan.encode(x, embedded)
@@ -152,8 +149,7 @@ def check_inverse(flow: nn.Module, x: Tensor, context: Tensor | None = None, *, 
 
 def check_copies(flow: nn.Module, x: Tensor, context: Tensor | None = None) -> None:
     """Deepcopy and pickle return an independent model with the same values."""
-    model = wrap(flow)
-    model.initialize(x, context)
+    model = _started(flow, x, context)
     model.log_prob(x, context)
     copies: Sequence[EBFlow] = (copy.deepcopy(model), pickle.loads(pickle.dumps(model)))  # our own bytes, not a file
     for copied in copies:
@@ -177,6 +173,12 @@ def check_devices(flow: nn.Module, x: Tensor, context: Tensor | None = None) -> 
     for result in results:
         assert result.is_meta, f"a result is on {result.device}"
     assert results[1].shape == x.shape, "the score has another shape than x"
+
+
+def _started(flow: nn.Module, x: Tensor, context: Tensor | None) -> EBFlow:
+    model = wrap(flow)
+    model.initialize(x, context)
+    return model
 
 
 class _Watch(TorchDispatchMode):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ebflow_plugin.chunks import picked
 from ebflow_plugin.errors import InputError, UnseenParameterWarning, VerificationError, warn
 from ebflow_plugin.linalg.precision import full_precision
 from ebflow_plugin.linalg.random import kept_random_state
@@ -23,7 +24,7 @@ from ebflow_plugin.objectives.unseen import perturbed, unseen_parameters
 from ebflow_plugin.plan.inputs import refuse_non_finite
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.step import LinearStep, Step
-from ebflow_plugin.plan.values import Value, flatten, parts_of, unflatten
+from ebflow_plugin.plan.values import Value, flatten, shapes_of, unflatten
 from ebflow_plugin.wrapper import wrap
 
 __all__ = ["Check", "VerificationReport", "compare", "invariants", "verify"]
@@ -142,7 +143,9 @@ def _checks(model: EBFlow, x: Tensor, context: Tensor | None) -> Iterator[Check]
         copied.plan.initialize(x, context)
         yield from _attempt("log_prob", invariants, copied, x, context)
         try:
-            double, x, context = _in_float64(copied, x, context)
+            double, x = copied.double(), x.double()
+            context = context.double() if context is not None and context.is_floating_point() else context
+            double.energy(x, context)
         except Exception as error:  # a model with hard-coded float32: its derivatives are not measured
             yield Check("derivatives", None, f"the flow does not run in float64: {error}")
             return
@@ -202,26 +205,14 @@ def invariants(
     total = -model.energy(x, context) - model.log_z(tuple(x.shape[1:]))
     yield compare("log_prob = -energy - log Z", ours, total, tolerance or usual)
     parts = [slice(1), slice(1, None)]
-    alone = [model.log_prob(x[part], None if context is None else context[part]) for part in parts]
+    alone = [model.log_prob(*picked(part, x, context)) for part in parts]
     yield compare("samples do not influence each other", torch.cat(alone), ours, tolerance or usual)
 
 
 def _library_flaws(plan: Plan, event_shape: tuple[int, ...]) -> list[str]:
     """Known errors of the library's own log-dets for this event shape; ours are checked against autograd."""
-    flaws = [
-        (step, step.library_flaw(shapes[0]))
-        for step, shapes in plan.shapes(event_shape)
-        if isinstance(step, LinearStep)
-    ]
-    return [f"the library {flaw} ({step.where})" for step, flaw in flaws if flaw]
-
-
-def _in_float64(model: EBFlow, x: Tensor, context: Tensor | None) -> tuple[EBFlow, Tensor, Tensor | None]:
-    double = copy.deepcopy(model).double()
-    x = x.double()
-    context = context.double() if context is not None and context.is_floating_point() else context
-    double.energy(x, context)
-    return double, x, context
+    linear = [(step, shapes) for step, shapes in plan.shapes(event_shape) if isinstance(step, LinearStep)]
+    return [f"the library {flaw} ({step.where})" for step, shapes in linear if (flaw := step.library_flaw(shapes[0]))]
 
 
 def _step_checks(plan: Plan, x: Tensor, context: Tensor | None, when: str) -> Iterator[Check]:
@@ -243,8 +234,7 @@ def _step_checks(plan: Plan, x: Tensor, context: Tensor | None, when: str) -> It
 
 def _on_flat(step: Step, value: Value, context: Tensor | None) -> Callable[[Tensor], Tensor]:
     """The step as a function from flat rows to flat rows."""
-    shapes = tuple(tuple(part.shape[1:]) for part in parts_of(value))
-    return lambda rows: flatten(step.encode(unflatten(rows, shapes), context)[0])
+    return lambda rows: flatten(step.encode(unflatten(rows, shapes_of(value)), context)[0])
 
 
 def _affinity(step: Step, value: Value, context: Tensor | None, name: str) -> Iterator[Check]:
@@ -258,34 +248,30 @@ def _affinity(step: Step, value: Value, context: Tensor | None, name: str) -> It
 
 
 def _log_det(step: Step, value: Value, context: Tensor | None, name: str) -> Iterator[Check]:
-    parts = parts_of(value)
-    size = sum(part[0].numel() for part in parts)
+    rows = flatten(value).detach()
+    size = rows.shape[1]
     if size > _JACOBIAN_LIMIT:
         yield Check(name, None, f"a Jacobian of {size} × {size} is too large", step.path)
         return
-    ours, theirs = [], []
-    for row in range(min(2 if size <= _FEW else 1, len(parts[0]))):
-        one = tuple(part[row : row + 1].detach() for part in parts)
-        single: Value = one[0] if len(one) == 1 else one
-        condition = None if context is None else context[row : row + 1]
-        theirs.append(torch.linalg.slogdet(_jacobian(step, single, condition))[1])
-        shapes = tuple(tuple(part.shape[1:]) for part in one)
-        log_det = step.log_det(shapes, one[0]) if isinstance(step, LinearStep) else step.encode(single, condition)[1]
-        ours.append(torch.as_tensor(log_det).to(theirs[-1]).reshape(()))
-    yield compare(name, torch.stack(ours).detach(), torch.stack(theirs), 1e-5, step.path)
+    rows, context = picked(slice(2 if size <= _FEW else 1), rows, context)
+    ones = [picked(slice(row, row + 1), rows, context) for row in range(len(rows))]
+    theirs = torch.stack([torch.linalg.slogdet(_jacobian(step, value, *one))[1] for one in ones])
+    if isinstance(step, LinearStep):
+        ours = torch.as_tensor(step.log_det(shapes_of(value), rows)).expand_as(theirs)
+    else:
+        ours = torch.as_tensor(step.encode(unflatten(rows, shapes_of(value)), context)[1])
+    yield compare(name, ours.detach().to(theirs), theirs, 1e-5, step.path)
 
 
-def _jacobian(step: Step, value: Value, context: Tensor | None) -> Tensor:
+def _jacobian(step: Step, value: Value, point: Tensor, context: Tensor | None) -> Tensor:
     """The Jacobian of a step at one point, in chunks of rows: each row is the gradient at a copy of the point."""
-    point = flatten(value)
     rows = []
     for which in torch.arange(point.shape[1], device=point.device).split(_CHUNK):
-        copies = point.detach().repeat(len(which), 1).requires_grad_()
-        condition = None if context is None else context.repeat(len(which), *[1] * (context.dim() - 1))
+        copies = point.repeat(len(which), 1).requires_grad_()
+        condition = None if context is None else context.repeat_interleave(len(which), 0)
         with torch.enable_grad():
-            output = _on_flat(step, value, condition)(copies)
-            picked = output.gather(1, which[:, None]).sum()
-        rows.append(torch.autograd.grad(picked, copies)[0])
+            entries = _on_flat(step, value, condition)(copies).gather(1, which[:, None])
+        rows.append(torch.autograd.grad(entries.sum(), copies)[0])
     return torch.cat(rows)
 
 

@@ -13,8 +13,6 @@ from ebflow_plugin.model import EBFlow
 from ebflow_plugin.plan.preprocessing import boundary, refuse_trainable
 from ebflow_plugin.report import FlowReport
 
-__all__ = ["EBFlow", "describe", "wrap"]
-
 
 def wrap(
     flow: Any,

@@ -17,7 +17,7 @@ from nflows import distributions, flows
 
 import ebflow_plugin as ebf
 from ebflow_nflows import FullConv2d, FullLinear
-from ebflow_plugin.linalg.operators import DenseOperator
+from ebflow_plugin.linalg.dense import Dense
 from ebflow_plugin.log_z.lanczos import log_abs_det
 
 SIDE = 16 if os.environ.get("EBFLOW_SMOKE") else 128
@@ -25,7 +25,7 @@ LANCZOS = {"probes": 31, "iterations": 32}
 generator = torch.Generator().manual_seed(0)
 
 
-class ProductsAlone(DenseOperator):
+class ProductsAlone(Dense):
     """W, of which nothing but products is known."""
 
     def sum_of_squares(self) -> None: ...  # noqa: D102

@@ -6,18 +6,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ebflow_plugin.adapting import (
     ElementwiseAffineStep,
+    Factor,
     InitialisedAffineStep,
     MatrixStep,
     MixingStep,
     OrthogonalStep,
     PackedLUStep,
-    Products,
-    Shape,
-    Shapes,
     SqueezeStep,
 )
 from ebflow_plugin.errors import InputError
@@ -26,10 +23,10 @@ from ebflow_plugin.errors import InputError
 class PointwiseAffineStep(ElementwiseAffineStep):
     """PointwiseAffineTransform: buffers ``_scale`` and ``_shift``."""
 
-    def scale_shift(self, dim: int) -> tuple[Tensor, Tensor]:
+    def scale_shift(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return self.module._scale, self.module._shift
 
-    def log_scale(self, dim: int) -> Tensor:
+    def log_scale(self) -> Tensor:
         return torch.log(torch.abs(self.module._scale))
 
 
@@ -43,12 +40,12 @@ class BatchNormStep(ElementwiseAffineStep):
             return "couples the samples of a batch in training mode; put the model in eval()"
         return None
 
-    def scale_shift(self, dim: int) -> tuple[Tensor, Tensor]:
+    def scale_shift(self, x: Tensor) -> tuple[Tensor, Tensor]:
         t = self.module
         scale = t.weight / torch.sqrt(t.running_var + t.eps)
         return scale, t.bias - t.running_mean * scale
 
-    def log_scale(self, dim: int) -> Tensor:
+    def log_scale(self) -> Tensor:
         t = self.module
         return torch.log(t.weight) - 0.5 * torch.log(t.running_var + t.eps)
 
@@ -75,13 +72,13 @@ class ActNormStep(InitialisedAffineStep):
             self.initialize_if_due(x)
         return super().apply(x)
 
-    def scale_shift(self, dim: int) -> tuple[Tensor, Tensor]:
-        if dim not in (2, 4):
-            raise InputError(f"{self.where} acts on vectors or images, not on events with {dim - 1} dimensions")
-        broadcast = (-1, *[1] * (dim - 2))
+    def scale_shift(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if x.dim() not in (2, 4):
+            raise InputError(f"{self.where} acts on vectors or images, not on events with {x.dim() - 1} dimensions")
+        broadcast = (-1, *[1] * (x.dim() - 2))
         return self.module.scale.reshape(broadcast), self.module.shift.reshape(broadcast)
 
-    def log_scale(self, dim: int) -> Tensor:
+    def log_scale(self) -> Tensor:
         return self.module.log_scale
 
 
@@ -100,9 +97,6 @@ class NaiveLinearStep(MatrixStep):
     def weight(self) -> Tensor:
         return self.module._weight
 
-    def bias(self) -> Tensor:
-        return self.module.bias
-
 
 class OneByOneConvolutionStep(PackedLUStep):
     """OneByOneConvolution: a fixed permutation of the channels, then LU factors."""
@@ -114,70 +108,43 @@ class OneByOneConvolutionStep(PackedLUStep):
         return self.module.permutation._permutation
 
 
-class FactorsStep(MixingStep):
-    """A matrix that nflows stores as factors, some of them products of reflections."""
-
-    @property
-    def features(self) -> int:
-        return self.module.features
-
-    def bias(self) -> Tensor | None:
-        return getattr(self.module, "bias", None)
-
-
-class HouseholderStep(OrthogonalStep, FactorsStep):
+class HouseholderStep(OrthogonalStep, MixingStep):
     """HouseholderSequence: a product of reflections, with log-det 0. O(K·D)."""
 
     reason = "orthogonal"
 
-    def products(self) -> Products:
-        vectors = self.module.q_vectors
-        return lambda x: reflect(x, vectors), lambda y: reflect(y, vectors.flip(0))
+    def factors(self) -> list[Factor]:
+        return [Factor.reflections(self.module.q_vectors)]
 
-    def solve(self, rows: Tensor) -> Tensor:
-        return self.products()[1](rows)
+    def log_diagonal(self) -> Tensor:
+        return self.module.q_vectors.new_zeros(self.module.features)
 
 
-class QRLinearStep(FactorsStep):
+class QRLinearStep(MixingStep):
     """QRLinear: y = Q R x + b."""
 
     reason = "matrix held as QR factors"
 
-    def products(self) -> Products:
-        upper, vectors = self.module._create_upper(), self.module.orthogonal.q_vectors
-        return lambda x: reflect(F.linear(x, upper), vectors), lambda y: reflect(y, vectors.flip(0)) @ upper
+    def factors(self) -> list[Factor]:
+        upper = self.module._create_upper()
+        return [Factor.triangular(upper, True), Factor.reflections(self.module.orthogonal.q_vectors)]
 
-    def solve(self, rows: Tensor) -> Tensor:
-        turned = reflect(rows, self.module.orthogonal.q_vectors.flip(0))
-        return torch.linalg.solve_triangular(self.module._create_upper().mT, turned, upper=False, left=False)
-
-    def log_abs_det(self, shape: Shape) -> Tensor:
-        log_diagonal: Tensor = self.module.log_upper_diag
-        return log_diagonal.sum() * self.copies(shape)
+    def log_diagonal(self) -> Tensor:
+        return self.module.log_upper_diag
 
 
-class SVDLinearStep(FactorsStep):
+class SVDLinearStep(MixingStep):
     """SVDLinear: y = U S V x + b."""
 
     reason = "matrix held as SVD factors"
 
-    def products(self) -> Products:
-        diagonal, left, right = self._factors()
-        return (
-            lambda x: reflect(reflect(x, right) * diagonal, left),
-            lambda y: reflect(reflect(y, left.flip(0)) * diagonal, right.flip(0)),
-        )
-
-    def solve(self, rows: Tensor) -> Tensor:
-        diagonal, left, right = self._factors()
-        return reflect(reflect(rows, left.flip(0)) / diagonal, right.flip(0))
-
-    def _factors(self) -> tuple[Tensor, Tensor, Tensor]:
+    def factors(self) -> list[Factor]:
         t = self.module
-        return t.diagonal, t.orthogonal_1.q_vectors, t.orthogonal_2.q_vectors
+        right, left = Factor.reflections(t.orthogonal_2.q_vectors), Factor.reflections(t.orthogonal_1.q_vectors)
+        return [right, Factor.diagonal(t.diagonal), left]
 
-    def log_abs_det(self, shape: Shape) -> Tensor:
-        return torch.log(self.module.diagonal).sum() * self.copies(shape)
+    def log_diagonal(self) -> Tensor:
+        return torch.log(self.module.diagonal)
 
 
 class SplitStep(OrthogonalStep):
@@ -185,6 +152,7 @@ class SplitStep(OrthogonalStep):
 
     n_out = 2
     reason = "splits off latents"
+    reshapes = True
 
     def apply(self, x: Tensor) -> tuple[Tensor, ...]:
         return torch.chunk(x, chunks=2, dim=self.module._split_dim)
@@ -192,17 +160,12 @@ class SplitStep(OrthogonalStep):
     def invert(self, y: tuple[Tensor, ...]) -> Tensor:
         return torch.cat(y, dim=self.module._split_dim)
 
-    def own_shapes(self, shapes: Shapes, inverse: bool) -> Shapes:
-        axis, shape = self.module._split_dim - 1, shapes[0]
-        half = (shape[axis] + 1) // 2
-        sizes = [shape[axis] + shapes[1][axis]] if inverse else [half, shape[axis] - half]
-        return tuple((*shape[:axis], size, *shape[axis + 1 :]) for size in sizes)
-
 
 class CollectStep(OrthogonalStep):
     """The end of a MultiscaleCompositeTransform: the latents of all levels as one flat vector."""
 
     reason = "joins the latents"
+    reshapes = True
 
     def __init__(self, module: Any, path: str, inverted: bool = False) -> None:
         self.n_in = len(module._transforms)
@@ -216,16 +179,3 @@ class CollectStep(OrthogonalStep):
         shapes = [torch.Size(shape) for shape in self.module._output_shapes]
         parts = y.split([shape.numel() for shape in shapes], dim=1)
         return tuple(part.reshape(-1, *shape) for part, shape in zip(parts, shapes, strict=True))
-
-    def own_shapes(self, shapes: Shapes, inverse: bool) -> Shapes:
-        if inverse:
-            return tuple(tuple(shape) for shape in self.module._output_shapes)
-        return ((sum(torch.Size(shape).numel() for shape in shapes),),)
-
-
-def reflect(x: Tensor, vectors: Tensor) -> Tensor:
-    """Applies a sequence of Householder reflections: x - 2 (x·q) q / (q·q) for each q of ``(K, D)`` vectors."""
-    scaled = vectors * (2.0 / (vectors**2).sum(-1, keepdim=True))
-    for vector, scaled_vector in zip(vectors.unbind(), scaled.unbind(), strict=True):
-        x = x - (x @ vector)[..., None] * scaled_vector
-    return x

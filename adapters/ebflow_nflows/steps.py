@@ -102,7 +102,10 @@ class TanhStep(BoundedStep):
         return ElementwiseMap(y, lambda: 2.0 * (log(2.0) - x + F.logsigmoid(2.0 * x)), lambda: tanh_slopes(y))
 
     def inverse_map(self, y: Tensor, context: Tensor | None) -> ElementwiseMap:
-        return ElementwiseMap(torch.atanh(y), lambda: -torch.log1p(-(y**2)), lambda: atanh_slopes(y))
+        return super().inverse_map(y, context)._replace(log_slope=lambda: -torch.log1p(-(y**2)))
+
+    def invert(self, y: Tensor, context: Tensor | None) -> Tensor:
+        return torch.atanh(y)
 
 
 class LogTanhStep(ElementwiseStep):
@@ -121,7 +124,9 @@ class LogTanhStep(ElementwiseStep):
         sign = torch.sign(x)
 
         def slopes() -> tuple[Tensor, Tensor, Tensor]:
-            return pieces(middle, tanh_slopes(inner), (t.alpha / outer, -sign / outer, outer**-2))
+            tail = t.alpha / outer, -sign / outer, outer**-2
+            slope, first, second = (torch.where(middle, *both) for both in zip(tanh_slopes(inner), tail, strict=True))
+            return slope, first, second
 
         return ElementwiseMap(
             torch.where(middle, inner, sign * t.alpha * torch.log(t.beta * outer)),
@@ -129,22 +134,12 @@ class LogTanhStep(ElementwiseStep):
             slopes,
         )
 
-    def inverse_map(self, y: Tensor, context: Tensor | None) -> ElementwiseMap:
+    def invert(self, y: Tensor, context: Tensor | None) -> Tensor:
         t = self.module
         middle = y.abs() <= float(t.inv_cut_point)
         inner = torch.where(middle, y, torch.zeros_like(y))
         outer = torch.where(middle, torch.full_like(y, float(t.inv_cut_point)), y.abs())
-        sign, grown = torch.sign(y), torch.exp(outer / t.alpha) / t.beta
-
-        def slopes() -> tuple[Tensor, Tensor, Tensor]:
-            tail = grown / t.alpha, sign / t.alpha, torch.zeros_like(y)
-            return pieces(middle, atanh_slopes(inner), tail)
-
-        return ElementwiseMap(
-            torch.where(middle, torch.atanh(inner), sign * grown),
-            lambda: torch.where(middle, -torch.log1p(-(inner**2)), outer / t.alpha - log(t.alpha * t.beta)),
-            slopes,
-        )
+        return torch.where(middle, torch.atanh(inner), torch.sign(y) * torch.exp(outer / t.alpha) / t.beta)
 
 
 class LeakyReLUStep(ElementwiseStep):
@@ -181,13 +176,14 @@ class ScaledSigmoidStep(SigmoidStep):
 
     def forward_map(self, x: Tensor, context: Tensor | None) -> ElementwiseMap:
         temperature = self.temperature(x)
-        return super().forward_map(temperature * x, context).of_scaled(temperature, torch.log(temperature))
+        at = super().forward_map(temperature * x, context)
+        return at.between(at.value, temperature, 1.0, torch.log(temperature))
 
     def inverse_map(self, y: Tensor, context: Tensor | None) -> ElementwiseMap:
         temperature, eps = self.temperature(y), self.module.eps
         inside = (y >= 0) & (y <= 1)
         curve = clamped_logit_map(torch.where(inside, y, torch.full_like(y, float("nan"))), eps, 1 - eps)
-        return curve.moved(curve.value / temperature, 1.0 / temperature, -torch.log(temperature))
+        return curve.between(curve.value / temperature, 1.0, 1.0 / temperature, -torch.log(temperature))
 
 
 class CauchyCDFStep(BoundedStep):
@@ -202,15 +198,9 @@ class CauchyCDFStep(BoundedStep):
 
         return ElementwiseMap(torch.atan(x) / pi + 0.5, lambda: -log(pi) - torch.log1p(square), slopes)
 
-    def inverse_map(self, y: Tensor, context: Tensor | None) -> ElementwiseMap:
+    def invert(self, y: Tensor, context: Tensor | None) -> Tensor:
         inside = (y >= 0) & (y <= 1)
-        x = torch.tan(pi * (torch.where(inside, y, torch.full_like(y, float("nan"))) - 0.5))
-
-        def slopes() -> tuple[Tensor, Tensor, Tensor]:
-            slope = pi * (1.0 + x**2)
-            return slope, 2.0 * pi * x, 2.0 * pi * slope
-
-        return ElementwiseMap(x, lambda: log(pi) + torch.log1p(x**2), slopes)
+        return torch.tan(pi * (torch.where(inside, y, torch.full_like(y, float("nan"))) - 0.5))
 
 
 class ExpStep(NflowsStep):
@@ -232,10 +222,8 @@ class GatedLinearUnitStep(ElementwiseStep):
             x * torch.sigmoid(gate), lambda: F.logsigmoid(gate), lambda: (torch.sigmoid(gate), 0.0, 0.0)
         )
 
-    def inverse_map(self, y: Tensor, context: Tensor | None) -> ElementwiseMap:
-        gate = self._gate(y, context)
-        share = torch.sigmoid(gate)
-        return ElementwiseMap(y / share, lambda: -F.logsigmoid(gate), lambda: (1.0 / share, 0.0, 0.0))
+    def invert(self, y: Tensor, context: Tensor | None) -> Tensor:
+        return y / torch.sigmoid(self._gate(y, context))
 
     @staticmethod
     def _gate(x: Tensor, context: Tensor | None) -> Tensor:
@@ -248,18 +236,3 @@ def tanh_slopes(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The slopes of tanh, as in :class:`ElementwiseMap`, where its value is y."""
     slope = 1.0 - y**2
     return slope, -2.0 * y, -2.0 * slope
-
-
-def atanh_slopes(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The slopes of atanh at y."""
-    slope = 1.0 / (1.0 - y**2)
-    first = 2.0 * y * slope
-    return slope, first, 2.0 * slope + first**2
-
-
-def pieces(
-    inside: Tensor, inner: tuple[Tensor, Tensor, Tensor], outer: tuple[Tensor, Tensor, Tensor]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The slopes of a curve of two pieces."""
-    slope, first, second = (torch.where(inside, one, two) for one, two in zip(inner, outer, strict=True))
-    return slope, first, second

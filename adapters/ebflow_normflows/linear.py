@@ -6,22 +6,17 @@ matrix of its *inverse*. :func:`ebflow_normflows.adapter.backwards` inverts thos
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ebflow_plugin.adapting import (
     ElementwiseAffineStep,
+    Factor,
     InitialisedAffineStep,
     MatrixStep,
-    Memo,
     OrthogonalStep,
     PermutationStep,
-    Products,
     Shape,
-    Shapes,
     TranslationStep,
     TriangularStep,
 )
@@ -31,10 +26,10 @@ from ebflow_plugin.errors import InputError
 class AffineConstStep(ElementwiseAffineStep):
     """AffineConstFlow: ``s`` is the log of the scale, ``t`` the shift."""
 
-    def scale_shift(self, dim: int) -> tuple[Tensor, Tensor]:
+    def scale_shift(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return torch.exp(self.module.s), self.module.t
 
-    def log_scale(self, dim: int) -> Tensor:
+    def log_scale(self) -> Tensor:
         return self.module.s
 
     def library_flaw(self, shape: Shape) -> str | None:
@@ -90,9 +85,6 @@ class ShuffleStep(PermutationStep):
     def order(self) -> tuple[Tensor, int]:
         return self.module.perm, 1
 
-    def invert(self, y: Tensor) -> Tensor:
-        return self._select(y, self.module.inv_perm, 1)
-
 
 class SwapStep(OrthogonalStep):
     """Permute with mode ``swap``: the lower half of the channels moves after the upper one."""
@@ -127,11 +119,7 @@ class LUConvolutionStep(TriangularStep):
     reason = "1 × 1 convolution held as LU factors"
     images = True
 
-    def __init__(self, module: Any, path: str, inverted: bool = False) -> None:
-        super().__init__(module, path, inverted)
-        self._order: Memo[Tensor] = Memo(contents=False)
-
-    def factors(self) -> tuple[Tensor, Tensor]:
+    def lower_upper(self) -> tuple[Tensor, Tensor]:
         module = self.module
         lower = torch.tril(module.L, diagonal=-1) + module.eye
         return lower, torch.triu(module.U, diagonal=1) + torch.diag(module.sign_S * torch.exp(module.log_S))
@@ -140,7 +128,7 @@ class LUConvolutionStep(TriangularStep):
         return self.module.log_S
 
     def row_order(self) -> Tensor:
-        return self._order.get([self.module.P], lambda: self.module.P.argmax(1), key="rows")
+        return self.module.P.argmax(1)
 
 
 class VectorStep(MatrixStep):
@@ -162,20 +150,12 @@ class LUVectorStep(LUConvolutionStep):
     images = False
 
     def order(self) -> Tensor:
-        return self._order.get([self.module.P], lambda: self.module.P.argmax(0), key="columns")
+        return self.module.P.argmax(0)
 
-    def products(self) -> Products:
-        (lower, upper), order = self.factors(), self.order()
-        return (
-            lambda x: x[..., order] @ lower @ upper,
-            lambda y: F.linear(F.linear(y, upper), lower)[..., torch.argsort(order)],
-        )
-
-    def solve(self, rows: Tensor) -> Tensor:
-        lower, upper = self.factors()
-        half = torch.linalg.solve_triangular(upper, rows, upper=True, left=False)
-        x: Tensor = torch.linalg.solve_triangular(lower, half, upper=False, left=False, unitriangular=True)
-        return x[:, torch.argsort(self.order())]
+    def factors(self) -> list[Factor]:
+        lower, upper = self.lower_upper()
+        matrices = Factor.triangular(lower.mT, True), Factor.triangular(upper.mT, False)
+        return [Factor.permutation(self.order()), *matrices]
 
 
 class SplitStep(OrthogonalStep):
@@ -183,24 +163,13 @@ class SplitStep(OrthogonalStep):
 
     n_out = 2
     reason = "splits the features"
+    reshapes = True
 
     def apply(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return halves(x, self.module.mode)
 
     def invert(self, y: tuple[Tensor, Tensor]) -> Tensor:
         return joined(*y, self.module.mode)
-
-    def own_shapes(self, shapes: Shapes, inverse: bool) -> Shapes:
-        checkerboard = "checkerboard" in self.module.mode
-        if inverse:
-            first, second = shapes
-            return ((*first[:-1], 2 * first[-1]) if checkerboard else (first[0] + second[0], *first[1:]),)
-        ((channels, *rest),) = shapes
-        if checkerboard:
-            half = (channels, *rest[:-1], rest[-1] // 2) if rest else (channels // 2,)
-            return half, half
-        both = ((channels + 1) // 2, *rest), (channels // 2, *rest)
-        return both[::-1] if self.module.mode == "channel_inv" else both
 
 
 class LevelStep(SplitStep):
@@ -218,9 +187,6 @@ class LevelStep(SplitStep):
     def invert(self, y: tuple[Tensor, Tensor]) -> Tensor:
         done, rest = y
         return super().invert((rest, done))
-
-    def own_shapes(self, shapes: Shapes, inverse: bool) -> Shapes:
-        return super().own_shapes(shapes[::-1], True) if inverse else super().own_shapes(shapes, False)[::-1]
 
 
 def halves(x: Tensor, mode: str) -> tuple[Tensor, Tensor]:

@@ -191,11 +191,12 @@ class LogitStep(SigmoidStep):
     def forward_map(self, x: Tensor, context: Tensor | None) -> ElementwiseMap:
         alpha, beta = self.module.alpha, 1 - 2 * self.module.alpha
         curve = super().forward_map(x, context)
-        return curve.moved((curve.value - alpha) / beta, 1.0 / beta, -log(beta))
+        return curve.between((curve.value - alpha) / beta, 1.0, 1.0 / beta, -log(beta))
 
     def inverse_map(self, y: Tensor, context: Tensor | None) -> ElementwiseMap:
         alpha, beta = self.module.alpha, 1 - 2 * self.module.alpha
-        return logit_map(alpha + beta * y).of_scaled(beta, log(beta))
+        at = logit_map(alpha + beta * y)
+        return at.between(at.value, beta, 1.0, log(beta))
 
 
 class ClassAffineStep(NormflowsStep):

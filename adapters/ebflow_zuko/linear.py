@@ -78,10 +78,10 @@ class AffineStep(LazyPart, ElementwiseAffineStep):
         scale = transform.scale
         return scale, transform.loc, torch.log(torch.abs(scale)) if isinstance(scale, Tensor) else log(abs(scale))
 
-    def scale_shift(self, dim: int) -> tuple[Tensor | float, Tensor | float]:
+    def scale_shift(self, x: Tensor) -> tuple[Tensor | float, Tensor | float]:
         return self.numbers()[:2]
 
-    def log_scale(self, dim: int) -> Tensor | float:
+    def log_scale(self) -> Tensor | float:
         return self.numbers()[2]
 
 
@@ -118,7 +118,7 @@ class RotationStep(LazyPart, OrthogonalStep):
 class TriangularMatrixStep(LazyPart, TriangularStep):
     """LULinearTransform, in which L has the diagonal, and U has ones."""
 
-    def factors(self) -> tuple[Tensor, Tensor]:
+    def lower_upper(self) -> tuple[Tensor, Tensor]:
         transform = self.build()
         return transform.L, transform.U
 

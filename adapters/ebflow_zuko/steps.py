@@ -6,6 +6,7 @@ other features. A network of the context alone does not affect the smoothness.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,37 +29,24 @@ from ebflow_plugin.adapting import (
     worst_of,
 )
 from ebflow_zuko.linear import LazyPart, accepted_context, built_name
-from ebflow_zuko.transforms import ISOMETRIES, forward, inverse, known_name, unwrapped
+from ebflow_zuko.transforms import ISOMETRIES, forward, inverse, inverse_and_log_det, known_name, unwrapped
+
+Call = Callable[[Any, Tensor], tuple[Tensor, Any]]
 
 # The univariate transforms, and how smooth each is.
 SMOOTHNESS = {
-    "AdditiveTransform": Smoothness.SMOOTH,
-    "AffineTransform": Smoothness.SMOOTH,
-    "BernsteinTransform": Smoothness.SMOOTH,
-    "BoundedBernsteinTransform": Smoothness.SMOOTH,
-    "CosTransform": Smoothness.SMOOTH,
-    "CumulativeDistributionTransform": Smoothness.SMOOTH,
-    "GaussianizationTransform": Smoothness.SMOOTH,
-    "IdentityTransform": Smoothness.SMOOTH,
-    "MonotonicAffineTransform": Smoothness.SMOOTH,
-    "SOSPolynomialTransform": Smoothness.SMOOTH,
-    "ShiftedSOSPTransform": Smoothness.SMOOTH,
-    "SinTransform": Smoothness.SMOOTH,
-    "SoftplusTransform": Smoothness.SMOOTH,
-    "TanhTransform": Smoothness.SMOOTH,
+    **dict.fromkeys(("AdditiveTransform", "AffineTransform", "IdentityTransform"), Smoothness.SMOOTH),
+    **dict.fromkeys(("BernsteinTransform", "BoundedBernsteinTransform", "CosTransform"), Smoothness.SMOOTH),
+    **dict.fromkeys(("CumulativeDistributionTransform", "GaussianizationTransform"), Smoothness.SMOOTH),
+    **dict.fromkeys(("MonotonicAffineTransform", "SOSPolynomialTransform", "ShiftedSOSPTransform"), Smoothness.SMOOTH),
+    **dict.fromkeys(("SinTransform", "SoftplusTransform", "TanhTransform"), Smoothness.SMOOTH),
     # As smooth as a network or a power that the class does not tell.
-    "MonotonicTransform": Smoothness.UNKNOWN,
-    "PowerTransform": Smoothness.UNKNOWN,
-    "UMNN": Smoothness.UNKNOWN,
+    **dict.fromkeys(("MonotonicTransform", "PowerTransform", "UMNN"), Smoothness.UNKNOWN),
     "UnconstrainedMonotonicTransform": Smoothness.UNKNOWN,
     # The log-det is a derivative of the map: a map with a discontinuous second derivative has a score that jumps.
-    "MonotonicRQSTransform": Smoothness.KINKED,
-    "SoftclipTransform": Smoothness.KINKED,
-    "MNN": Smoothness.KINKED,
+    **dict.fromkeys(("MonotonicRQSTransform", "SoftclipTransform", "MNN"), Smoothness.KINKED),
     # A circle has no boundary, but the networks after it see where it is cut; a power has a pole or a zero at 0.
-    "CircularShiftTransform": Smoothness.JUMPS,
-    "CircularRQSTransform": Smoothness.JUMPS,
-    "SignedPowerTransform": Smoothness.JUMPS,
+    **dict.fromkeys(("CircularShiftTransform", "CircularRQSTransform", "SignedPowerTransform"), Smoothness.JUMPS),
 }
 # Maps onto a bounded domain, whose inverses explode at its edges.
 BOUNDED = ("CosTransform", "CumulativeDistributionTransform", "SinTransform", "SoftplusTransform", "TanhTransform")
@@ -77,15 +65,15 @@ def smoothness_of_factory(factory: Any) -> Smoothness:
 class LazyStep(LazyPart, NonlinearStep):
     """A lazy module, which builds its transform once per call."""
 
+    def run(self, x: Tensor, context: Tensor | None, function: Call) -> tuple[Tensor, Any]:
+        """Applies a function of the transform and its input."""
+        return function(self.build(context), x)
+
     def call_forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
-        value, log_det = forward(self.build(context), x)
-        return value, 0.0 if log_det is None else log_det
+        return self.run(x, context, forward)
 
     def call_inverse(self, y: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
-        transform = self.build(context)
-        x = inverse(transform, y)
-        log_det = forward(transform, x)[1]
-        return x, 0.0 if log_det is None else -log_det
+        return self.run(y, context, inverse_and_log_det)
 
     def encode(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor | None]:
         if torch.is_inference_mode_enabled():  # monotonic networks compute their log-det by autograd
@@ -94,9 +82,7 @@ class LazyStep(LazyPart, NonlinearStep):
         return super().encode(x, context)
 
     def decode(self, z: Tensor, context: Tensor | None) -> Tensor:
-        if self.inverted:
-            return forward(self.build(context), z)[0]
-        return inverse(self.build(context), z)
+        return self.run(z, context, forward if self.inverted else lambda transform, y: (inverse(transform, y), None))[0]
 
 
 class UnknownStep(OpaqueStep, LazyStep):
@@ -159,32 +145,11 @@ class AutoregressiveStep(LazyStep):
 class CouplingStep(AutoregressiveStep):
     """GeneralCouplingTransform. zuko finds the halves of its mask on each call, which synchronises with the device."""
 
-    def call_forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
-        order, constant, changed = self._halves(x)
-        value, log_det = forward(self.module.meta(context, constant), changed)
-        return self._joined(order, constant, value), 0.0 if log_det is None else log_det
-
-    def call_inverse(self, y: Tensor, context: Tensor | None) -> tuple[Tensor, Any]:
-        order, constant, changed = self._halves(y)
-        transform = self.module.meta(context, constant)
-        value = inverse(transform, changed)
-        log_det = forward(transform, value)[1]
-        return self._joined(order, constant, value), 0.0 if log_det is None else -log_det
-
-    def decode(self, z: Tensor, context: Tensor | None) -> Tensor:
-        order, constant, changed = self._halves(z)
-        transform = self.module.meta(context, constant)
-        value = forward(transform, changed)[0] if self.inverted else inverse(transform, changed)
-        return self._joined(order, constant, value)
-
-    def _halves(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The order that puts the constant features first, these, and the others."""
-        order = self._order()
-        sorted_x = x.index_select(-1, order)
-        return order, sorted_x[..., : self._constant], sorted_x[..., self._constant :]
-
-    def _order(self) -> Tensor:
-        return torch.argsort(self.module.mask.to(torch.uint8), descending=True, stable=True)
+    def run(self, x: Tensor, context: Tensor | None, function: Call) -> tuple[Tensor, Any]:
+        order = torch.argsort(self.module.mask.to(torch.uint8), descending=True, stable=True)  # constant features first
+        constant, changed = x.index_select(-1, order).tensor_split([self._constant], dim=-1)
+        value, log_det = function(self.module.meta(context, constant), changed)
+        return torch.cat([constant, value], dim=-1).index_select(-1, torch.argsort(order)), log_det
 
     @property
     def _constant(self) -> int:
@@ -194,9 +159,6 @@ class CouplingStep(AutoregressiveStep):
     @property
     def conditional(self) -> bool:
         return bool(self.module.hyper.in_features > self._constant)
-
-    def _joined(self, order: Tensor, constant: Tensor, changed: Tensor) -> Tensor:
-        return torch.cat([constant, changed], dim=-1).index_select(-1, torch.argsort(order))
 
 
 class SoftclipStep(LazyPart, BoundedStep):
@@ -238,9 +200,8 @@ class ExpStep(LazyPart, ElementwiseStep):
         y = torch.exp(x)
         return ElementwiseMap(y, lambda: x, lambda: (y, 1.0, 0.0))
 
-    def inverse_map(self, y: Tensor, context: Tensor | None) -> ElementwiseMap:
-        x = torch.log(y)
-        return ElementwiseMap(x, lambda: -x, lambda: (1.0 / y, -1.0 / y, y**-2))
+    def invert(self, y: Tensor, context: Tensor | None) -> Tensor:
+        return torch.log(y)
 
 
 class IntegratedFlowStep(LazyPart, RefusedStep):

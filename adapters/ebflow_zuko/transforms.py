@@ -64,26 +64,32 @@ def known_name(factory: Any) -> str | None:
     return getattr(factory, "__name__", None)
 
 
-def forward(transform: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The map at x, and its log-det summed to ``(B,)``; None for a log-det of 0."""
+def forward(transform: Any, x: Tensor) -> tuple[Tensor, Tensor | float]:
+    """The map at x, and its log-det summed to ``(B,)``, or 0."""
     kind = _kind(transform)
     if kind == "DependentTransform":
         return forward(transform.base, x)
     if kind == "ComposedTransform":
-        total: Tensor | None = None
+        total: Tensor | float = 0.0
         for member in transform.transforms:
             x, log_det = forward(member, x)
-            total = log_det if total is None else total if log_det is None else total + log_det
+            total = total + log_det
         return x, total
     if kind == "AutoregressiveTransform":
         return forward(transform.meta(x), x)
     if kind in ISOMETRIES:
-        return transform(x), None
+        return transform(x), 0.0
     if kind == "MonotonicRQSTransform":
         y, log_slope = rational_quadratic(x, transform.horizontal, transform.vertical, transform.derivatives)
     else:
         y, log_slope = _monotonic(transform, x) if kind in BISECTED else transform.call_and_ladj(x)
     return y, summed(log_slope) if log_slope.dim() > 1 else log_slope
+
+
+def inverse_and_log_det(transform: Any, y: Tensor) -> tuple[Tensor, Tensor | float]:
+    """The inverse map at y, and its log-det."""
+    x = inverse(transform, y)
+    return x, -forward(transform, x)[1]
 
 
 def inverse(transform: Any, y: Tensor) -> Tensor:

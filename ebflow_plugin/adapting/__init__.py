@@ -13,7 +13,7 @@ An adapter imports the core only from here, :mod:`ebflow_plugin.errors` and :mod
 Modules of the core, in this package too, import a name from where it is defined.
 """
 
-from ebflow_plugin.adapting.adapter import Adapter, comes_from, is_a, known_class
+from ebflow_plugin.adapting.adapter import Adapter, comes_from, is_a
 from ebflow_plugin.adapting.densities import density_smoothness, gaussian_of
 from ebflow_plugin.adapting.rules import (
     REGISTERED,
@@ -55,8 +55,9 @@ from ebflow_plugin.plan.linear import (
     SqueezeStep,
     TranslationStep,
 )
-from ebflow_plugin.plan.matrices import FullConvStep, FullLinearStep, MatrixStep, MixingStep, Products, TriangularStep
+from ebflow_plugin.plan.matrices import Factor, FullConvStep, FullLinearStep, MatrixStep, MixingStep, TriangularStep
 from ebflow_plugin.plan.plan import Plan
+from ebflow_plugin.plan.registry import known_class
 from ebflow_plugin.plan.smooth_modules import Smoothness, register_networks, worst_of
 from ebflow_plugin.plan.smoothness import smoothness_of
 from ebflow_plugin.plan.splines import rational_quadratic
@@ -86,6 +87,7 @@ __all__ = [
     "ElementwiseAffineStep",
     "ElementwiseMap",
     "ElementwiseStep",
+    "Factor",
     "FullConvStep",
     "FullLinearStep",
     "Gaussian",
@@ -105,7 +107,6 @@ __all__ = [
     "PackedSplineStep",
     "PermutationStep",
     "Plan",
-    "Products",
     "RefusedStep",
     "Rule",
     "Shape",

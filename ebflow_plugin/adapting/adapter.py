@@ -155,7 +155,7 @@ class Adapter(ABC):
         rules = {cls: REGISTERED.get(cls) or self.rule(cls) for cls in type(module).__mro__}
         rule: Rule | None
         rule, why = resolve(module, rules.get)
-        while rule is not None and not isinstance(rule, (type, Container, RegisteredRule)):
+        while rule is not None and not isinstance(rule, (type, Container, RegisteredRule)):  # a function of the module
             rule = rule(module)
         if isinstance(rule, type) and issubclass(rule, LinearStep) and (part := altered_part(module)) is not None:
             return None, f"unknown: {part} inside it is hooked or patched"  # a linear step would not call it
@@ -215,20 +215,3 @@ def is_a(thing: object, names: Collection[str], packages: tuple[str, ...]) -> bo
         (True, False)
     """
     return any(parent.__name__ in names and comes_from(parent, packages) for parent in type(thing).__mro__)
-
-
-def known_class(thing: object, packages: tuple[str, ...], names: Collection[str] | None = None) -> str | None:
-    """The name of the class of these packages that an object acts as: its own, or that of a parent it does not change.
-
-    Arguments:
-        thing: The object.
-        packages: The packages.
-        names: The names to look for; all by default.
-
-    Example:
-        >>> known_class(nn.Tanh(), ("torch",)), known_class(nn.Tanh(), ("torch",), ["ReLU"])
-        ('Tanh', None)
-    """
-    classes = [cls for cls in type(thing).__mro__ if comes_from(cls, packages)]
-    found = {cls: cls.__name__ for cls in classes if names is None or cls.__name__ in names}
-    return resolve(thing, found.get)[0]

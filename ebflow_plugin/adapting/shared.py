@@ -69,7 +69,7 @@ class PackedLUStep(TriangularStep):
         super().__init__(module, path, inverted)
         self._indices = _packed_indices(module.features, module.lower_entries.device)
 
-    def factors(self) -> tuple[Tensor, Tensor]:
+    def lower_upper(self) -> tuple[Tensor, Tensor]:
         """Unpacks L and U. The libraries copy the indices from numpy on every call; here they are cached."""
         module, size, entries = self.module, self.module.features, self.module.lower_entries
         if self._indices[0].device != entries.device:  # the model was moved
@@ -84,9 +84,6 @@ class PackedLUStep(TriangularStep):
 
     def log_diagonal(self) -> Tensor:
         return torch.log(self.module.upper_diag)
-
-    def bias(self) -> Tensor:
-        return self.module.bias
 
 
 def drop_caches(flow: nn.Module, packages: tuple[str, ...]) -> None:

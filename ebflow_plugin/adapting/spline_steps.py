@@ -59,7 +59,6 @@ class PackedSplineStep(NonlinearStep):
                 self._identity = type(self)(other, f"{path}.unconditional_transform")
             else:
                 self._form = ""
-        self.reads = () if other is None else (other,)
 
     def accepted(self, context: Tensor | None) -> Tensor | None:
         """The context for the network."""

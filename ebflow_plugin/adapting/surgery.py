@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ebflow_plugin.adapting.adapter import Adapter
-from ebflow_plugin.adapting.discovery import FoundFlow, find_flow
+from ebflow_plugin.adapting.discovery import find_flow
 from ebflow_plugin.errors import EBFlowWarning, InputError, UnknownNameError, suggest, warn
 from ebflow_plugin.layers import FullConv2d
 from ebflow_plugin.linalg.geometry import Setting
@@ -87,11 +87,11 @@ def unconstrain(
         >>> torch.allclose(full.log_prob(x), flow.log_prob(x))
         True
     """
-    changes = _list_for(changes)
-    size = _checked_kernel(kernel_size, padding_mode)
-    found = find_flow(flow)
-    target = _target(found, in_place)
-    adapter = found.adapter
+    size = 1 if kernel_size is None else integer("kernel_size", kernel_size)
+    if size % 2 == 0:
+        raise InputError(f"kernel_size={size} is even, so no tap is its middle: use {size - 1} or {size + 1}")
+    one_of("padding_mode", padding_mode, KERNEL_PADDINGS)
+    target, adapter, changes = _begin(flow, in_place, changes)
     full_layers: dict[tuple[int, ...], nn.Module] = {}
     dropped: list[str] = []
     plan = adapter.plan(target)
@@ -100,7 +100,7 @@ def unconstrain(
     for unit in units:
         if unit.key not in full_layers:  # a layer that is used twice stays one layer
             full = _full(adapter, unit)
-            full_layers[unit.key] = full if unit.key in kept else _widened(full, size, padding_mode)
+            full_layers[unit.key] = full if unit.key in kept else _widened(full, size, padding_mode, plan.in_use)
         full = full_layers[unit.key]
         old = target.get_submodule(unit.path)
         new = full if unit.inverted == adapter.inverted else adapter.inverse_of(full)
@@ -134,24 +134,22 @@ def _units(adapter: Adapter, flow: nn.Module, steps: list[Step], pointwise: bool
 
     With ``pointwise``, the full 1 × 1 convolutions too.
     """
-    places = [adapter.unit(flow, step.path, step.inverted) for step in steps]
-    for place, step in enumerate(steps):
-        size = _features(adapter, step) or ((_channels(step), True) if pointwise and _channels(step) else None)
-        if not isinstance(step, LinearStep) or size is None:
-            continue
-        path, inverted = places[place]
-        first, last = place, place + 1
-        while first > 0 and places[first - 1][0] == path:
-            first -= 1
-        while last < len(steps) and places[last][0] == path:
-            last += 1
-        members = [member for member in steps[first:last] if isinstance(member, LinearStep)]
-        dropped = []
-        before = steps[first - 1] if first else None
-        if isinstance(before, PermutationStep) and _neighbours(flow, before.path, path):
-            members.insert(0, before)
-            dropped.append(before.path)
-        yield _Unit(members, path, inverted, dropped, size)
+    places = [(adapter.unit(flow, step.path, step.inverted), step) for step in steps]
+    before: Step | None = None
+    for path, group in groupby(places, key=lambda placed: placed[0][0]):
+        (_, inverted), _ = first = next(group)
+        together = [step for _, step in (first, *group)]
+        sizes = [
+            _features(adapter, step) or ((_channels(step), True) if pointwise and _channels(step) else None)
+            for step in together
+        ]
+        members, dropped = [step for step in together if isinstance(step, LinearStep)], []
+        if size := next(filter(None, sizes), None):
+            if isinstance(before, PermutationStep) and _neighbours(flow, before.path, path):
+                members.insert(0, before)
+                dropped.append(before.path)
+            yield _Unit(members, path, inverted, dropped, size)
+        before = together[-1]
 
 
 def _features(adapter: Adapter, step: Step) -> tuple[int, bool] | None:
@@ -164,7 +162,7 @@ def _channels(step: Step) -> int:
     """The number of channels of a 1 × 1 convolution; 0 for other steps."""
     if isinstance(step, FullConvStep):
         setting: Setting = step.module.setting
-        return setting.in_channels if setting == Setting.of(setting.in_channels, 1, groups=setting.groups) else 0
+        return setting.in_channels if setting.kernel_size == setting.stride == (1, 1) else 0
     return step.features if isinstance(step, MixingStep) and step.images else 0
 
 
@@ -198,15 +196,6 @@ def _full(adapter: Adapter, unit: _Unit) -> nn.Module:
     return full.requires_grad_(trainable)
 
 
-def _checked_kernel(kernel_size: int | None, padding_mode: str) -> int:
-    """The height and width of the kernels of convolutions."""
-    size = 1 if kernel_size is None else integer("kernel_size", kernel_size)
-    if size % 2 == 0:
-        raise InputError(f"kernel_size={size} is even, so no tap is its middle: use {size - 1} or {size + 1}")
-    one_of("padding_mode", padding_mode, KERNEL_PADDINGS)
-    return size
-
-
 def _refuse_small_maps(plan: Plan, units: Sequence[_Unit], size: int) -> set[tuple[int, ...]]:
     """The keys of the units that stay 1 × 1, since their feature map is known to be smaller than the kernel."""
     reached = {} if plan.event_shape is None else dict(plan.shapes(plan.event_shape))
@@ -227,7 +216,7 @@ def _refuse_small_maps(plan: Plan, units: Sequence[_Unit], size: int) -> set[tup
     return set(small)
 
 
-def _widened(full: nn.Module, size: int, padding_mode: str) -> nn.Module:
+def _widened(full: nn.Module, size: int, padding_mode: str, in_use: bool) -> nn.Module:
     """The same map with a larger kernel, zero around the old one; layers that are no convolutions as they are."""
     if not isinstance(full, FullConv2d) or size == 1:
         return full
@@ -236,6 +225,7 @@ def _widened(full: nn.Module, size: int, padding_mode: str) -> nn.Module:
     with torch.no_grad():
         wide.weight.copy_(F.pad(old, [size // 2] * 4))
         wide.get_parameter("bias").copy_(full.get_parameter("bias"))
+    wide.widened_in_use = in_use
     return wide.requires_grad_(old.requires_grad)
 
 
@@ -277,10 +267,8 @@ def smooth(
         raise UnknownNameError(f"unknown activation {activation!r}. {suggest(activation, Smooth.kinds)}")
     if not sharpness > 0:
         raise InputError(f"sharpness must be above 0, got {sharpness!r}")
-    changes = _list_for(changes)
-    found = find_flow(flow)
-    target = _target(found, in_place)
-    plan = found.adapter.plan(target)
+    target, adapter, changes = _begin(flow, in_place, changes)
+    plan = adapter.plan(target)
     networks = {id(part.module): part for part in plan.parts() if isinstance(part.module, nn.Module)}
     for part in networks.values():
         for inner, name in list(kinked_parts(part.module)):
@@ -330,17 +318,15 @@ def _slope(activation: Any) -> float | None:
     return 0.01 if activation in (F.leaky_relu, F.leaky_relu_) else None
 
 
-def _list_for(changes: list[Replaced] | None) -> list[Replaced]:
+def _begin(flow: Any, in_place: bool, changes: list[Replaced] | None) -> tuple[nn.Module, Adapter, list[Replaced]]:
+    """The flow to edit, its adapter, and the list of replacements."""
     if changes is not None and not isinstance(changes, list):
         raise InputError(f"changes must be a list, to which replacements are appended, got {changes!r}")
-    return [] if changes is None else changes
-
-
-def _target(found: FoundFlow, in_place: bool) -> nn.Module:
-    if in_place:
-        return found.flow
-    found.adapter.release(found.flow)
-    return copy.deepcopy(found.flow)
+    found = find_flow(flow)
+    if not in_place:
+        found.adapter.release(found.flow)
+    target = found.flow if in_place else copy.deepcopy(found.flow)
+    return target, found.adapter, [] if changes is None else changes
 
 
 def _put(root: nn.Module, path: str, value: nn.Module) -> None:

@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ebflow_plugin.chunks import picked
 from ebflow_plugin.closed_form.moments import HeldOut, Moments, Rows
 from ebflow_plugin.errors import InputError, SingularError
 from ebflow_plugin.linalg.memo import own_tensors
 from ebflow_plugin.linalg.random import gaussian_like
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.step import Base, LinearStep, Shape
-from ebflow_plugin.plan.values import flatten, unflatten
+from ebflow_plugin.plan.values import flatten, parts_of, shapes_of, unflatten
 
 HELD_OUT = 10  # every tenth row is held out
 
@@ -57,13 +58,6 @@ class Calibration(nn.Module):
         """Sets the map; without arguments, removes it."""
         for name in self.names:
             setattr(self, name, tensors.get(name))
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        """Sets or removes the map first: the file and the model need not both be calibrated."""
-        stored = {name: state_dict.get(prefix + name) for name in self.names}
-        like = self.mean if self.mean is not None else stored["mean"]
-        self.set(**{name: None if t is None else t.detach().clone().to(like) for name, t in stored.items()})
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
 class CalibrationStep(LinearStep):
@@ -113,13 +107,12 @@ class CalibrationReport:
         return f"held-out NLL {self.before:.2f} -> {self.after:.2f} nats ({self.kind}, shrinkage {self.shrinkage:.3g})"
 
 
-def gaussian_of(base: Base, shapes: tuple[Shape, ...], like: Tensor, call: str) -> tuple[Tensor, Tensor]:
+def gaussian_of(base: Base, latents: tuple[Tensor, ...], call: str) -> tuple[Tensor, Tensor]:
     """The mean and standard deviation of a diagonal Gaussian base, from its log-density and score at three points.
 
     Arguments:
         base: The base.
-        shapes: The event shapes of its latents.
-        like: A tensor with their device and dtype.
+        latents: Some latents, for their shapes, device and dtype.
         call: What needs a Gaussian, for messages.
 
     Returns:
@@ -128,32 +121,28 @@ def gaussian_of(base: Base, shapes: tuple[Shape, ...], like: Tensor, call: str) 
     Raises:
         InputError: If the base is not a diagonal Gaussian.
     """
-    generator = torch.Generator("cpu").manual_seed(0)
-    why = f"{call} fits a Gaussian base with a diagonal covariance and without a context"
+    why = f"{call} fits a Gaussian base with a diagonal covariance and without a context; {base.class_name} is none"
     with torch.inference_mode(False), torch.enable_grad():
-        points = [
-            torch.cat([torch.zeros(1, *shape), torch.ones(1, *shape), gaussian_like(torch.zeros(1, *shape), generator)])
-            for shape in shapes
-        ]
-        latents = tuple(point.to(like).requires_grad_() for point in points)
+        rows = flatten(latents)[:1].repeat(3, 1).zero_()
+        rows[1], rows[2] = 1.0, gaussian_like(rows[2], torch.Generator("cpu").manual_seed(0))
+        rows.requires_grad_()
         if any(tensor.is_inference() for tensor in own_tensors(base.module)):
             base = copy.deepcopy(base)  # gradients cannot pass through tensors that were made in inference mode
         try:
-            log_prob = base.log_prob(latents, None)
-            scores = torch.autograd.grad(log_prob.sum(), latents)
+            log_prob = base.log_prob(parts_of(unflatten(rows, shapes_of(latents))), None)
+            (scores,) = torch.autograd.grad(log_prob.sum(), rows)
         except Exception as error:
-            raise InputError(f"{why}; {base.class_name} is none: {error}") from error
-    rows = flatten(tuple(latent.detach().double() for latent in latents))
-    zero, one, other = flatten(scores).double()
+            raise InputError(f"{why}: {error}") from error
+    (zero, one, other), rows = scores.double(), rows.detach().double()
     precision = zero - one
     mean, std = zero / precision, precision.rsqrt()
     # A mixture may have the score of a Gaussian near one of its modes, but not the density.
     density = -0.5 * (((rows - mean) / std).square() + (2 * pi / precision).log()).sum(1)
     close = torch.allclose(other, -precision * (rows[2] - mean), rtol=1e-2, atol=1e-3) and torch.allclose(
-        log_prob.double(), density, rtol=max(1e-5, 4 * torch.finfo(like.dtype).eps), atol=1e-3
+        log_prob.double(), density, rtol=max(1e-5, 4 * torch.finfo(scores.dtype).eps), atol=1e-3
     )
     if not (bool((precision > 0).all()) and close):
-        raise InputError(f"{why}; {base.class_name} is none")
+        raise InputError(why)
     return mean, std
 
 
@@ -174,31 +163,25 @@ def fit_affine(
     if flat:
         raise SingularError(f"latents {flat[:5]} do not vary over the data, so no scale fits them")
     second = others.second_moments(moments.mean)
+    nll = spread.log().sum() + 0.5 * len(spread) * log(2 * pi)
     if kind == "diagonal":
-        total = 0.5 * (2 * spread.log() + second / spread**2).sum().item() + 0.5 * len(spread) * log(2 * pi)
-        tensors = {"mean": moments.mean, "to_base": std / spread, "from_base": spread / std, "center": center}
-        return tensors, 1.0, total
-    # In units of the spread, shrinking towards the diagonal moves every eigenvalue towards 1.
-    correlation, observed = (matrix / torch.outer(spread, spread) for matrix in (covariance, second))
-    rho = choose_shrinkage(correlation, observed)[0] if shrinkage is None else shrinkage
-    shrunk = (1 - rho) * correlation + rho * torch.eye(len(spread), dtype=correlation.dtype, device=correlation.device)
-    lower, failed = torch.linalg.cholesky_ex(shrunk)
-    if bool(failed) or lower.diagonal().min() <= 1e-6 * lower.diagonal().max():
-        raise SingularError(
-            f"the covariance of the latents is singular ({moments.count:.0f} data points for {len(spread)} "
-            "dimensions); pass more data, or kind='diagonal'"
-        )
-    inverse = torch.linalg.solve_triangular(
-        lower, torch.eye(len(spread), dtype=lower.dtype, device=lower.device), upper=False
-    )
-    total = lower.diagonal().log().sum() + 0.5 * ((inverse @ observed) * inverse).sum() + spread.log().sum()
-    tensors = {
-        "mean": moments.mean,
-        "to_base": std[:, None] * inverse / spread,
-        "from_base": spread[:, None] * lower / std,
-        "center": center,
-    }
-    return tensors, rho, total.item() + 0.5 * len(spread) * log(2 * pi)
+        rho, to_base, from_base = 1.0, std / spread, spread / std
+        nll = nll + 0.5 * (second / spread**2).sum()
+    else:  # in units of the spread, shrinking towards the diagonal moves every eigenvalue towards 1
+        correlation, observed = (matrix / torch.outer(spread, spread) for matrix in (covariance, second))
+        rho = choose_shrinkage(correlation, observed)[0] if shrinkage is None else shrinkage
+        unit = torch.eye(len(spread), dtype=correlation.dtype, device=correlation.device)
+        lower, failed = torch.linalg.cholesky_ex((1 - rho) * correlation + rho * unit)
+        if bool(failed) or lower.diagonal().min() <= 1e-6 * lower.diagonal().max():
+            raise SingularError(
+                f"the covariance of the latents is singular ({moments.count:.0f} data points for {len(spread)} "
+                "dimensions); pass more data, or kind='diagonal'"
+            )
+        inverse = torch.linalg.solve_triangular(lower, unit, upper=False)
+        to_base, from_base = std[:, None] * inverse / spread, spread[:, None] * lower / std
+        nll = nll + lower.diagonal().log().sum() + 0.5 * ((inverse @ observed) * inverse).sum()
+    tensors = {"mean": moments.mean, "to_base": to_base, "from_base": from_base, "center": center}
+    return tensors, rho, nll.item()
 
 
 def choose_shrinkage(correlation: Tensor, observed: Tensor) -> tuple[float, float]:
@@ -231,25 +214,21 @@ def calibrate_plan(
     """
     diagonal, held_out = kind == "diagonal", HeldOut(HELD_OUT)
     moments, others, losses = Moments(diagonal), Moments(diagonal), Moments(diagonal=True)
-    event_shape: Shape = ()
-    shapes: tuple[Shape, ...] = ()
-    for x, context, weights, log_volume in stream:
+    for x, context, weights, volume in stream:
         embedded = plan.embed(context)
         latents, log_det = plan.encode(x, embedded)
-        shapes, event_shape = tuple(tuple(part.shape[1:]) for part in latents), tuple(x.shape[1:])
-        rows, log_prob = flatten(latents), plan.base_log_prob(latents, embedded)
-        volume = sum((part for part in (log_det, log_volume) if part is not None), torch.zeros_like(log_prob))
+        volume = volume if log_det is None else volume + log_det
+        event_shape, log_prob = tuple(x.shape[1:]), plan.base_log_prob(latents, embedded)
         held = held_out(x)
-        fitted_to, judged_by = (None if weights is None else weights[chosen] for chosen in (~held, held))
-        moments.add(rows[~held], fitted_to)
-        others.add(rows[held], judged_by)
+        moments.add(*picked(~held, flatten(latents), weights))
+        others.add(*picked(held, flatten(latents), weights))
         # Apart: latents far from the base have log-densities beside which a log-det would be lost to rounding.
-        losses.add(torch.stack([log_prob, volume], 1)[held], judged_by)
+        losses.add(*picked(held, torch.stack([log_prob.double(), volume], 1), weights))
     for collected in (moments, others, losses):  # so that every process decides the same
         collected.reduce()
     if others.count < 2:
         raise InputError(f"calibrate needs at least {2 * HELD_OUT} data points, got {moments.count + others.count:.0f}")
-    base = gaussian_of(plan.base, shapes, like, "calibrate")
+    base = gaussian_of(plan.base, latents, "calibrate")
     tensors, rho, fitted = fit_affine(moments, others, base, kind)
     log_prob, log_det = losses.mean.tolist()
     constant = plan.log_z(event_shape, like.double()).item() - log_det
@@ -261,21 +240,3 @@ def calibrate_plan(
     with torch.inference_mode(False):  # they outlive the call
         tensors = {name: tensor.to(like, copy=True) for name, tensor in tensors.items()}
     return tensors, CalibrationReport(before, after, rho, kind)
-
-
-def share_memory(one: Any, other: Any) -> bool:
-    """Whether two modules share tensors, so that editing one edits the other.
-
-    Example:
-        >>> a, b = nn.Linear(2, 2), nn.Linear(2, 2)
-        >>> before = share_memory(a, b)
-        >>> b.bias = a.bias
-        >>> before, share_memory(a, b)
-        (False, True)
-    """
-    ours, theirs = ({_memory(tensor) for tensor in own_tensors(module)} for module in (one, other))
-    return not ours.isdisjoint(theirs)
-
-
-def _memory(tensor: Tensor) -> tuple[torch.device, int]:
-    return tensor.device, tensor.untyped_storage().data_ptr() or id(tensor)  # a meta tensor has no address

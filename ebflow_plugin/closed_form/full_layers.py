@@ -7,65 +7,60 @@ kernel. Of these, those of a cell of stride × stride pixels are the output's ow
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ebflow_plugin.chunks import picked, rows_in_chunks
 from ebflow_plugin.closed_form.kernels import fit_kernel
 from ebflow_plugin.closed_form.moments import Moments
 from ebflow_plugin.errors import InputError, SingularError
-from ebflow_plugin.layers import FullLinear
+from ebflow_plugin.layers import FullLinear, SinhArcsinh
 from ebflow_plugin.linalg.geometry import patches
+from ebflow_plugin.plan.elementwise import ElementwiseStep
 from ebflow_plugin.plan.matrices import FullStep
+from ebflow_plugin.plan.plan import Plan
 
 IMAGES = 100  # patches are taken of so many at once, since they take k² times the memory
 ROUNDING = 1e-10  # an eigenvalue below this fraction of the largest has lost most of its digits
 
 
-@dataclass(frozen=True)
 class FullLayer:
     """A full layer as a matrix that takes rows to features, in groups that it does not mix.
 
+    Arguments:
+        plan: A plan.
+        place: The index of the layer in it.
+
     Attributes:
-        step: Its step.
+        module: The layer itself, a FullLinear or a FullConv2d.
+        where: Its place in the model, for messages.
+        groups: The number of groups of features that the layer does not mix.
+        bend: The nonlinearity right after it, if it has the same parameters for each row of the layer's output.
     """
 
-    step: FullStep
+    bend: ElementwiseStep | None = None
 
-    @property
-    def module(self) -> Any:
-        """The layer itself, a FullLinear or a FullConv2d."""
-        return self.step.module
-
-    @property
-    def where(self) -> str:
-        """Its place in the model, for messages."""
-        return self.step.where
-
-    @property
-    def groups(self) -> int:
-        """The number of groups of features that the layer does not mix."""
-        return 1 if isinstance(self.module, FullLinear) else self.module.setting.groups
+    def __init__(self, plan: Plan, place: int) -> None:
+        step, after = plan.steps[place], next(iter(plan.steps[place + 1 :]), None)
+        assert isinstance(step, FullStep)
+        self.step, self.place, self.where = step, place, step.where
+        self.module: Any = step.module
+        linear = isinstance(self.module, FullLinear)
+        self.groups: int = 1 if linear else self.module.setting.groups
+        if isinstance(after, ElementwiseStep):
+            per_column = isinstance(after.module, SinhArcsinh) and after.module.dim != (-1 if linear else -3)
+            self.bend = None if per_column else after
 
     @property
     def cell(self) -> Tensor:
-        """The entries of a row, within its group, that are the output's own place: all, or those of a cell.
-
-        Raises:
-            InputError: If a convolution has none.
-        """
+        """The entries of a row, within its group, that are the output's own place: all, or those of a cell."""
         places = torch.arange(self.module.weight[0].numel()).view(self.module.weight[0].shape)
         if isinstance(self.module, FullLinear):
             return places
-        taps = self.module.setting.cell_taps()
-        if taps is None:
-            raise InputError(
-                f"{self.where} cannot start as a whitening map: that needs an output channel, and a tap of the "
-                "kernel, for each element of a cell of stride x stride pixels"
-            )
-        return places[:, taps[0]][:, :, taps[1]].flatten()
+        rows, columns = self.module.setting.cell_taps()
+        return places[:, rows][:, :, columns].flatten()
 
     @property
     def cells(self) -> Tensor:
@@ -85,16 +80,21 @@ class FullLayer:
         if self.module.bias is not None:
             self.module.bias.copy_(bias)
 
-    def refuse_unfit(self) -> None:
-        """Refuses a layer whose parameters cannot be set to a whitening map, before anything is edited."""
-        if self.step.inverted:
-            raise InputError(f"{self.where} cannot start as a whitening map: data pass through its inverse")
+    def unfit(self) -> str | None:
+        """Why the layer cannot be set to a whitening map, or None."""
         names = {"weight"} if self.module.bias is None else {"weight", "bias"}
-        if not names <= dict(self.module.named_parameters(recurse=False)).keys():
-            raise InputError(
-                f"{self.where} cannot start as a whitening map: it computes its weight (a parametrization)"
+        if self.step.inverted:
+            why = "data pass through its inverse"
+        elif not names <= dict(self.module.named_parameters(recurse=False)).keys():
+            why = "it computes its weight (a parametrization)"
+        elif not isinstance(self.module, FullLinear) and self.module.setting.cell_taps() is None:
+            why = (
+                "that needs an output channel, and a tap of the kernel, for each element of a cell of stride x stride "
+                "pixels"
             )
-        self.cell  # noqa: B018
+        else:
+            return None
+        return f"{self.where} cannot start as a whitening map: {why}"
 
     def rows(self, value: Tensor) -> Tensor:
         """The vectors that the layer's weight multiplies: rows of features, or the patches of a convolution."""
@@ -104,10 +104,10 @@ class FullLayer:
 
     def weighted_rows(self, value: Tensor, weights: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
         """The rows of an input, of some data points at a time, and the weight of each row."""
-        parts = [None] * -(-len(value) // IMAGES) if weights is None else weights.split(IMAGES)
-        for part, own in zip(value.split(IMAGES), parts, strict=True):
-            rows = self.rows(part)
-            yield rows, None if own is None else own.repeat_interleave(len(rows) // len(part))
+        for part in rows_in_chunks(len(value), None if isinstance(self.module, FullLinear) else IMAGES):
+            some, own = picked(part, value, weights)
+            rows = self.rows(some)
+            yield rows, None if own is None else own.repeat_interleave(len(rows) // len(some))
 
     def first_cell(self, value: Tensor) -> Tensor:
         """The entries of an input that are the first output's own place: a view, ``(B, D)`` or ``(B, C, *stride)``."""
@@ -148,8 +148,8 @@ class FullLayer:
         starts = (None,) * self.groups if start is None else start.chunk(self.groups)
         blocks, total = list[Tensor](), 0.0
         for chosen, begin in zip(places, starts, strict=True):
-            part = moments.part(chosen) if self.groups > 1 else moments
-            block, log_det = self._block(part, shape, shrinkage, None if begin is None else begin[:, chosen])
+            begin = None if begin is None else begin[:, chosen]
+            block, log_det = self._block(moments.part(chosen), shape, shrinkage, begin)
             blocks.append(block)
             total += log_det
         return torch.block_diag(*blocks), total

@@ -36,29 +36,27 @@ from itertools import pairwise
 from math import inf, isfinite
 
 import torch
+from torch import nn
 from torch.nn import functional
 
 from ebflow_plugin.chunks import with_progress
-from ebflow_plugin.closed_form.arrived import Arrived
-from ebflow_plugin.closed_form.calibration import share_memory
 from ebflow_plugin.closed_form.full_layers import FullLayer
 from ebflow_plugin.closed_form.initialization import (
+    LayerInput,
+    Passes,
     broadcast,
     first_full_layer,
     is_linear,
-    layer_at,
     may_precede,
     start_together,
 )
 from ebflow_plugin.closed_form.marginals import MarginalMap, fit_marginals
-from ebflow_plugin.closed_form.passes import Passes
 from ebflow_plugin.errors import InputError, SingularError
-from ebflow_plugin.layers import FullConv2d, FullLinear, SinhArcsinh
-from ebflow_plugin.plan.elementwise import ElementwiseStep
-from ebflow_plugin.plan.linear import InitialisedAffineStep
+from ebflow_plugin.layers import FullConv2d
+from ebflow_plugin.linalg.memo import own_tensors
 from ebflow_plugin.plan.matrices import FullStep
 from ebflow_plugin.plan.plan import Plan
-from ebflow_plugin.plan.step import LinearStep, Step
+from ebflow_plugin.plan.step import LinearStep
 
 ENOUGH = 10  # with this many rows per feature, a hidden layer needs no shrinkage
 
@@ -130,95 +128,56 @@ class StartReport:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class Link:
-    """A full layer of a chain.
-
-    Attributes:
-        place: Its index in the plan.
-        layer: The layer.
-        bend: The nonlinearity right after it, if it has the same parameters for each row of the layer's output.
-    """
-
-    place: int
-    layer: FullLayer
-    bend: ElementwiseStep | None
-
-    @classmethod
-    def at(cls, plan: Plan, place: int) -> Link:
-        """The link of the full layer with this index."""
-        layer, after = layer_at(plan, place), next(iter(plan.steps[place + 1 :]), None)
-        features = -1 if isinstance(layer.module, FullLinear) else -3
-        if not isinstance(after, ElementwiseStep):
-            return cls(place, layer, None)
-        per_column = isinstance(after.module, SinhArcsinh) and after.module.dim != features
-        return cls(place, layer, None if per_column else after)
-
-
-def chain(plan: Plan) -> list[Link]:
+def chain(plan: Plan) -> list[FullLayer]:
     """The full layers that can start together: linear steps between them, and nonlinearities to fit.
 
     Raises:
         InputError: If there are fewer than two, or no nonlinearity.
     """
-    links = [Link.at(plan, first_full_layer(plan))]
-    while (following := _next_link(plan, links)) is not None:
-        links.append(following)
-    first = links[0].layer
+    layers = [first_full_layer(plan)]
+    for place, step in enumerate(plan.steps):
+        if place <= layers[-1].place or step is layers[-1].bend:
+            continue
+        if isinstance(step, FullStep):
+            following = FullLayer(plan, place)
+            if not _is_free(following, layers):
+                break
+            layers.append(following)
+        elif not (isinstance(step, LinearStep) and step.n_in == step.n_out == 1 and may_precede(step)):
+            break  # ActNorms, permutations, squeezes and fixed linear steps may come between
+    first = layers[0]
     if first.module.bias is None:
         raise InputError(
             "gaussianize=True needs a full layer with a bias, so that its features have scales and shifts of their "
             f"own; {first.where} has none. Use whiten=True alone."
         )
-    if not any(link.bend for link in links[:-1]):
-        after = plan.steps[links[0].place + 1 :]
+    if not any(other.bend for other in layers[:-1]):
+        after = plan.steps[layers[0].place + 1 :]
         raise InputError(
             "gaussianize=True needs an elementwise nonlinearity, such as SinhArcsinh, after the first full layer, and "
             "another full layer with a bias and parameters of its own after that; "
             f"found {after[0].where if after else 'nothing'}. Use whiten=True alone."
         )
-    return links
+    return layers
 
 
-def _next_link(plan: Plan, links: list[Link]) -> Link | None:
-    """The next full layer of a chain: after ActNorms, permutations, squeezes and fixed linear steps."""
-    last = links[-1]
-    for place in range(last.place + 1 + (last.bend is not None), len(plan.steps)):
-        step = plan.steps[place]
-        if isinstance(step, FullStep):
-            following = Link.at(plan, place)
-            return following if _is_free(following.layer, links) else None
-        if not (isinstance(step, LinearStep) and step.n_in == step.n_out == 1 and may_precede(step)):
-            return None
-    return None
-
-
-def _is_free(layer: FullLayer, links: list[Link]) -> bool:
+def _is_free(layer: FullLayer, layers: list[FullLayer]) -> bool:
     """Whether a later full layer can be set to a whitening map, with parameters of its own."""
-    try:
-        layer.refuse_unfit()
-    except InputError:
-        return False
-    return layer.module.bias is not None and not any(share_memory(layer.module, link.layer.module) for link in links)
+    own = _memory(layer.module)
+    apart = all(own.isdisjoint(_memory(other.module)) for other in layers)
+    return layer.unfit() is None and layer.module.bias is not None and apart
 
 
-class Saved:
-    """The state of the steps that a start may write to, to put it back."""
-
-    def __init__(self, plan: Plan, links: list[Link]) -> None:
-        steps: list[Step | None] = [step for link in links for step in (link.layer.step, link.bend)]
-        steps += [step for step in plan.steps if isinstance(step, InitialisedAffineStep)]
-        modules = [step.module for step in steps if step is not None and hasattr(step.module, "state_dict")]
-        self._states = [(module, copy.deepcopy(module.state_dict())) for module in modules]
-
-    def restore(self) -> None:
-        """Puts it back."""
-        for module, state in self._states:
-            module.load_state_dict(state)
+def _memory(module: nn.Module) -> set[tuple[torch.device, int]]:
+    """Where the tensors of a module are: if two modules share memory, editing one edits the other."""
+    # A meta tensor has no address.
+    return {(tensor.device, tensor.untyped_storage().data_ptr() or id(tensor)) for tensor in own_tensors(module)}
 
 
 @torch.no_grad()
-def gaussianize(passes: Passes, appended: tuple[LinearStep, ...] = (), progress: bool = False) -> StartReport:
+def gaussianize(
+    passes: Passes, flow: nn.Module, appended: tuple[LinearStep, ...] = (), progress: bool = False
+) -> StartReport:
     """Initialises every full layer of a chain to a whitening, and every nonlinearity between to a marginal map.
 
     One pass over the data per layer, O(N·D² + D³) for rows of D entries, and two to judge the model before and after.
@@ -228,6 +187,7 @@ def gaussianize(passes: Passes, appended: tuple[LinearStep, ...] = (), progress:
 
     Arguments:
         passes: The plan, and the data.
+        flow: The module that all steps of the plan belong to.
         appended: The steps after those of the plan, which the start replaces: a calibration.
         progress: Shows a progress bar.
 
@@ -235,45 +195,44 @@ def gaussianize(passes: Passes, appended: tuple[LinearStep, ...] = (), progress:
         InputError: If there is no such chain, or the base is not a diagonal Gaussian.
         SingularError: If the data cannot be whitened.
     """
-    plan, links = passes.plan, chain(passes.plan)
-    whole, saved = replace(plan, steps=(*plan.steps, *appended)), Saved(plan, links)
+    plan, layers = passes.plan, chain(passes.plan)
+    whole, saved = replace(plan, steps=(*plan.steps, *appended)), copy.deepcopy(flow.state_dict())
     try:
         try:
             before = passes.nll(whole)
         except SingularError:  # of the old weights: nothing is less likely
             before = inf
-        saved.restore()  # ActNorms start again, from the output of the new layers
-        layers = _fit(passes, links, progress)
+        flow.load_state_dict(saved)  # ActNorms start again, from the output of the new layers
+        started = _fit(passes, layers, progress)
     except BaseException:
-        saved.restore()
+        flow.load_state_dict(saved)
         raise
-    report = StartReport(tuple(layers), before)
+    report = StartReport(tuple(started), before)
     if not report.kept:
-        saved.restore()
-        assert passes.first is not None
+        flow.load_state_dict(saved)
         start_together(whole, *passes.first)
     return report
 
 
-def _fit(passes: Passes, links: list[Link], progress: bool) -> list[LayerStart]:
+def _fit(passes: Passes, layers: list[FullLayer], progress: bool) -> list[LayerStart]:
     """Fits the layers of a chain. The NLL of the last is that of the whole model."""
     plan, started = passes.plan, list[LayerStart]()
     linear, since = 0.0, 0  # the log-det of the linear steps so far; where the last pass ended
     shape: tuple[int, ...] | None = None
-    judged: tuple[Arrived, float] | None = None  # the last layer, and the whitening of it that was judged
-    for number, link in enumerate(with_progress(links, progress, "Gaussianising start")):
-        layer, last = link.layer, link is links[-1]
-        arrived = Arrived(layer, passes.to(link.place))
-        linear -= float(plan[since : link.place].log_z(shape or passes.event_shape, arrived.fit.mean))
+    judged: tuple[LayerInput, float] | None = None  # the last layer, and the whitening of it that was judged
+    for number, layer in enumerate(with_progress(layers, progress, "Gaussianising start")):
+        last = layer is layers[-1]
+        arrived = LayerInput(layer, passes.to(layer.place))
+        linear -= float(plan[since : layer.place].log_z(shape or passes.event_shape, arrived.fit.mean))
         rho, nll = arrived.judge()
         nll -= linear
         if judged is not None and not nll <= started[-1].nll:
             before, shrinkage = judged
             before.whiten(before.fit, shrinkage)  # what follows will be affine, so that this is the last whitening
             kept = replace(started.pop(), shrinkage=shrinkage)
-            started += _straighten(links[number - 1 :], passes, before.shape, kept)
+            started += _straighten(layers[number - 1 :], passes, before.shape, kept)
             passes.restart()
-            nll, _ = _settle(passes, links[-1])
+            nll, _ = _settle(passes, layers[-1])
             return [*started[:-1], replace(started[-1], nll=nll)]
         enough = arrived.fit.count >= ENOUGH * len(arrived.fit.mean)
         judged, moments = (arrived, rho), arrived.fit
@@ -282,52 +241,50 @@ def _fit(passes: Passes, links: list[Link], progress: bool) -> list[LayerStart]:
             rho = 0.0  # shrinkage keeps the basis near that of the layer before, whose features are Gaussian already
         linear += arrived.whiten(moments, rho)
         if last:
-            nll, aimed = _settle(passes, link)
+            nll, aimed = _settle(passes, layer)
             arrived.whiten(arrived.everything(), rho)  # the model is judged: no row is left to hold out for
             if aimed:
-                passes.fit_to_base(link.place)
+                passes.fit_to_base(layer.place)
             return [*started, LayerStart(layer.where, nll, rho, None)]
         fitted_features = None
-        if link.bend is not None:
+        if layer.bend is not None:
             matrix, bias = layer.matrix, layer.module.bias
             sample, others = (functional.linear(rows, matrix, bias) for rows in (arrived.sample, arrived.others))
-            own = fit_marginals(link.bend, sample, others)
-            fitted = MarginalMap(*broadcast(own.scale, own.shift, own.log_tail, own.skewness, own.helps))
-            linear += arrived.times * fitted.write(link.bend, layer.module)
+            fitted = MarginalMap(*broadcast(*fit_marginals(layer.bend, sample, others)))
+            linear += arrived.times * fitted.write(layer.bend, layer.module)
             fitted_features = int(fitted.helps.sum())
         started.append(LayerStart(layer.where, nll, rho, fitted_features))
-        since, shape = link.place + 1, arrived.shape
+        since, shape = layer.place + 1, arrived.shape
     raise AssertionError("a chain has a last layer")
 
 
-def _settle(passes: Passes, link: Link) -> tuple[float, bool]:
+def _settle(passes: Passes, layer: FullLayer) -> tuple[float, bool]:
     """Aims the last layer, whose output is white, at the base, and judges the whole model by held-out rows.
 
     Returns:
         The NLL, and whether the layer was aimed: before nonlinear steps it may be better left as it was.
     """
-    plan, layer = passes.plan, link.layer.module
-    assert passes.first is not None
+    plan = passes.plan
     start_together(plan, *passes.first)
-    linear = is_linear(plan, link.place + 1)
+    linear = is_linear(plan, layer.place + 1)
     unaimed = inf if linear and passes.base is not None else passes.nll()
-    white = copy.deepcopy(layer.state_dict())
-    aimed = passes.fit_to_base(link.place)
+    white = copy.deepcopy(layer.module.state_dict())
+    aimed = passes.fit_to_base(layer.place)
     nll = passes.nll() if aimed or linear else inf
     if linear or nll <= unaimed:
         return nll, aimed
-    layer.load_state_dict(white)
+    layer.module.load_state_dict(white)
     return unaimed, False
 
 
-def _straighten(links: list[Link], passes: Passes, shape: tuple[int, ...], start: LayerStart) -> list[LayerStart]:
+def _straighten(layers: list[FullLayer], passes: Passes, shape: tuple[int, ...], start: LayerStart) -> list[LayerStart]:
     """Makes the marginal maps after some layers nearly affine.
 
     The first layer whitens. Each later layer undoes the steps since the one before it, up to a rotation of what is
     white already: if these take y to A y + c, with A the same for each row, the layer is (A Aᵀ)^(-1/2) (· - c).
 
     Arguments:
-        links: The layers.
+        layers: The layers.
         passes: The data.
         shape: The event shape of the input of the first.
         start: The start of the first so far.
@@ -335,10 +292,9 @@ def _straighten(links: list[Link], passes: Passes, shape: tuple[int, ...], start
     Returns:
         The starts of these layers.
     """
-    started = [replace(start, fitted_features=None if links[0].bend is None else 0)]
-    assert passes.first is not None
-    for before, link in pairwise(links):
-        module, layer = before.layer.module, link.layer
+    started = [replace(start, fitted_features=None if layers[0].bend is None else 0)]
+    for before, layer in pairwise(layers):
+        module = before.module
         scale, shift = torch.ones_like(module.bias), torch.zeros_like(module.bias)
         if before.bend is not None:
             straight = MarginalMap.nearly_linear(before.bend, module.bias)
@@ -346,8 +302,8 @@ def _straighten(links: list[Link], passes: Passes, shape: tuple[int, ...], start
             scale, shift = straight.scale, straight.shift
         if isinstance(module, FullConv2d):
             scale, shift = scale[:, None, None], shift[:, None, None]
-        start_together(passes.plan[: link.place], *passes.first)
-        part, white = passes.plan[before.place + 1 : link.place], scale.new_zeros(1, *module.output_shape(shape))
+        start_together(passes.plan[: layer.place], *passes.first)
+        part, white = passes.plan[before.place + 1 : layer.place], scale.new_zeros(1, *module.output_shape(shape))
         (ends,), _ = part.encode(torch.cat([white + shift, white + shift + scale]))
         size, cell = (ends[1] - ends[0]).abs().mean(), layer.cells.to(white.device)
         unit = size * torch.eye(len(cell)).to(white)
@@ -356,12 +312,12 @@ def _straighten(links: list[Link], passes: Passes, shape: tuple[int, ...], start
         first.add_(unit.view_as(first))
         sources = part.decode((probes,))  # a step away from the centre shows a row of the inverse of A
         inverse = ((sources[1:] - sources[:1]) / (size * scale)).flatten(1).double()
-        values, vectors = torch.linalg.eigh(inverse @ inverse.T)
-        undoing = (vectors * values.clamp_min(0.0).sqrt()) @ vectors.T
+        vectors, values, _ = torch.linalg.svd(inverse)
+        undoing = (vectors * values) @ vectors.T
         matrix = values.new_zeros(layer.matrix.shape)
         matrix[:, cell] = undoing
         layer.set(matrix, -undoing @ layer.first_cell(ends[:1]).flatten().double())
-        straightened = link.bend is not None and link is not links[-1]
+        straightened = layer.bend is not None and layer is not layers[-1]
         started.append(LayerStart(layer.where, start.nll, 0.0, 0 if straightened else None))
         shape = tuple(ends.shape[1:])
     return started

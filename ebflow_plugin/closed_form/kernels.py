@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ebflow_plugin.errors import SingularError
-from ebflow_plugin.linalg.convolution import conv_matrix, structure
+from ebflow_plugin.linalg.convolution import Convolution, structure
 from ebflow_plugin.linalg.geometry import Geometry, convolve
 
 STEPS = {"fourier": 200, "other": 40}  # of the quasi-Newton method: by Fourier transform they cost next to nothing
@@ -65,7 +65,7 @@ def fit_kernel(covariance: Tensor, start: Tensor, geometry: Geometry, fitted: bo
         return (free @ inverse).view(start.shape)
 
     def loss(free: Tensor, matrix: Geometry) -> Tensor:
-        return 0.5 * free.square().sum() - conv_matrix(weight_of(free), matrix).log_abs_det() / pixels
+        return 0.5 * free.square().sum() - Convolution(weight_of(free), matrix).log_abs_det() / pixels
 
     def descend(free: Tensor, matrix: Geometry) -> Tensor:
         kind = "fourier" if structure(matrix) == "fourier" else "other"
@@ -112,7 +112,7 @@ def fit_kernel(covariance: Tensor, start: Tensor, geometry: Geometry, fitted: bo
     values, vectors = torch.linalg.eigh(best @ best.T)
     mixed = (vectors * values.rsqrt()) @ vectors.T @ best  # the best mixing of its output: white, to the last digit
     kernel = weight_of(mixed)
-    return kernel, float(conv_matrix(kernel, geometry).log_abs_det())
+    return kernel, float(Convolution(kernel, geometry).log_abs_det())
 
 
 def _twin(geometry: Geometry) -> Geometry | None:

@@ -10,10 +10,10 @@ skewness. Each feature has a few parameters and thousands of rows, so the sampli
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import copy
 from itertools import product
 from math import inf, log
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,8 +39,7 @@ OUTER = ((0.5, 0.0, 0.0, 0.0), (0.0, 1.0, 0.0, 0.0), (0.5, 1.0, 0.0, 0.0), (0.5,
 INNER = ((0.0, 0.0, 0.4, 0.0), (0.0, 0.0, 0.0, 0.4), (0.0, 1.0, 0.0, 0.4), (0.4, 0.0, 0.4, 0.0))
 
 
-@dataclass(frozen=True)
-class MarginalMap:
+class MarginalMap(NamedTuple):
     """The parameters of a marginal map f(a y + b), each of shape ``(D,)``.
 
     Attributes:
@@ -59,9 +58,9 @@ class MarginalMap:
 
     def curve(self, step: ElementwiseStep, y: Tensor) -> ElementwiseMap:
         """The nonlinearity at a y + b. Sets δ and ε of a SinhArcsinh."""
-        self._set(step)
         moved = y * self.scale + self.shift
         if learnable(step):
+            self._set(step)
             moved = moved.view(*y.shape, *(1 for _ in range(-1 - step.module.dim)))
         found = (step.inverse_map if step.inverted else step.forward_map)(moved, None)
         return ElementwiseMap(found.value.view(y.shape), lambda: found.log_slope().view(y.shape), found.slopes)
@@ -73,15 +72,15 @@ class MarginalMap:
             The change of the layer's log-determinant.
         """
         assert layer.bias is not None
-        self._set(step)
+        if learnable(step):
+            self._set(step)
         layer.weight.mul_(self.scale.view(-1, *(1 for _ in layer.weight.shape[1:])))
         layer.bias.mul_(self.scale).add_(self.shift)
         return self.scale.abs().double().log().sum().item()
 
     def _set(self, step: ElementwiseStep) -> None:
-        if learnable(step):
-            step.module.log_tail.copy_(self.log_tail)
-            step.module.skewness.copy_(self.skewness)
+        step.module.log_tail.copy_(self.log_tail)
+        step.module.skewness.copy_(self.skewness)
 
     @classmethod
     def nearly_linear(cls, step: ElementwiseStep, like: Tensor) -> MarginalMap:
@@ -94,18 +93,8 @@ class MarginalMap:
             candidate = cls(torch.full_like(like, scale), torch.full_like(like, shift), zero, zero, none)
             slopes = candidate.curve(step, points).log_slope()
             if bool((slopes.amax(0) - slopes.amin(0) < ALMOST).all()):
-                return candidate
+                break
         return candidate
-
-    def where(self, chosen: Tensor, other: MarginalMap) -> MarginalMap:
-        """This map for the chosen features, the other one for the rest."""
-        return MarginalMap(
-            torch.where(chosen, self.scale, other.scale),
-            torch.where(chosen, self.shift, other.shift),
-            torch.where(chosen, self.log_tail, other.log_tail),
-            torch.where(chosen, self.skewness, other.skewness),
-            chosen,
-        )
 
 
 def learnable(step: ElementwiseStep) -> bool:
@@ -155,67 +144,50 @@ def fit_marginals(step: ElementwiseStep, y: Tensor, held_out: Tensor) -> Margina
     Raises:
         InputError: If f is not finite at any point of the grid.
     """
+    step = copy.copy(step)
+    step.module = copy.deepcopy(step.module)  # to try parameters on
     points, weights = condense(y)
-    sign = torch.ones_like(points[0])
+    best, numbers = torch.full_like(points[0], inf), points.new_zeros(5, points.shape[1])
+    helps = torch.ones_like(best, dtype=torch.bool)
 
-    def marginal(numbers: Tensor, sign: Tensor) -> MarginalMap:
-        scale, shift, log_tail, skewness = numbers
-        return MarginalMap(sign * scale.exp(), shift, log_tail, skewness, torch.ones_like(sign, dtype=torch.bool))
+    def marginal(numbers: Tensor) -> MarginalMap:
+        log_scale, shift, log_tail, skewness, sign = numbers
+        return MarginalMap(sign * log_scale.exp(), shift, log_tail, skewness, helps)
 
-    def nll(numbers: Tensor, sign: Tensor) -> Tensor:
-        curve = marginal(numbers, sign).curve(step, points)
+    def improve(tried: Tensor) -> Tensor:
+        """Takes these numbers for the features that they make more likely, and returns which these are."""
+        nonlocal best, numbers
+        curve = marginal(tried).curve(step, points)
         mean = (weights * curve.value).sum(0)
         variance = (weights * (curve.value - mean).square()).sum(0)
-        value = 0.5 * variance.log() - (weights * curve.log_slope()).sum(0) - numbers[0]
-        return value.nan_to_num(nan=float("inf"))
+        nll = (0.5 * variance.log() - (weights * curve.log_slope()).sum(0) - tried[0]).nan_to_num(nan=inf)
+        lower = nll < best
+        best, numbers = torch.where(lower, nll, best), torch.where(lower, tried, numbers)
+        return lower
 
-    best, numbers = torch.full_like(sign, float("inf")), points.new_zeros(4, points.shape[1])
-    for start, start_sign in _starts(step):
-        tried = points.new_tensor(start)[:, None].expand_as(numbers)
-        tried_sign = torch.full_like(sign, start_sign)
-        value = nll(tried, tried_sign)
-        lower = value < best
-        best, numbers = torch.where(lower, value, best), torch.where(lower, tried, numbers)
-        sign = torch.where(lower, tried_sign, sign)
+    if learnable(step):  # a sign of y can be absorbed into ε
+        starts = [(log(scale), 0.0, log(tail), 0.0, 1.0) for scale, tail in product((1.0, 0.5, 2.0, 6.0), TAILS)]
+        moves, limits = [*OUTER, *INNER], (-inf, inf)
+    else:
+        starts = [(log(abs(a)), b, 0.0, 0.0, 1.0 if a > 0 else -1.0) for a, b in product(SCALES, SHIFTS)]
+        moves, limits = [*OUTER], (log(LEAST), log(MOST))
+    for start in starts:
+        improve(points.new_tensor(start)[:, None].expand_as(numbers))
     if not bool(torch.isfinite(best).all()):
         raise InputError(f"{step.where} has no finite log-det on whitened data, so nothing can be fitted to it")
-    moves = (*OUTER, *INNER) if learnable(step) else OUTER
-    limits = (-inf, inf) if learnable(step) else (log(LEAST), log(MOST))
-    numbers = _search(lambda tried: nll(tried, sign), numbers, best, moves, limits)
-    fitted, straight = marginal(numbers, sign), MarginalMap.nearly_linear(step, sign)
-    margin = len(OUTER[0]) / len(held_out)  # the gain that this many fitted parameters can have by chance
-    better = _held_out_nll(step, fitted, y, held_out) + margin < _held_out_nll(step, straight, y, held_out)
-    return fitted.where(better, straight)
-
-
-def _starts(step: ElementwiseStep) -> list[tuple[tuple[float, ...], float]]:
-    """The grid of starting points: log|a|, b, log δ and ε; and the sign of a."""
-    if learnable(step):  # a sign of y can be absorbed into ε
-        return [((log(scale), 0.0, log(tail), 0.0), 1.0) for scale, tail in product((1.0, 0.5, 2.0, 6.0), TAILS)]
-    return [((log(abs(a)), b, 0.0, 0.0), 1.0 if a > 0 else -1.0) for a, b in product(SCALES, SHIFTS)]
-
-
-def _search(
-    nll: Callable[[Tensor], Tensor],
-    numbers: Tensor,
-    best: Tensor,
-    moves: tuple[tuple[float, ...], ...],
-    limits: tuple[float, float],
-) -> Tensor:
-    """A pattern search for each feature, within limits of log|a|; the moves are halved where none of them helps."""
-    size = torch.ones_like(best)
+    size = torch.ones_like(best)  # of the moves, which are halved where none of them helps
     for _ in range(ROUNDS):
-        improved = torch.zeros_like(best, dtype=torch.bool)
+        improved = torch.zeros_like(helps)
         for move, direction in product(moves, (1.0, -1.0)):
-            tried = numbers + direction * size * numbers.new_tensor(move)[:, None]
+            tried = numbers + direction * size * points.new_tensor((*move, 0.0))[:, None]
             tried[0].clamp_(*limits)
             tried[2].clamp_(log(FLATTEST), 0.0)
-            value = nll(tried)
-            lower = value < best
-            best, numbers = torch.where(lower, value, best), torch.where(lower, tried, numbers)
-            improved |= lower
+            improved |= improve(tried)
         size = torch.where(improved, size, 0.5 * size)
-    return numbers
+    fitted, straight = marginal(numbers), MarginalMap.nearly_linear(step, best)
+    margin = len(OUTER[0]) / len(held_out)  # the gain that this many fitted parameters can have by chance
+    better = _held_out_nll(step, fitted, y, held_out) + margin < _held_out_nll(step, straight, y, held_out)
+    return MarginalMap(*(torch.where(better, mine, other) for mine, other in zip(fitted, straight, strict=True)))
 
 
 def _held_out_nll(step: ElementwiseStep, marginal: MarginalMap, y: Tensor, held_out: Tensor) -> Tensor:

@@ -11,22 +11,25 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from ebflow_plugin.chunks import picked, rows_in_chunks
 from ebflow_plugin.errors import EBFlowError, InputError
 from ebflow_plugin.plan.inputs import batch_of, counted, in_memory, to_device
 
-# The input of a plan, its context, the weights of its rows, and its log-volume.
-Rows = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
-CHUNK = 1000  # rows per forward pass, and per update of a scatter matrix
+# The input of a plan, its context, the weights of its rows, and its log-volume in float64.
+Rows = tuple[Tensor, Tensor | None, Tensor | None, Tensor]
+CHUNK = 1000  # rows per forward pass, and per update of a scatter matrix, which costs as much as a hundred of them
 PATIENCE = timedelta(minutes=2)  # how long to wait for other processes
 
 
 class Moments:
-    """Mean and scatter matrix of rows, which may have weights, merged chunk by chunk: stable for large means.
-
-    Small batches are buffered until they fill a chunk: merging two scatters costs as much as hundreds of rows.
+    """Mean and scatter matrix of rows, which may have weights, merged batch by batch: stable for large means.
 
     Arguments:
         diagonal: Keeps only the diagonal of the scatter: O(D) per row in place of O(D²).
+
+    Attributes:
+        mean: Their mean, with shape ``(D,)``.
+        scatter: The sum of outer products of their deviations, with shape ``(D, D)``, or its diagonal, ``(D,)``.
 
     Example:
         >>> rows = torch.randn(10, 2, dtype=torch.float64) + 1e6
@@ -41,78 +44,47 @@ class Moments:
         self.diagonal = diagonal
         self._weight: float = 0  # the sum of the weights, and of their squares
         self._squares: float = 0
-        self._mean = torch.zeros(0, dtype=torch.float64, device="cpu")
-        self._scatter = torch.zeros(0 if diagonal else (0, 0), dtype=torch.float64, device="cpu")
-        self._buffer: list[tuple[Tensor, Tensor | None]] = []
-        self._buffered = 0  # rows in the buffer
+        self.mean = torch.zeros(0, dtype=torch.float64, device="cpu")
+        self.scatter = torch.zeros(0 if diagonal else (0, 0), dtype=torch.float64, device="cpu")
 
     @property
     def count(self) -> float:
         r"""The effective number of rows, :math:`(\sum w)^2 / \sum w^2`; of equal weights, their number."""
-        self._flush()
         return self._weight**2 / self._squares if self._weight else 0
 
-    @property
-    def mean(self) -> Tensor:
-        """Their mean, with shape ``(D,)``."""
-        self._flush()
-        return self._mean
-
-    @property
-    def scatter(self) -> Tensor:
-        """The sum of outer products of their deviations, with shape ``(D, D)``, or its diagonal, ``(D,)``."""
-        self._flush()
-        return self._scatter
-
     def add(self, rows: Tensor, weights: Tensor | None = None) -> None:
-        """Adds rows with shape ``(N, D)``, and their weights with shape ``(N,)``."""
-        own = None if weights is None else weights.detach().to(torch.float64, copy=True)
-        self._buffer.append((rows.detach().to(torch.float64, copy=True), own))  # a loader may reuse its memory
-        self._buffered += len(rows)
-        if self.diagonal or self._buffered >= CHUNK:  # merging a diagonal costs no more than a row
-            self._flush()
+        """Adds rows with shape ``(N, D)``, and their weights with shape ``(N,)``. Best many rows at a time: O(D²)."""
+        rows = rows.detach().double()
+        weights = rows.new_ones(len(rows)) if weights is None else weights.detach().double()
+        total, squares = torch.stack([weights.sum(), weights.square().sum()]).tolist()
+        if total:
+            mean = (weights / total) @ rows
+            deviations = rows - mean
+            heavy = weights[:, None] * deviations
+            scatter = (heavy * deviations).sum(0) if self.diagonal else heavy.T @ deviations
+            self._merge(total, squares, mean, scatter)
 
     def merge(self, other: Moments) -> None:
         """Adds the rows of other moments."""
-        self._flush()
-        other._flush()
-        self._merge(other._weight, other._squares, other._mean, other._scatter)
+        self._merge(other._weight, other._squares, other.mean, other.scatter)
 
     def _merge(self, weight: float, squares: float, mean: Tensor, scatter: Tensor) -> None:
         if not weight:
             return
         if not self._weight:
-            self._weight, self._squares, self._mean, self._scatter = weight, squares, mean, scatter
+            self._weight, self._squares, self.mean, self.scatter = weight, squares, mean, scatter.clone()
             return
         total = self._weight + weight
-        shift = mean - self._mean
-        self._scatter = self._scatter + scatter + self._outer(shift) * (self._weight * weight / total)
-        self._mean = self._mean + shift * (weight / total)
+        shift = mean - self.mean
+        self.scatter += scatter
+        self.scatter += self._outer(shift * (self._weight * weight / total) ** 0.5)
+        self.mean = self.mean + shift * (weight / total)
         self._weight, self._squares = total, self._squares + squares
-
-    def _flush(self) -> None:
-        """Merges the buffered rows."""
-        if not self._buffered:
-            return
-        rows = torch.cat([part for part, _ in self._buffer])
-        weights: Tensor | None = None
-        if any(own is not None for _, own in self._buffer):
-            weights = torch.cat([rows.new_ones(len(part)) if own is None else own for part, own in self._buffer])
-        self._buffer, self._buffered = [], 0
-        total = squares = float(len(rows))
-        if weights is not None:
-            total, squares = torch.stack([weights.sum(), weights.square().sum()]).tolist()
-        mean = rows.mean(0) if weights is None else (weights / total) @ rows
-        deviations = rows - mean
-        heavy = deviations if weights is None else weights[:, None] * deviations
-        scatter = (heavy * deviations).sum(0) if self.diagonal else heavy.T @ deviations
-        self._merge(total, squares, mean, scatter)
 
     def part(self, chosen: Tensor) -> Moments:
         """The moments of some of the features, by their indices."""
-        self._flush()
         part = Moments()
-        part._merge(self._weight, self._squares, self._mean[chosen], self._scatter[chosen][:, chosen])
+        part._merge(self._weight, self._squares, self.mean[chosen], self.scatter[chosen][:, chosen])
         return part
 
     def _outer(self, vector: Tensor) -> Tensor:
@@ -123,9 +95,8 @@ class Moments:
         if not (distributed.is_available() and distributed.is_initialized()):
             return
         every: list[Any] = [None] * distributed.get_world_size()
-        self._flush()
-        distributed.all_gather_object(every, (self._weight, self._squares, self._mean.cpu(), self._scatter.cpu()))
-        device = self._mean.device
+        distributed.all_gather_object(every, (self._weight, self._squares, self.mean.cpu(), self.scatter.cpu()))
+        device = self.mean.device
         self._weight = self._squares = 0
         for weight, squares, mean, scatter in every:
             self._merge(weight, squares, mean.to(device), scatter.to(device))
@@ -237,8 +208,7 @@ def batches(
     """
     parts: Iterable[Any]
     if (whole := in_memory(data)) is not None:
-        starts = range(0, len(whole[0]), CHUNK)
-        parts = ([None if part is None else part[first : first + CHUNK] for part in whole] for first in starts)
+        parts = (picked(part, *whole) for part in rows_in_chunks(len(whole[0]), CHUNK))
     elif isinstance(data, Iterable) and not hasattr(data, "__array__"):
         parts = data
     else:
@@ -253,7 +223,7 @@ def batches(
             continue
         empty = False
         used, log_volume = prepare(x, context)
-        yield used, context, weights, log_volume
+        yield used, context, weights, (used.new_zeros(len(used)) if log_volume is None else log_volume).double()
     if empty:
         raise InputError("data holds no batches, or no row of a weight above 0")
 

@@ -10,10 +10,9 @@ from torch import Generator, Tensor, nn
 
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.layers.full_linear import empty_parameters, fill_orthogonal, known_init
-from ebflow_plugin.linalg.circular import conv_operator
-from ebflow_plugin.linalg.convolution import conv_matrix
+from ebflow_plugin.linalg.convolution import Convolution, conv_operator
 from ebflow_plugin.linalg.dense import CachedLU
-from ebflow_plugin.linalg.geometry import Geometry, Setting, convolve, convolve_transposed
+from ebflow_plugin.linalg.geometry import Setting, convolve, convolve_transposed
 from ebflow_plugin.linalg.operators import LinearOperator, single_at_least
 
 
@@ -52,6 +51,10 @@ class FullConv2d(nn.Module):
 
     The order of the arguments is that of ``torch.nn.Conv2d``.
 
+    Attributes:
+        widened_in_use: Whether ``unconstrain`` made its kernel larger in a flow that had seen data, which the first
+            steps of an optimiser must not undo (:func:`~ebflow_plugin.parameter_groups`). No part of the state dict.
+
     Example:
         >>> layer = FullConv2d(3, 3, 7, init="negative_identity")
         >>> layer.transform(torch.ones(1, 3, 8, 8)).shape
@@ -59,6 +62,8 @@ class FullConv2d(nn.Module):
         >>> FullConv2d(3, kernel_size=4, stride=2).output_shape((3, 8, 8))
         (12, 4, 4)
     """
+
+    widened_in_use = False
 
     def __init__(
         self,
@@ -91,7 +96,7 @@ class FullConv2d(nn.Module):
         self.init = known_init(init)
         shape = (self.setting.out_channels, in_channels // groups, *self.setting.kernel_size)
         self.weight, self.bias = empty_parameters(shape, bias, device, dtype)
-        self.lu = CachedLU(conv_matrix)
+        self.lu = CachedLU(Convolution)
         self.reset_parameters(generator)
 
     @torch.no_grad()
@@ -147,29 +152,9 @@ class FullConv2d(nn.Module):
             SingularError: The convolution has no inverse.
             InputError: It has no structure, and is too large for a dense factorisation.
         """
-        geometry, right = self._system(y)
-        return self.lu.solve(self.weight, right, geometry)
-
-    def invert_once(self, y: Tensor) -> Tensor:
-        r"""Does the same as :meth:`invert`, with first derivatives alone, and for one cached factorisation.
-
-        The gradient is that of the implicit function, with :math:`W` and :math:`x_0` constant:
-
-        .. math:: x = x_0 + W^{-1} (y - w \star x_0), \qquad x_0 = W^{-1} y
-
-        so that no elimination is part of the graph. A second derivative raises.
-        """
-        geometry, right = self._system(y)
-        solve = self.lu.fixed_solver(self.weight, geometry)
-        with torch.no_grad():
-            x = solve(right)
-        return x + solve(right - self.multiply(x))
-
-    def _system(self, y: Tensor) -> tuple[Geometry, Tensor]:
-        """The geometry of the inverse of ``y``, and the right-hand side to solve for."""
         _check_batch(y)
         geometry = self.setting.geometry(self.setting.input_shape(y.shape[1:]))
-        return geometry, y if self.bias is None else y - self.bias[:, None, None]
+        return self.lu.solve(self.weight, y if self.bias is None else y - self.bias[:, None, None], geometry)
 
     def log_det(self, event_shape: tuple[int, ...]) -> Tensor:
         r"""Returns :math:`\log |\det|` of ``transform`` for images with shape :math:`(C, H, W)`, a scalar.

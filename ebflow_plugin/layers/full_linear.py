@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from ebflow_plugin.errors import InputError, suggest
-from ebflow_plugin.linalg.dense import CachedLU
-from ebflow_plugin.linalg.operators import DenseOperator, LinearOperator, single_at_least
+from ebflow_plugin.linalg.dense import CachedLU, Dense
+from ebflow_plugin.linalg.operators import LinearOperator, single_at_least
 from ebflow_plugin.options import at_least
 
 INITS = ("identity", "negative_identity", "normal", "orthogonal")
@@ -105,7 +105,7 @@ class FullLinear(nn.Module):
     def operator(self, event_shape: tuple[int, ...]) -> LinearOperator:
         r"""Returns :math:`W` as an operator, for events with shape :math:`(*, D)`."""
         self._check(event_shape)
-        return DenseOperator(single_at_least(self.weight), times=math.prod(event_shape[:-1]))
+        return Dense(single_at_least(self.weight), times=math.prod(event_shape[:-1]))
 
     def output_shape(self, event_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of the output for an event shape: the same."""

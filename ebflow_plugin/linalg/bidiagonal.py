@@ -50,10 +50,10 @@ def bidiagonalise(
         enough: Called after 8, 16, 32, … steps with the bands so far and D; stops if it returns True.
 
     Example:
-        >>> from ebflow_plugin.linalg.operators import DenseOperator
+        >>> from ebflow_plugin.linalg.dense import Dense
         >>> weight = torch.tensor([3.0, 2.0, 1.0]).diag()
         >>> rows = torch.ones(1, 3)
-        >>> bands = bidiagonalise(DenseOperator(weight), rows, 3)
+        >>> bands = bidiagonalise(Dense(weight), rows, 3)
         >>> torch.linalg.svdvals(bands.matrices()[0]).round(decimals=4).tolist()
         [3.0, 2.0, 1.0]
     """

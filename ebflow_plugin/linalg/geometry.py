@@ -60,7 +60,7 @@ class Axis:
         return (self.size + self.before + self.after - self.extent) // self.stride + 1
 
     def sources(self) -> list[list[int]]:
-        """Returns the input pixel that each tap of each output pixel reads; -1 if it reads a zero."""
+        """The input pixel that each tap of each output pixel reads; -1 if it reads a zero."""
         first = [i * self.stride - self.before for i in range(self.out)]
         return [[self._source(start + tap * self.dilation) for tap in range(self.kernel)] for start in first]
 
@@ -68,15 +68,8 @@ class Axis:
         last = self.size - 1
         if 0 <= place <= last:
             return place
-        match self.mode:
-            case "circular":
-                return place % self.size
-            case "reflect":
-                return -place if place < 0 else 2 * last - place
-            case "replicate":
-                return min(max(place, 0), last)
-            case _:
-                return -1
+        elsewhere = {"circular": place % self.size, "replicate": min(max(place, 0), last), "zeros": -1}
+        return elsewhere.get(self.mode, -place if place < 0 else 2 * last - place)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-r"""Linear maps as operators: products with W and its transpose, and what its determinant would cost.
+r"""Linear maps as operators: products with W and its transpose, its determinant and inverse, and what these cost.
 
 A :class:`LinearOperator` is the linear part W of a layer. Its :class:`Approximation` is a matrix
 :math:`M \approx W^{-1}` that is as cheap to apply as W. It preconditions solves with W, and removes most of the
@@ -11,13 +11,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 Shape = tuple[int, ...]
+Solver = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,7 @@ class Blocks(NamedTuple):
 class LinearOperator(ABC):
     r"""The linear part W of a layer, or of each of the equal copies that a layer consists of.
 
-    All that is computed from products alone, without a factorisation, needs no more than this: estimates of
-    log-determinants and of their gradients, and of singular values.
+    Estimates of log-determinants, of their gradients and of singular values are computed from products alone.
 
     Attributes:
         weight: The parameters of W.
@@ -123,43 +122,13 @@ class LinearOperator(ABC):
         """The sum of the squares of all entries of W; None if it is unknown."""
         return None
 
+    def log_abs_det(self) -> Tensor:
+        r"""Factorises W, and returns :math:`\log |\det W|`."""
+        raise NotImplementedError
 
-class DenseOperator(LinearOperator):
-    r"""A dense matrix, or independent blocks, with :math:`c W^\top` as the approximate inverse.
-
-    The factor :math:`c = D / \|W\|_F^2` makes it the multiple of :math:`W^\top` nearest to :math:`W^{-1}`. It is exact
-    for orthogonal matrices and their multiples.
-
-    Arguments:
-        matrix: The matrix, with shape ``(D, D)``, or the blocks of a block-diagonal one, with shape ``(G, D, D)``.
-        times: The number of vectors that it acts on.
-
-    Example:
-        >>> operator = DenseOperator(torch.tensor([[2.0, 0.0], [0.0, 2.0]]), times=3)
-        >>> operator.apply(torch.ones(1, 2)), operator.approximate().solve(torch.ones(1, 2))
-        (tensor([[2., 2.]]), tensor([[0.5000, 0.5000]]))
-    """
-
-    def __init__(self, matrix: Tensor, times: int = 1) -> None:
-        self.weight = self.matrix = matrix
-        self.shape = self.out_shape = tuple(matrix.shape[:-1])
-        self.times, self.operations = times, float(matrix.numel())
-        size, groups = matrix.shape[-1], prod(matrix.shape[:-2])
-        self.blocks = Blocks(size, groups)
-        self.cost = Cost(groups * size**3 / 3, 16.0 * size**2)
-
-    def apply(self, x: Tensor) -> Tensor:
-        return _multiply(self.weight, x)
-
-    def apply_transposed(self, y: Tensor) -> Tensor:
-        return _multiply(self.weight.mT, y)
-
-    def approximate(self) -> Approximation:
-        fixed = self.like
-        return dense_inverse(fixed.mT * (fixed.shape[-1] / fixed.square().sum((-2, -1), keepdim=True)))
-
-    def sum_of_squares(self) -> float:
-        return float(self.like.double().square().sum())
+    def inverse(self) -> Solver:
+        r"""Factorises W, and returns the map :math:`b \mapsto W^{-1} b`, for many calls."""
+        raise NotImplementedError
 
 
 def dense_inverse(approximate: Tensor) -> Approximation:
@@ -170,12 +139,12 @@ def dense_inverse(approximate: Tensor) -> Approximation:
     """
 
     def solve(v: Tensor) -> Tensor:
-        return _multiply(approximate, v)
+        return multiply_rows(approximate, v)
 
     return Approximation(solve, control=solve, trace=lambda matrix: (approximate.mT * matrix).sum((-2, -1)).flatten())
 
 
-def _multiply(matrix: Tensor, rows: Tensor) -> Tensor:
+def multiply_rows(matrix: Tensor, rows: Tensor) -> Tensor:
     """W x for each row, with shape ``(P, D)``, or ``(P, G, D)`` for blocks."""
     return (rows.movedim(0, -2) @ matrix.mT).movedim(-2, 0)
 

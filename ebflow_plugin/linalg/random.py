@@ -40,7 +40,7 @@ def random_state(device: torch.device, generators: Sequence[Generator]) -> Rando
 def set_random_state(state: RandomState, device: torch.device, generators: Sequence[Generator]) -> None:
     """Restores the state that :func:`random_state` returned."""
     torch.set_rng_state(state["cpu"])
-    saved, module = state.get("device", state.get("cuda")), _device_module(device)  # the name in earlier versions
+    saved, module = state["device"], _device_module(device)
     if module is not None and saved is not None:
         module.set_rng_state(saved, *_named(device))
     for generator, saved in zip(generators, state["generators"], strict=True):

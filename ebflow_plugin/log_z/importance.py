@@ -3,16 +3,18 @@ r"""log Z by importance sampling: weighted samples of a proposal, which need onl
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import Generator, Tensor
-from torch.distributions import Distribution
+from torch.distributions import Distribution, Independent, MultivariateNormal, Normal, TransformedDistribution
+from torch.distributions.transforms import ReshapeTransform
 
 from ebflow_plugin.chunks import over_rows
 from ebflow_plugin.errors import InputError, NoInverseError
-from ebflow_plugin.linalg.random import gaussian_like, seeded_by
+from ebflow_plugin.linalg.random import seeded_by
 from ebflow_plugin.log_z.estimate import Estimate, log_mean_exp, weigh
 from ebflow_plugin.options import at_least, check_generator
 from ebflow_plugin.plan.inverse import draw
@@ -28,7 +30,7 @@ def importance(
     like: Tensor,
     *,
     samples: int = 1000,
-    proposal: Tensor | Gaussian | Proposal | None = None,
+    proposal: Tensor | Proposal | None = None,
     context: Tensor | None = None,
     batch_size: int | None = None,
     generator: Generator | None = None,
@@ -71,15 +73,11 @@ def importance(
         got = tuple(context.shape) if isinstance(context, Tensor) else type(context).__name__
         raise InputError(f"log_z needs a context of one row, got {got}; log Z is the same for all contexts")
     shape = prefix.latent_shapes(event_shape)[0]
-    if proposal is None:
-        q: Gaussian | Proposal = Gaussian.standard(shape, like)
-    elif isinstance(proposal, Tensor):
-        q = Gaussian.fit(proposal)
-    elif all(hasattr(proposal, name) for name in ("sample", "log_prob")):
-        q = proposal
-    else:
-        kind = type(proposal).__name__
-        raise InputError(f"proposal must be a tensor of data, or have sample and log_prob, got {kind}")
+    q = gaussian(shape, like) if proposal is None else proposal
+    if isinstance(q, Tensor):
+        q = gaussian_of(q)
+    if not all(hasattr(q, name) for name in ("sample", "log_prob")):
+        raise InputError(f"proposal must be a tensor of data, or have sample and log_prob, got {type(q).__name__}")
 
     def energy(x: Tensor) -> Tensor:
         return core.energy(x, None if context is None else context.expand(len(x), *context.shape[1:]))
@@ -123,79 +121,59 @@ class Proposal(Protocol):
         """The log-density of each sample, with shape ``sample_shape``."""
 
 
-class Gaussian:
-    r"""A Gaussian over events of any shape, with mean m and covariance :math:`L L^\top`.
+def gaussian(shape: Shape, like: Tensor, mean: Tensor | float = 0.0, scale: Tensor | None = None) -> Distribution:
+    r"""A Gaussian over events of this shape, with the device and dtype of ``like``: N(0, I) by default.
 
     Arguments:
-        mean: The mean m, with the event shape.
-        scale: The standard deviations, with shape ``(D,)``, or the lower triangle L, with shape ``(D, D)``.
+        shape: The event shape.
+        like: A tensor.
+        mean: The mean, with shape ``(D,)``.
+        scale: The standard deviations, with shape ``(D,)``, or a lower triangle L, with shape ``(D, D)``, for the
+            covariance :math:`L L^\top`.
 
     Example:
-        >>> Gaussian(torch.zeros(2), torch.ones(2)).log_prob(torch.zeros(1, 2)).exp() * 2 * torch.pi
+        >>> gaussian((2,), torch.empty(0)).log_prob(torch.zeros(1, 2)).exp() * 2 * torch.pi
         tensor([1.0000])
     """
+    size = math.prod(shape)
+    mean, scale = like.new_zeros(size) + mean, like.new_ones(size) if scale is None else scale
+    if scale.dim() == 1:
+        flat: Distribution = Independent(Normal(mean, scale, validate_args=False), 1, validate_args=False)
+    else:
+        flat = MultivariateNormal(mean, scale_tril=scale, validate_args=False)
+    return TransformedDistribution(flat, ReshapeTransform(torch.Size((size,)), torch.Size(shape)), validate_args=False)
 
-    def __init__(self, mean: Tensor, scale: Tensor) -> None:
-        self.mean, self.scale = mean, scale
 
-    @classmethod
-    def standard(cls, shape: tuple[int, ...], like: Tensor) -> Gaussian:
-        """N(0, I), on the device and in the dtype of ``like``."""
-        return cls(like.new_zeros(shape), like.new_ones(math.prod(shape)))
+def gaussian_of(data: Tensor) -> Distribution:
+    """The Gaussian with the moments of data ``(N, *)``: with a full covariance if N ≥ 2 D, else a diagonal one.
 
-    @classmethod
-    def fit(cls, data: Tensor) -> Gaussian:
-        """The Gaussian with the moments of data ``(N, *)``: with a full covariance if N ≥ 2 D, else a diagonal one.
-
-        Cost: O(N·D² + D³) for a full covariance, O(N·D) for a diagonal one.
-        """
-        rows = data.detach().flatten(1)
-        if len(rows) < 2:
-            raise InputError(f"a Gaussian is fitted to at least 2 data points, got {len(rows)}")
-        mean, dim = rows.mean(0), rows.shape[1]
-        spread = rows.std(0)
-        if not bool(((spread > 0) & torch.isfinite(spread)).all()):
-            raise InputError("no Gaussian fits the data: a feature is constant, or not finite")
-        if len(rows) < 2 * dim:
-            return cls(mean.reshape(data.shape[1:]), spread)
-        scaled = (rows - mean) / spread  # correlations, so that features of any scale are treated alike
+    Cost: O(N·D² + D³) for a full covariance, O(N·D) for a diagonal one.
+    """
+    rows = data.detach().flatten(1)
+    if len(rows) < 2:
+        raise InputError(f"a Gaussian is fitted to at least 2 data points, got {len(rows)}")
+    mean, scale = rows.mean(0), rows.std(0)
+    if not bool(((scale > 0) & torch.isfinite(scale)).all()):
+        raise InputError("no Gaussian fits the data: a feature is constant, or not finite")
+    if len(rows) >= 2 * rows.shape[1]:
+        scaled = (rows - mean) / scale  # correlations, so that features of any scale are treated alike
         lower, failed = torch.linalg.cholesky_ex(scaled.mT @ scaled / (len(rows) - 1))
         if bool(failed):
             raise InputError("no Gaussian fits the data: its features are linearly dependent")
-        return cls(mean.reshape(data.shape[1:]), lower * spread[:, None])
-
-    def draw(self, count: int, generator: Generator | None) -> tuple[Tensor, Tensor]:
-        """Draws samples and their log-densities."""
-        noise = gaussian_like(self.mean.new_empty(count, self.mean.numel()), generator)
-        flat = noise * self.scale if self.scale.dim() == 1 else noise @ self.scale.mT
-        return flat.reshape(count, *self.mean.shape) + self.mean, self._density(noise)
-
-    def log_prob(self, value: Tensor) -> Tensor:
-        """The log-density of each row."""
-        flat = (value - self.mean).flatten(1)
-        if self.scale.dim() == 1:
-            return self._density(flat / self.scale)
-        return self._density(torch.linalg.solve_triangular(self.scale, flat.mT, upper=False).mT)
-
-    def _density(self, noise: Tensor) -> Tensor:
-        """Log N(z; 0, I) - log|det L| of each row z."""
-        diagonal = self.scale if self.scale.dim() == 1 else self.scale.diagonal()
-        return -0.5 * (noise.square().sum(1) + noise.shape[1] * math.log(2 * math.pi)) - diagonal.log().sum()
+        scale = lower * scale[:, None]
+    return gaussian(tuple(data.shape[1:]), rows, mean, scale)
 
 
 def draw_from(
-    proposal: Gaussian | Proposal, count: int, shape: tuple[int, ...], like: Tensor, generator: Generator | None
+    proposal: Proposal, count: int, shape: tuple[int, ...], like: Tensor, generator: Generator | None
 ) -> tuple[Tensor, Tensor]:
     """Draws samples ``(count, *shape)`` and their log-densities ``(count,)``, and raises on other shapes.
 
     Example:
-        >>> normal = torch.distributions.Normal(torch.zeros(2), torch.ones(2))
-        >>> x, log_q = draw_from(torch.distributions.Independent(normal, 1), 3, (2,), torch.empty(0), None)
+        >>> x, log_q = draw_from(gaussian((2,), torch.empty(0)), 3, (2,), torch.empty(0), None)
         >>> x.shape, log_q.shape
         (torch.Size([3, 2]), torch.Size([3]))
     """
-    if isinstance(proposal, Gaussian):
-        return proposal.draw(count, generator)
     with seeded_by(generator, like.device):
         x = proposal.sample((count,)).to(like)
     if x.shape != (count, *shape):
@@ -203,7 +181,7 @@ def draw_from(
     return x, log_density(proposal, x)
 
 
-def log_density(proposal: Gaussian | Proposal, x: Tensor) -> Tensor:
+def log_density(proposal: Proposal, x: Tensor) -> Tensor:
     """The log-density of each row of x, ``(B,)``: -inf outside the support of a ``torch.distributions`` proposal.
 
     Example:
@@ -211,23 +189,16 @@ def log_density(proposal: Gaussian | Proposal, x: Tensor) -> Tensor:
         >>> log_density(torch.distributions.Independent(unit, 1), torch.tensor([[0.5, 0.5], [0.5, 1.5]]))
         tensor([0., -inf])
     """
-    rows, inside = x, _inside(proposal, x)
-    if inside is not None and inside.shape == x.shape[:1]:
-        rows = x[inside]
+    inside = x.new_ones(len(x), dtype=torch.bool)
+    if isinstance(proposal, Distribution):
+        with suppress(NotImplementedError):  # of one that does not define its support
+            found = proposal.support.check(x)  # type: ignore[union-attr]
+            inside = found if found.shape == inside.shape else inside
+    rows = x[inside]
     density = proposal.log_prob(rows)
     if density.shape != (len(rows),):
         raise InputError(
             f"the proposal's log_prob returns shape {tuple(density.shape)} for {len(rows)} samples, not "
             f"({len(rows)},): wrap it in torch.distributions.Independent"
         )
-    if rows is x or inside is None:
-        return density.to(x)
     return x.new_full((len(x),), -math.inf).masked_scatter(inside, density.to(x))
-
-
-def _inside(proposal: Gaussian | Proposal, x: Tensor) -> Tensor | None:
-    """Where x lies in the support; None if the proposal does not define it."""
-    try:
-        return None if not isinstance(proposal, Distribution) else proposal.support.check(x)  # type: ignore[union-attr]
-    except NotImplementedError:  # a Distribution that does not define one
-        return None

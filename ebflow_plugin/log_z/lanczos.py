@@ -154,9 +154,9 @@ def log_abs_det(
         progress: Shows a progress bar.
 
     Example:
-        >>> from ebflow_plugin.linalg.operators import DenseOperator
+        >>> from ebflow_plugin.linalg.dense import Dense
         >>> weight = torch.tensor([[2.0, 0.0], [0.0, 0.5]], dtype=torch.float64)
-        >>> result = log_abs_det(DenseOperator(weight))
+        >>> result = log_abs_det(Dense(weight))
         >>> abs(result.value) < 1e-12 and result.std_error < 1e-6
         True
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from numbers import Real
 from typing import Any, ClassVar, Self, TypedDict
@@ -18,7 +18,7 @@ from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives.compiling import CompiledLoss, Prepared
 from ebflow_plugin.objectives.schedule import AddedNoise
 from ebflow_plugin.options import check_generator, is_number
-from ebflow_plugin.plan.inputs import check_weights, counted_rows, resampled_rows, usable
+from ebflow_plugin.plan.inputs import check_weights, counted_rows, refuse_other_models, resampled_rows, usable
 from ebflow_plugin.plan.plan import Plan
 
 
@@ -74,9 +74,7 @@ class Objective(nn.Module, ABC):
         if unknown:
             option = next(iter(unknown))
             raise UnknownNameError(f"{name} has no option {option!r}. {suggest(option, _options_of(type(self)))}")
-        if not isinstance(model, EBFlow):
-            kind = f"{type(model).__module__}.{type(model).__qualname__}"
-            raise InputError(f"{name} needs an EBFlow, got {kind}; wrap it first: {name}(ebflow_plugin.wrap(flow))")
+        refuse_other_models(name, model)
         self.model = model
         self.training = model.training
         check_generator(generator)
@@ -93,24 +91,16 @@ class Objective(nn.Module, ABC):
             generator: The source of all randomness.
         """
 
-    def losses(self, x: Tensor, context: Tensor | None = None, *, generator: Generator | None = None) -> Tensor:
+    def losses(
+        self, x: Tensor | None = None, context: Tensor | None = None, *, generator: Generator | None = None
+    ) -> Tensor:
         """Computes the loss of each sample of a batch, of which :meth:`forward` returns the mean: shape ``(B,)``."""
-        checked = self.model.check(x, context)
-        if len(checked) == 0:
-            return checked.detach().flatten(1).sum(1)
-        with _graphs_allowed():
-            return self.values(self.prepare(x, context, None, generator))
+        if isinstance(x, Tensor) and x.shape[:1] == (0,):
+            return self.model.check(x, context).detach().flatten(1).sum(1)
+        return self._losses(x, context, None, generator)[0]
 
-    def prepare(
-        self,
-        x: Tensor,
-        context: Tensor | None,
-        weights: Tensor | None,
-        generator: Generator | None,
-        *,
-        draws: bool = False,
-    ) -> Prepared:
-        """Everything of a loss that reads values, and so is no part of a compiled graph; with draws, all numbers too.
+    def prepare(self, x: Any, context: Tensor | None, weights: Tensor | None, generator: Generator | None) -> Prepared:
+        """Everything of a loss that reads values or draws numbers, and so is no part of a compiled graph.
 
         Rows of weight zero are replaced, so that nothing of them enters a graph.
         """
@@ -132,40 +122,40 @@ class Objective(nn.Module, ABC):
             plan.initialize(u[picked], None if context is None else context[picked])
         if self.noise is not None:
             self.noise.begin(u, self.model.training)
-        drawn = self.draw(plan, u, context, generator) if draws else None
-        return Prepared(plan, u, context, weights, log_det if self.in_data_space else None, drawn, generator)
+        drawn = self.draw(plan, u, context, generator)
+        return Prepared(plan, u, context, weights, log_det if self.in_data_space else None, drawn)
 
-    def values(self, given: Prepared) -> Tensor:
-        """The losses of a prepared batch, ``(B,)``; of drawn numbers, a pure function of its tensors."""
-        try:
-            if given.drawn is None:
-                values = self.per_sample(given.plan, given.u, given.context, given.generator)
-            else:
+    def draw(self, plan: Plan, u: Tensor, context: Tensor | None, generator: Generator | None) -> Any:
+        """Draws the numbers that :meth:`value` needs: a tuple; by default the generator, for :meth:`per_sample`."""
+        return generator
+
+    def value(self, plan: Plan, u: Tensor, context: Tensor | None, drawn: Any) -> Tensor:
+        """Computes the loss of each sample from what :meth:`draw` returned: of numbers, a pure function of tensors."""
+        return self.per_sample(plan, u, context, drawn)
+
+    def _losses(
+        self, x: Any, context: Tensor | None, weights: Tensor | None, generator: Generator | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The losses of a batch, and the checked weights of its rows."""
+        with graphs_allowed():
+            given = self.prepare(x, context, weights, generator)
+            try:
                 values = self.value(given.plan, given.u, given.context, given.drawn)
-        except Exception as error:
-            if self.added_noise and not isinstance(error, InputError):  # which explains itself
-                error.add_note(
-                    f"{type(self).__name__} adds noise to the data ({self.added_noise}). If that left the domain of "
-                    "the flow, map the domain to all of R^D first (wrap(flow, preprocess=[Logit()])), use less noise, "
-                    "or use SSM or ML."
-                )
-            raise
-        return values if given.log_det is None else values - given.log_det
+            except Exception as error:
+                if self.added_noise and not isinstance(error, InputError):  # which explains itself
+                    error.add_note(
+                        f"{type(self).__name__} adds noise to the data ({self.added_noise}). If that left the domain "
+                        "of the flow, map the domain to all of R^D first (wrap(flow, preprocess=[Logit()])), use less "
+                        "noise, or use SSM or ML."
+                    )
+                raise
+            return values if given.log_det is None else values - given.log_det, given.weights
 
     def mean(self, given: Prepared) -> Tensor:
-        """The mean of :meth:`values`, by the weights of the rows, self-normalised."""
-        values = self.values(given)
+        """The loss of a prepared batch: what is compiled."""
+        values = self.value(given.plan, given.u, given.context, given.drawn)
+        values = values if given.log_det is None else values - given.log_det
         return values.mean() if given.weights is None else (given.weights * values).sum() / given.weights.sum()
-
-    def draw(
-        self, plan: Plan, u: Tensor, context: Tensor | None, generator: Generator | None
-    ) -> tuple[Tensor, ...] | None:
-        """Draws the numbers that :meth:`value` needs; None if :meth:`per_sample` does all, as by default."""
-        return None
-
-    def value(self, plan: Plan, u: Tensor, context: Tensor | None, drawn: tuple[Tensor, ...]) -> Tensor:
-        """Computes the loss of each sample, as :meth:`per_sample` does, from drawn numbers."""
-        raise NotImplementedError
 
     @property
     def added_noise(self) -> str:
@@ -198,8 +188,8 @@ class Objective(nn.Module, ABC):
             >>> objective = ebf.objectives.DSM(model).compile(backend="eager")
             >>> objective(torch.randn(5, 2)).backward()
         """
-        for term in self.modules():
-            if isinstance(term, Objective) and term.not_compiled:
+        for _, term in self.pairs():
+            if term.not_compiled:
                 raise InputError(f"{type(term).__name__} cannot be compiled: {term.not_compiled}")
         self._compiled = CompiledLoss(options)
         return self
@@ -217,7 +207,7 @@ class Objective(nn.Module, ABC):
 
     def forward(
         self,
-        x: Tensor,
+        x: Tensor | None = None,
         context: Tensor | None = None,
         weights: Tensor | None = None,
         *,
@@ -226,15 +216,24 @@ class Objective(nn.Module, ABC):
         """Computes the loss of a batch, a scalar.
 
         Arguments:
-            x: Data, with shape ``(B, *)``.
+            x: Data, with shape ``(B, *)``. Without any, only objectives without data have a loss.
             context: The context of the flow, with ``B`` rows.
             weights: The weights of the rows, with shape ``(B,)``: at least 0, of any scale. No gradient reaches them.
             generator: The source of all randomness in this call, in place of the objective's own.
         """
         if (graph := self._graph()) is not None:
-            return graph(self, [(1.0, self)], [self.prepare(x, context, weights, generator, draws=True)])
-        with _graphs_allowed():
-            return self.mean(self.prepare(x, context, weights, generator))
+            pairs = self.pairs()
+            return graph(self, pairs, [term.prepare(x, context, weights, generator) for _, term in pairs])
+        return self._loss(x, context, weights, generator)
+
+    def _loss(self, x: Any, context: Tensor | None, weights: Tensor | None, generator: Generator | None) -> Tensor:
+        """What :meth:`forward` returns, without a graph of it."""
+        values, shares = self._losses(x, context, weights, generator)
+        return values.mean() if shares is None else (shares * values).sum() / shares.sum()
+
+    def pairs(self) -> list[tuple[float, Objective]]:
+        """The weighted terms of a sum; of another objective, itself."""
+        return [(1.0, self)]
 
     def metrics(self) -> dict[str, Any]:
         """Values that a training run reports beside the loss, as plain numbers, strings and dictionaries."""
@@ -275,8 +274,9 @@ class DrawnObjective(Objective):
     def per_sample(self, plan: Plan, u: Tensor, context: Tensor | None, generator: Generator | None) -> Tensor:
         return self.value(plan, u, context, self.draw(plan, u, context, generator))
 
+    @abstractmethod
     def draw(self, plan: Plan, u: Tensor, context: Tensor | None, generator: Generator | None) -> tuple[Tensor, ...]:
-        return ()
+        """Draws the numbers that :meth:`value` needs."""
 
     @abstractmethod
     def value(self, plan: Plan, u: Tensor, context: Tensor | None, drawn: tuple[Tensor, ...]) -> Tensor:
@@ -306,7 +306,15 @@ class WeightedSum(Objective):
 
     def __init__(self, terms: Iterable[tuple[float, Objective]]) -> None:
         nn.Module.__init__(self)
-        flat = [pair for term in _listed(terms) for pair in _flatten(*term)]
+        pairs: list[Any] = list(terms) if isinstance(terms, Iterable) else [terms]
+        flat: list[tuple[float, Objective]] = []
+        for pair in pairs:
+            if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[1], Objective)):
+                raise InputError(f"the terms of a sum are pairs of a weight and an objective, got {pair!r}")
+            weight, term = pair
+            if not is_number(weight):
+                raise InputError(f"the weight of {type(term).__name__} must be a finite number, got {weight!r}")
+            flat += [(weight * share, part) for share, part in term.pairs()]
         if not flat:
             raise InputError("a weighted sum needs at least one objective")
         first = flat[0][1]
@@ -316,12 +324,12 @@ class WeightedSum(Objective):
                     f"{type(first).__name__} and {type(term).__name__} are objectives of different models; a sum needs "
                     "one and the same EBFlow: wrap the flow once"
                 )
-        self.weights = tuple(weight for weight, _ in flat)
+        self.weights = tuple(float(weight) for weight, _ in flat)
         self.terms = nn.ModuleList(term for _, term in flat)
         self.training = first.training
 
-    def _pairs(self) -> Iterator[tuple[float, Objective]]:
-        return zip(self.weights, self.terms, strict=True)  # type: ignore[arg-type]
+    def pairs(self) -> list[tuple[float, Objective]]:
+        return list(zip(self.weights, self.terms, strict=True))  # type: ignore[arg-type]
 
     @property
     def model(self) -> EBFlow:  # type: ignore[override]
@@ -332,25 +340,15 @@ class WeightedSum(Objective):
     def per_sample(self, plan: Plan, u: Tensor, context: Tensor | None, generator: Generator | None) -> Tensor:
         raise NotImplementedError("the terms compute their own values")
 
-    def losses(self, x: Tensor, context: Tensor | None = None, *, generator: Generator | None = None) -> Tensor:
+    def losses(
+        self, x: Tensor | None = None, context: Tensor | None = None, *, generator: Generator | None = None
+    ) -> Tensor:
         """Computes the weighted sum of the terms' losses of each sample."""
-        terms = [weight * term.losses(x, context, generator=generator) for weight, term in self._pairs()]
+        terms = [weight * term.losses(x, context, generator=generator) for weight, term in self.pairs()]
         return torch.stack(terms).sum(0)
 
-    def forward(
-        self,
-        x: Tensor | None = None,
-        context: Tensor | None = None,
-        weights: Tensor | None = None,
-        *,
-        generator: Generator | None = None,
-    ) -> Tensor:
-        """Computes the weighted sum of the terms' losses, of weighted rows; without data terms, without x."""
-        if (graph := self._graph()) is not None and x is not None:
-            pairs = list(self._pairs())
-            prepared = [term.prepare(x, context, weights, generator, draws=True) for _, term in pairs]
-            return graph(self, pairs, prepared)
-        terms = [weight * term(x, context, weights, generator=generator) for weight, term in self._pairs()]
+    def _loss(self, x: Any, context: Tensor | None, weights: Tensor | None, generator: Generator | None) -> Tensor:
+        terms = [weight * term(x, context, weights, generator=generator) for weight, term in self.pairs()]
         return torch.stack(terms).sum(0)
 
     def metrics(self) -> dict[str, Any]:
@@ -368,14 +366,14 @@ class WeightedSum(Objective):
             term.load_state(state.get(str(index), {}))  # type: ignore[operator]
 
     def describe(self) -> str:
-        return " + ".join(f"{weight:g} * {term.describe()}" for weight, term in self._pairs())
+        return " + ".join(f"{weight:g} * {term.describe()}" for weight, term in self.pairs())
 
     def extra_repr(self) -> str:
         """Describes the weights."""
         return f"weights={self.weights}"
 
 
-def _graphs_allowed() -> AbstractContextManager[object]:
+def graphs_allowed() -> AbstractContextManager[object]:
     """Leaves inference mode, if need be: a score needs a graph, which inference tensors cannot be part of."""
     if not torch.is_inference_mode_enabled():
         return nullcontext()
@@ -383,22 +381,6 @@ def _graphs_allowed() -> AbstractContextManager[object]:
     left.enter_context(torch.inference_mode(False))
     left.enter_context(torch.no_grad())
     return left
-
-
-def _listed(terms: object) -> list[tuple[float, Objective]]:
-    pairs: list[Any] = list(terms) if isinstance(terms, Iterable) else [terms]
-    for pair in pairs:
-        if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[1], Objective)):
-            raise InputError(f"the terms of a sum are pairs of a weight and an objective, got {pair!r}")
-    return pairs
-
-
-def _flatten(weight: float, term: Objective) -> list[tuple[float, Objective]]:
-    if not is_number(weight):
-        raise InputError(f"the weight of {type(term).__name__} must be a finite number, got {weight!r}")
-    if isinstance(term, WeightedSum):
-        return [(weight * inner, part) for inner, part in zip(term.weights, term.terms, strict=True)]  # type: ignore[misc]
-    return [(float(weight), term)]
 
 
 def _options_of(cls: type[Objective]) -> list[str]:

@@ -11,7 +11,7 @@ The constructor of an objective checks the steps of the flow and the preprocessi
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from ebflow_plugin.errors import BiasWarning, UnsupportedStepError, warn
 from ebflow_plugin.objectives.base import Objective
@@ -46,40 +46,31 @@ def warn_about_jumps(objective: Objective, harmed_by: Collection[Smoothness], ra
         harmed_by: The kinds of smoothness that bias it.
         rarely: Whether it sees jumps of the score, but only in few samples (finite differences).
     """
-    name, (harmful, lines) = type(objective).__name__, _steps(objective, harmed_by)
-    kinds, advice = {part.smoothness for part in harmful}, []
-    if Smoothness.KINKED in kinds:
-        effect = (
-            "sees jumps of the score only in the few samples near them: use eps of at least 0.1"
-            if rarely
-            else "integrates by parts and misses jumps of the score, so its value and gradients are biased"
-        )
-        advice.append(
-            f"{name} {effect}. Use DSM, which they do not bias, or ebflow_plugin.smooth(flow), which replaces "
-            "ReLU-like activations of conditioners by smooth ones."
-        )
-    if Smoothness.JUMPS in kinds:
-        advice.append(
-            "The score does not show by how much a density jumps, so every kind of score matching is biased there: use "
-            "ML or SML, or a smooth layer (SmoothLeakyReLU)."
-        )
-    if Smoothness.UNKNOWN in kinds:
-        advice.append(
-            f"{name} needs a continuous score, and the unknown classes may not have one. If they do, declare it: "
-            'register_nonlinear(cls, smoothness="smooth"), for the class of the step, or of your network inside it. '
-            "DSM needs less."
-        )
-    _warn(objective, harmful, lines, "\n".join(advice))
+    name = type(objective).__name__
+    effect = (
+        "sees jumps of the score only in the few samples near them: use eps of at least 0.1"
+        if rarely
+        else "integrates by parts and misses jumps of the score, so its value and gradients are biased"
+    )
+    advice = {
+        Smoothness.KINKED: f"{name} {effect}. Use DSM, which they do not bias, or ebflow_plugin.smooth(flow), which "
+        "replaces ReLU-like activations of conditioners by smooth ones.",
+        Smoothness.JUMPS: "The score does not show by how much a density jumps, so every kind of score matching is "
+        "biased there: use ML or SML, or a smooth layer (SmoothLeakyReLU).",
+        Smoothness.UNKNOWN: f"{name} needs a continuous score, and the unknown classes may not have one. If they do, "
+        'declare it: register_nonlinear(cls, smoothness="smooth"), for the class of the step, or of your network '
+        "inside it. DSM needs less.",
+    }
+    _warn(objective, harmed_by, advice)
 
 
 def warn_about_jumping_densities(objective: Objective) -> None:
     """Warns if the model's own density jumps at places that its parameters move: no gradient of a sample shows that."""
-    _warn(
-        objective,
-        *_steps(objective, (Smoothness.JUMPS,)),
+    advice = (
         f"Gradients through samples miss the jumps, so those of {type(objective).__name__} are biased: use a smooth "
-        "layer (SmoothLeakyReLU).",
+        "layer (SmoothLeakyReLU)."
     )
+    _warn(objective, (Smoothness.JUMPS,), {Smoothness.JUMPS: advice})
 
 
 def warn_about_uniform_noise(objective: Objective) -> None:
@@ -89,12 +80,11 @@ def warn_about_uniform_noise(objective: Objective) -> None:
     """
     noisy = objective.model.dequantize
     if noisy is not None and noisy.noise == "uniform":
-        name = type(objective).__name__
         warn(
-            f"{name} integrates by parts over the density of the data, which jumps here\n  preprocess.0  {noisy}: "
-            "uniform noise has a jump at every level\nThat biases its value and gradients. Use "
-            f'Dequantize({noisy.levels}, noise="smooth"), which has no jumps and a looser bound, or DSM or '
-            "ML, which the jumps do not bias.",
+            f"{type(objective).__name__} integrates by parts over the density of the data, which jumps here\n"
+            f"  preprocess.0  {noisy}: uniform noise has a jump at every level\nThat biases its value and gradients. "
+            f'Use Dequantize({noisy.levels}, noise="smooth"), which has no jumps and a looser bound, or DSM or ML, '
+            "which the jumps do not bias.",
             BiasWarning,
         )
 
@@ -105,7 +95,11 @@ def _steps(objective: Objective, kinds: Collection[Smoothness]) -> tuple[list[Pa
     return found, "\n".join(f"  {part.where}: {_MEANING[part.smoothness]}" for part in found)
 
 
-def _warn(objective: Objective, harmful: list[Part], lines: str, advice: str) -> None:
+def _warn(objective: Objective, kinds: Collection[Smoothness], advice: Mapping[Smoothness, str]) -> None:
+    """Warns about the steps of these kinds, with the advice for those that there are."""
+    harmful, lines = _steps(objective, kinds)
     if harmful:
-        count, name = len(objective.model.core.steps), type(objective).__name__
-        warn(f"{name} may be wrong about {len(harmful)} of {count} steps\n{lines}\n{advice}", BiasWarning)
+        found, count = {part.smoothness for part in harmful}, len(objective.model.core.steps)
+        advices = "\n".join(text for kind, text in advice.items() if kind in found)
+        name = type(objective).__name__
+        warn(f"{name} may be wrong about {len(harmful)} of {count} steps\n{lines}\n{advices}", BiasWarning)

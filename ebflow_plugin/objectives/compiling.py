@@ -53,8 +53,7 @@ class Prepared(NamedTuple):
         context: The context, with ``B`` rows, still attached to its graph.
         weights: The checked weights of the rows.
         log_det: The log-det of the preprocessing, with shape ``(B,)``; None if there is none.
-        drawn: The drawn numbers; None for an objective that draws its own.
-        generator: The source of all randomness.
+        drawn: The drawn numbers; for an objective that draws its own, the generator or None.
     """
 
     plan: Plan
@@ -62,8 +61,7 @@ class Prepared(NamedTuple):
     context: Tensor | None
     weights: Tensor | None
     log_det: Tensor | None
-    drawn: tuple[Tensor, ...] | None
-    generator: Generator | None
+    drawn: tuple[Tensor, ...] | Generator | None
 
 
 class Key(NamedTuple):
@@ -301,7 +299,13 @@ def _run(compiled: Callable[..., Any], terms: Terms, tensors: Sequence[Tensor]) 
 
 def _tensors(given: Prepared) -> list[Tensor]:
     """The tensors that a loss is a function of."""
-    found = (given.u, given.context, given.weights, given.log_det, *(given.drawn or ()))
+    found = (
+        given.u,
+        given.context,
+        given.weights,
+        given.log_det,
+        *(given.drawn if isinstance(given.drawn, tuple) else ()),
+    )
     return [tensor for tensor in found if tensor is not None]
 
 
@@ -310,7 +314,7 @@ def _replaced(given: Prepared, tensors: Iterator[Tensor]) -> Prepared:
     names = [name for name in ("u", "context", "weights", "log_det") if getattr(given, name) is not None]
     drawn = given.drawn
     new: dict[str, Any] = {name: next(tensors) for name in names}
-    return given._replace(**new, drawn=None if drawn is None else tuple(next(tensors) for _ in drawn))
+    return given._replace(**new, drawn=tuple(next(tensors) for _ in drawn) if isinstance(drawn, tuple) else drawn)
 
 
 def _sum(terms: Terms, prepared: Sequence[Prepared]) -> Tensor:

@@ -14,10 +14,9 @@ measured from time to time, and the median of the last three measurements counts
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
 
 from torch import Tensor
 
@@ -93,12 +92,3 @@ class Account:
         """Adds to the last measurements, and forgets the oldest."""
         self.noise_factors = [*self.noise_factors, noise_factor][-MEASUREMENTS:]
         self.row_noises = [*self.row_noises, row_noise][-MEASUREMENTS:]
-
-    @classmethod
-    def of(cls, known: Mapping[str, Any]) -> Account:
-        """An account from a checkpoint; where an earlier version has left no measurements, they begin anew."""
-        names = {each.name for each in fields(cls)}
-        account = cls(**{name: value for name, value in known.items() if name in names})
-        if not names <= set(known):
-            account.calls = 0
-        return account

@@ -79,14 +79,15 @@ def register_objective(name: str, *, force: bool = False) -> Callable[[T], T]:
         raise InputError(f"the name of an objective is a string, got {name!r}; write @register_objective('name')")
 
     def register(target: T) -> T:
+        make: Callable[..., Objective] = target
         if isinstance(target, type):
             if not issubclass(target, Objective):
                 raise InputError(f"{target.__name__} is no subclass of ebflow_plugin.objectives.Objective")
-            OBJECTIVES.add(name.lower(), target, force)
         elif callable(target):
-            OBJECTIVES.add(name.lower(), partial(FunctionObjective, function=target), force)
+            make = partial(FunctionObjective, function=target)
         else:
             raise InputError(f"an objective is a class or a function, got {target!r}")
+        OBJECTIVES.add(name.lower(), make, force)
         return target
 
     return register
@@ -133,14 +134,7 @@ class FunctionObjective(Objective):
     def per_sample(self, plan: Plan, u: Tensor, context: Tensor | None, generator: Generator | None) -> Tensor:
         raise NotImplementedError("the function computes a scalar")
 
-    def forward(
-        self,
-        x: Tensor,
-        context: Tensor | None = None,
-        weights: Tensor | None = None,
-        *,
-        generator: Generator | None = None,
-    ) -> Tensor:
+    def _loss(self, x: Any, context: Tensor | None, weights: Tensor | None, generator: Generator | None) -> Tensor:
         """Calls the function, which has its own randomness."""
         checked, options = self.model.check(x, context), {}
         if weights is not None:

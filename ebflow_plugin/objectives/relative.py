@@ -6,6 +6,7 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -33,7 +34,9 @@ class RelativeStep(LinearStep):
         right, weight = y if module.bias is None else y - module.bias, module.weight
         # A zero, by which the gradient in W is -(δ W⁻¹)ᵀ (y W): the plain one, -(δ W⁻¹)ᵀ x, times WᵀW.
         right = right - nn.functional.linear((right @ weight).detach(), weight - weight.detach())
-        x: Tensor = module.lu.fixed_solver(weight)(right.flatten(0, -2)).reshape(y.shape)
+        with torch.no_grad():  # constant factors
+            solver = module.lu.solver(weight)
+        x: Tensor = solver(right.flatten(0, -2)).reshape(y.shape)
         return x
 
     def log_abs_det(self, shape: Shape) -> Tensor:

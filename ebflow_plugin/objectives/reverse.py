@@ -3,7 +3,7 @@ r"""Reverse Kullback-Leibler divergence: training on an unnormalised density, wi
 from __future__ import annotations
 
 from functools import partial
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Generator, Tensor
@@ -12,11 +12,11 @@ from ebflow_plugin.errors import InputError
 from ebflow_plugin.linalg.memo import without_reading
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives import checks
+from ebflow_plugin.objectives.base import graphs_allowed
 from ebflow_plugin.objectives.likelihood import LogDetObjective, LogDetOptions
 from ebflow_plugin.options import integer, one_of
 from ebflow_plugin.plan.inverse import reparametrised
 from ebflow_plugin.plan.plan import Plan
-from ebflow_plugin.plan.values import dot
 from ebflow_plugin.sampling.target import LogDensity, log_density_of, refuse_integers
 
 
@@ -99,15 +99,12 @@ class ReverseKL(LogDetObjective):
     def per_sample(self, plan: Plan, u: Tensor, context: Tensor | None, generator: Generator | None) -> Tensor:
         raise NotImplementedError("there is no batch: the samples are those of the model")
 
-    def losses(
-        self, x: Tensor | None = None, context: Tensor | None = None, *, generator: Generator | None = None
-    ) -> Tensor:
-        """Computes the loss of each of n samples of the model, with shape ``(n,)``; x and the context are not used."""
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False), torch.no_grad():
-                return self.losses(generator=generator)
-        with without_reading():
-            return self._drawn(self.generator if generator is None else generator)
+    def _losses(
+        self, x: Any, context: Tensor | None, weights: Tensor | None, generator: Generator | None
+    ) -> tuple[Tensor, None]:
+        """Those of n samples of the model: x, the context and the weights are for the other terms of a sum."""
+        with graphs_allowed(), without_reading():
+            return self._drawn(self.generator if generator is None else generator), None
 
     def _drawn(self, generator: Generator | None) -> Tensor:
         plan = self.model.plan
@@ -134,7 +131,7 @@ class ReverseKL(LogDetObjective):
             (slope,) = torch.autograd.grad(values.sum(), point)
         with torch.no_grad():
             constant = values - chosen.log_z(shape, drawn, without)
-        moved = dot(drawn, slope)
+        moved = (drawn * slope).flatten(1).sum(1)
         return constant + (moved - moved.detach())
 
     def _values(self, plan: Plan, x: Tensor) -> Tensor:
@@ -143,24 +140,6 @@ class ReverseKL(LogDetObjective):
         if x.requires_grad and not target.requires_grad:
             raise InputError("log_density returns no gradient in x: compute it with torch, without detach() or numpy()")
         return -plan.energy(x) - target.to(x)
-
-    def forward(
-        self,
-        x: Tensor | None = None,
-        context: Tensor | None = None,
-        weights: Tensor | None = None,
-        *,
-        generator: Generator | None = None,
-    ) -> Tensor:
-        """Computes the loss of n samples of the model, a scalar.
-
-        Arguments:
-            x: Not used, nor are the context and the weights: they are for the other terms of a sum.
-            context: Not used.
-            weights: Not used.
-            generator: The source of all randomness in this call, in place of the objective's own.
-        """
-        return self.losses(generator=generator).mean()
 
     def extra_repr(self) -> str:
         """Describes the target and the options."""

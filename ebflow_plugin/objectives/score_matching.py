@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from math import prod, sqrt
-from typing import NamedTuple, Unpack
+from typing import Unpack
 
 import torch
 from torch import Generator, Tensor
@@ -25,8 +25,9 @@ from ebflow_plugin.options import integer, is_number, one_of, positive
 from ebflow_plugin.plan.derivatives import derivatives
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.smooth_modules import Smoothness
-from ebflow_plugin.plan.values import dot
 
+# The loss of each sample, with shape (B,), and what its regularisers take: the latents, and the energy.
+Matched = tuple[Tensor, tuple[Tensor, ...], Tensor | None]
 SMALL_EPS = 0.1  # below it, only a handful of samples show FDSSM the jumps of a score
 
 
@@ -35,14 +36,6 @@ class ScoreOptions(Common, total=False):
 
     energy_weight: float
     latent_weight: float
-
-
-class Matched(NamedTuple):
-    """The loss of each sample, with shape ``(B,)``, and what its regularisers take: the latents, and the energy."""
-
-    values: Tensor
-    latents: tuple[Tensor, ...]
-    energy: Tensor | None
 
 
 class ScoreObjective(DrawnObjective):
@@ -98,8 +91,9 @@ class ScoreObjective(DrawnObjective):
         """½‖∇E‖² minus the sum or the mean of the curvatures along the directions."""
         found = derivatives(plan, u, context, directions, energy=self.energy_weight > 0)
         curvatures = torch.stack(found.curvatures)
-        values = 0.5 * dot(found.gradient, found.gradient) - (curvatures.mean(0) if mean else curvatures.sum(0))
-        return Matched(values, found.latents, found.energy)
+        slope = found.gradient.square().flatten(1).sum(1)
+        values = 0.5 * slope - (curvatures.mean(0) if mean else curvatures.sum(0))
+        return values, found.latents, found.energy
 
 
 class SM(ScoreObjective):
@@ -263,22 +257,19 @@ class FDSSM(ScoreObjective):
                 f"FDSSM subtracts nearly equal energies, of which {u.dtype} leaves nothing; train in float32 with "
                 "autocast, which it switches off for itself, or use DSM or SSM"
             )
-        size = prod(u.shape[1:])
-        if self.noise is None:
-            return u, sphere(u, generator) * (self.eps / sqrt(size))
-        noised, eps = self.noise.add(u, generator), self.eps * self.noise.growth
+        noised, growth = (u, 1.0) if self.noise is None else (self.noise.add(u, generator), self.noise.growth)
+        size, eps = prod(u.shape[1:]), self.eps * growth
         return noised, sphere(u, generator) * (eps / sqrt(size)), u.new_ones(()) * (size / eps**2)
 
     def matched(self, plan: Plan, u: Tensor, context: Tensor | None, drawn: tuple[Tensor, ...]) -> Matched:
-        noised, step = drawn[:2]
-        scale = prod(u.shape[1:]) / self.eps**2 if self.noise is None else drawn[2]
+        noised, step, scale = drawn[:3]
         rows = None if context is None else torch.cat([context] * 3)
         with full_precision(u):
             points = torch.cat([noised, noised + step, noised - step])
             energies, latents = plan.energy_from(0, (points,), plan.embed(rows))
         energy, ahead, after = energies.chunk(3)
         values = ((energy - ahead) + (energy - after) + 0.125 * (ahead - after).square()) * scale
-        return Matched(full_precision_backward(values), tuple(z[: u.shape[0]] for z in latents), energy)
+        return full_precision_backward(values), tuple(z[: u.shape[0]] for z in latents), energy
 
     @property
     def added_noise(self) -> str:
@@ -354,7 +345,7 @@ class DSM(ScoreObjective):
         found = derivatives(plan, noised, context)
         error = found.gradient - pull
         energy = plan.energy(u, context) if self.energy_weight else None  # of the data without noise
-        return Matched(0.5 * dot(error, error), found.latents, energy)
+        return 0.5 * error.square().flatten(1).sum(1), found.latents, energy
 
     @property
     def added_noise(self) -> str:

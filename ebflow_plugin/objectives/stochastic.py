@@ -20,13 +20,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Generator, Tensor
 
 from ebflow_plugin.errors import ConditioningWarning, SingularError, warn
-from ebflow_plugin.linalg.circular import ConvOperator, side_by_side
+from ebflow_plugin.linalg.convolution import Convolution, side_by_side
 from ebflow_plugin.linalg.delayed import Delayed
 from ebflow_plugin.linalg.krylov import gmres
 from ebflow_plugin.linalg.memo import free_to_read
@@ -42,17 +42,18 @@ LATE, NEAR = "on the way", "approximate inverses"  # in a state, beside the path
 
 
 class _Layer(NamedTuple):
-    """A layer, the event shapes of its input, and its matrix W."""
+    """A layer, the event shapes of its input, its matrix W, and what is known of its estimates."""
 
     step: LinearStep
     shapes: Shapes
     operator: LinearOperator
+    account: Account
 
     @property
     def kind(self) -> Hashable:
         """Layers of one kind are solved together: convolutions of one geometry and direction."""
         operator = self.operator
-        if type(operator) is not ConvOperator:
+        if type(operator) is not Convolution:
             return id(self.step)
         return operator.geometry, operator.weight.dtype, operator.weight.device, self.step.inverted
 
@@ -127,7 +128,7 @@ class _Solved:
         """The sum of the log-dets of the good layers, as far as its gradient is concerned."""
         operator, probes, remainder = self.operator, self.probes, self.remainder
         kept = [place for place, fine in enumerate(good) if fine]
-        if isinstance(operator, ConvOperator) and len(kept) < len(good):  # what is not finite must not reach a gradient
+        if isinstance(operator, Convolution) and len(kept) < len(good):  # what is not finite must not reach a gradient
             weights = [
                 layer.operator.weight if fine else layer.operator.like
                 for layer, fine in zip(self.layers, good, strict=True)
@@ -190,27 +191,32 @@ class LogDetEstimator:
         if not torch.is_grad_enabled():
             return batch.new_zeros(())
         with full_precision(batch):
-            known = [_Layer(step, shapes, _operator(step, shapes)) for step, shapes in layers]
             groups: dict[Hashable, list[_Layer]] = {}
-            for layer in known:
-                if layer.operator.weight.requires_grad:  # it may be frozen beside a bias, or computed by another module
+            for step, shapes in layers:
+                operator = step.operator(shapes)
+                assert operator is not None
+                if operator.weight.requires_grad:  # it may be frozen beside a bias, or computed by another module
+                    layer = _Layer(step, shapes, operator, self.accounts.setdefault(step.path, Account()))
                     groups.setdefault(layer.kind, []).append(layer)
             solved = [self._solve(group, len(batch), generator) for group in groups.values()]
             total = batch.new_zeros(())
             measured: list[tuple[_Solved, int]] = []
             if solved:
                 notes = [(layer.step.path, each.made, each.most) for each in solved for layer in each.layers]
-                self._note(self._solves.add(notes, torch.cat([each.numbers().to(batch.device) for each in solved])))
+                numbers = torch.cat([each.numbers().to(batch.device) for each in solved])
+                for arrived, rows in self._solves.add(notes, numbers):
+                    for (path, made, most), row in zip(arrived, rows, strict=True):
+                        self.accounts[path].add_solve(row, made, most, self.tolerance)
             for each in solved:
-                accounts = [self.accounts[layer.step.path] for layer in each.layers]
-                for place, (layer, account) in enumerate(zip(each.layers, accounts, strict=True)):
+                for place, layer in enumerate(each.layers):
+                    account = layer.account
                     measures = self.probes is None and account.measures and len(batch) > 1 and not batch.is_meta
                     account.calls += 1
                     if account.fails:
                         total = total + self._exact(layer).to(total)
                     elif measures:
                         measured.append((each, place))
-                good = [not account.fails for account in accounts]
+                good = [not layer.account.fails for layer in each.layers]
                 if any(good):
                     estimate = each.estimate(good)
                     total = total + (estimate - estimate.detach()).to(total)
@@ -246,26 +252,22 @@ class LogDetEstimator:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restores what :meth:`state` returned."""
-        self.accounts = {path: Account.of(known) for path, known in state.items() if path not in (LATE, NEAR)}
+        self.accounts = {path: Account(**known) for path, known in state.items() if path not in (LATE, NEAR)}
         self._near = {name: _Near(*known) for name, known in state.get(NEAR, {}).items()}
         late = state.get(LATE, {"solves": [], "noises": []})
         self._solves.load_state(late["solves"])
         self._noises.load_state(late["noises"])
 
-    def _note(self, arrived: list[tuple[list[tuple[str, int, int]], list[Any]]]) -> None:
-        for solves, rows in arrived:
-            for (path, made, most), numbers in zip(solves, rows, strict=True):
-                self.accounts[path].add_solve(numbers, made, most, self.tolerance)
-
     def _solve(self, layers: Sequence[_Layer], rows: int, generator: Generator | None) -> _Solved:
-        operator, count = _joint([layer.operator for layer in layers]), len(layers)
-        accounts = [self.accounts.setdefault(layer.step.path, Account()) for layer in layers]
+        operator, count, accounts = layers[0].operator, len(layers), [layer.account for layer in layers]
+        if count > 1:  # convolutions, as one on their channels side by side
+            operator = side_by_side([cast(Convolution, layer.operator) for layer in layers])
         number = self.probes or max(account.best_probes(rows, operator.times) for account in accounts)
         for account in accounts:
             account.probes = number
         most = min(self.iterations, math.prod(layers[0].operator.shape))
         planned = most if free_to_read(operator.like) else min(max(each.allowed or most for each in accounts), most)
-        approximation = self._approximation(operator, accounts, " ".join(layer.step.path for layer in layers))
+        approximation = self._approximation(operator, layers)
 
         def on_all(function: Callable[[Tensor], Tensor], shape: Shape) -> Callable[[Tensor], Tensor]:
             """A function of the channels of all layers, as one of rows: those of the first probe come first."""
@@ -296,13 +298,14 @@ class LogDetEstimator:
             most=most,
         )
 
-    def _approximation(self, operator: LinearOperator, accounts: Sequence[Account], name: str) -> Approximation:
+    def _approximation(self, operator: LinearOperator, layers: Sequence[_Layer]) -> Approximation:
         """An approximate inverse, for convolutions that of some steps before."""
-        known = accounts[0].inverse
-        if not isinstance(operator, ConvOperator):
+        if not isinstance(operator, Convolution):
+            known = layers[0].account.inverse
             return operator.approximate() if known is None else dense_inverse(known.to(operator.like))
+        name = " ".join(layer.step.path for layer in layers)
         near = self._near.get(name)
-        if near is None or not near.serves(max(account.iterations for account in accounts)):
+        if near is None or not near.serves(max(layer.account.iterations for layer in layers)):
             near = self._near[name] = _Near(operator.like.clone())
         if near.approximation is None:
             near.approximation = operator.at(near.weight).approximate()
@@ -311,7 +314,7 @@ class LogDetEstimator:
 
     def _exact(self, layer: _Layer) -> Tensor:
         """A scalar 0 with the gradient of the exact log-det, in place of an estimate."""
-        step, account, matrix = layer.step, self.accounts[layer.step.path], layer.operator.matrix
+        step, account, matrix = layer.step, layer.account, layer.operator.matrix
         account.exact += 1
         share = account.exact / account.calls
         if account.exact == 1 or (share >= OFTEN and str(account.exact).strip("0") == "1"):
@@ -356,18 +359,6 @@ class LogDetEstimator:
                 known = probe_noise, row_noise, length**2
                 if all(map(math.isfinite, known)) and min(known) > 0:
                     self.accounts[path].add_measurement(probe_noise / length**2, row_noise)
-
-
-def _operator(step: LinearStep, shapes: Shapes) -> LinearOperator:
-    operator = step.operator(shapes)
-    assert operator is not None
-    return operator
-
-
-def _joint(operators: Sequence[LinearOperator]) -> LinearOperator:
-    """The matrices of layers of one kind as one."""
-    convolutions = [each for each in operators if isinstance(each, ConvOperator)]
-    return side_by_side(convolutions) if len(convolutions) > 1 else operators[0]
 
 
 def _dependencies(terms: Tensor, step: LinearStep) -> list[Tensor]:

@@ -21,6 +21,8 @@ The first step that is neither ends this: it and all later steps are one functio
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
+from operator import add
 from typing import NamedTuple
 
 import torch
@@ -29,8 +31,8 @@ from torch import Tensor
 from ebflow_plugin.errors import raise_from_step
 from ebflow_plugin.linalg.memo import transformed
 from ebflow_plugin.plan.plan import Plan
-from ebflow_plugin.plan.step import Gaussian, Linearization, Step
-from ebflow_plugin.plan.values import Value, dot, pop
+from ebflow_plugin.plan.step import Linearization, Step
+from ebflow_plugin.plan.values import Value, pop
 
 
 class Derivatives(NamedTuple):
@@ -76,7 +78,8 @@ def derivatives(
         >>> result.gradient, result.curvatures  # E = ½ tanh² - log(1 - tanh²) for each entry
         (tensor([[0., 0.]]), [tensor([6.])])
     """
-    context = plan.embed(context)
+    if plan.embedding is not None:
+        context = plan.embed(context)
     stack, tangents = [x.detach()], [[direction.detach()] for direction in directions]
     head: list[tuple[Step, Linearization, list[Value]]] = []  # each step, and the tangents of its input
     for step in plan.steps[: plan.closed_steps]:
@@ -90,7 +93,26 @@ def derivatives(
         head.append((step, at, inputs))
         for one, output in zip((stack, *tangents), (at.value, *outputs), strict=True):
             one.extend((output,) if isinstance(output, Tensor) else output)
-    adjoints, curvatures, total, latents = _end(plan, len(head), tuple(stack), context, tangents, energy)
+    latents, total, gaussian = tuple(stack), None, None
+    if len(head) == len(plan.steps):
+        try:
+            gaussian = plan.base.gaussian(context)
+        except Exception as error:
+            raise_from_step(error, plan.base, latents, context)
+    if gaussian is None:
+        adjoints, curvatures, total, latents = _by_autograd(plan, len(head), latents, context, tangents)
+    else:
+        # The base densities of most flows are standard normal: what leaves a tensor as it is, is left out.
+        scales = [None if isinstance(std, float) and std == 1.0 else std for _, std in gaussian]
+        means = [None if isinstance(mean, float) and mean == 0.0 else mean for mean, _ in gaussian]
+        adjoints = [z if mean is None else z - mean for z, mean in zip(latents, means, strict=True)]
+        adjoints = [z if std is None else z / std**2 for z, std in zip(adjoints, scales, strict=True)]
+        curvatures = []
+        for tangent in tangents:
+            whitened = [v if std is None else v / std for v, std in zip(tangent, scales, strict=True)]
+            curvatures.append(reduce(add, (v.square().flatten(1).sum(1) for v in whitened)))
+        if energy:
+            total = plan.energy_from(len(head), latents, context)[0]
     for step, at, inputs in reversed(head):
         adjoint = adjoints.pop() if step.n_out == 1 else pop(adjoints, step.n_out)
         try:
@@ -105,23 +127,10 @@ def derivatives(
     return Derivatives(adjoints[0], curvatures, total if energy else None, latents)
 
 
-def _end(
-    plan: Plan,
-    start: int,
-    points: tuple[Tensor, ...],
-    context: Tensor | None,
-    tangents: Sequence[Sequence[Tensor]],
-    energy: bool,
+def _by_autograd(
+    plan: Plan, start: int, points: tuple[Tensor, ...], context: Tensor | None, tangents: Sequence[Sequence[Tensor]]
 ) -> tuple[list[Tensor], list[Tensor], Tensor, tuple[Tensor, ...]]:
     """The steps from ``start`` on, and the base: gradients, curvatures along tangents, the energy and the latents."""
-    if start == len(plan.steps):
-        try:
-            gaussian = plan.base.gaussian(context)
-        except Exception as error:
-            raise_from_step(error, plan.base, points, context)
-        if gaussian is not None:
-            total = plan.energy_from(start, points, context)[0] if energy else points[0]
-            return *_of_gaussian(gaussian, points, tangents), total, points
     if transformed():  # neither dynamo nor transforms of torch.func trace torch.autograd.grad
         return _by_transforms(plan, start, points, context, tangents)
     graph = torch.is_grad_enabled()
@@ -133,23 +142,6 @@ def _end(
         products = [_gradients(_dots(slopes, tangent), points, graph) for tangent in tangents]
         curvatures = [_dots(one, tangent) for one, tangent in zip(products, tangents, strict=True)]
         return slopes, curvatures, total, latents
-
-
-def _of_gaussian(
-    gaussian: Gaussian, points: Sequence[Tensor], tangents: Sequence[Sequence[Tensor]]
-) -> tuple[list[Tensor], list[Tensor]]:
-    """The gradients of the energy of a Gaussian, and its curvatures along tangents."""
-
-    def scaled(one: Tensor, std: Tensor | float) -> Tensor:
-        return one if isinstance(std, float) and std == 1.0 else one / std
-
-    centred = [
-        z if isinstance(mean, float) and mean == 0.0 else z - mean
-        for z, (mean, _) in zip(points, gaussian, strict=True)
-    ]
-    slopes = [scaled(scaled(z, std), std) for z, (_, std) in zip(centred, gaussian, strict=True)]
-    whitened = [[scaled(v, std) for v, (_, std) in zip(tangent, gaussian, strict=True)] for tangent in tangents]
-    return slopes, [_dots(one, one) for one in whitened]
 
 
 def _by_transforms(
@@ -183,5 +175,4 @@ def _gradients(values: Tensor, points: Sequence[Tensor], create_graph: bool) -> 
 
 
 def _dots(many: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
-    first, *rest = (dot(a, b) for a, b in zip(many, others, strict=True))
-    return sum(rest, first)
+    return reduce(add, ((a * b).flatten(1).sum(1) for a, b in zip(many, others, strict=True)))

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ebflow_plugin.plan.smooth_modules import Smoothness
 from ebflow_plugin.plan.step import Linearity, Linearization, Step
-from ebflow_plugin.plan.values import dot, summed
+from ebflow_plugin.plan.values import summed
 
 
 class ElementwiseMap(NamedTuple):
@@ -28,21 +28,14 @@ class ElementwiseMap(NamedTuple):
     log_slope: Callable[[], Tensor]
     slopes: Callable[[], tuple[Tensor, Tensor | float, Tensor | float]]
 
-    def of_scaled(self, scale: Tensor | float, log_scale: Tensor | float) -> ElementwiseMap:
-        """f(scale · x + shift) as a curve of x, if this is the curve of f at that point."""
+    def between(
+        self, value: Tensor, inner: Tensor | float, outer: Tensor | float, log_scale: Tensor | float
+    ) -> ElementwiseMap:
+        """Outer · f(inner · x + …) + … as a map of x, with this value, and log|outer · inner|."""
 
         def slopes() -> tuple[Tensor, Tensor | float, Tensor | float]:
             slope, first, second = self.slopes()
-            return slope * scale, first * scale, second * scale**2
-
-        return ElementwiseMap(self.value, lambda: self.log_slope() + log_scale, slopes)
-
-    def moved(self, value: Tensor, scale: Tensor | float, log_scale: Tensor | float) -> ElementwiseMap:
-        """The curve of scale · f + shift, with this value."""
-
-        def slopes() -> tuple[Tensor, Tensor | float, Tensor | float]:
-            slope, first, second = self.slopes()
-            return slope * scale, first, second
+            return slope * (inner * outer), first * inner, second * inner**2
 
         return ElementwiseMap(value, lambda: self.log_slope() + log_scale, slopes)
 
@@ -50,20 +43,31 @@ class ElementwiseMap(NamedTuple):
 class ElementwiseStep(Step):
     """A step that acts on each element separately: y = f(x), and log|f'(x)| summed.
 
-    Subclasses implement f and its derivatives: :meth:`forward_map` and :meth:`inverse_map`.
+    Subclasses implement f with its derivatives, :meth:`forward_map`, and its inverse: :meth:`invert`, or with
+    derivatives of its own :meth:`inverse_map`.
     """
 
     linearity = Linearity.NONLINEAR
-    closed = True
     reason = "elementwise"
 
     @abstractmethod
     def forward_map(self, x: Tensor, context: Tensor | None) -> ElementwiseMap:
         """The module's own forward map at x."""
 
-    @abstractmethod
+    def invert(self, y: Tensor, context: Tensor | None) -> Tensor:
+        """The x that the module's own forward maps to y."""
+        raise NotImplementedError
+
     def inverse_map(self, y: Tensor, context: Tensor | None) -> ElementwiseMap:
-        """Its inverse at y."""
+        """The inverse of the forward map at y, by the inverse function theorem."""
+        x = self.invert(y, context)
+        at = self.forward_map(x, context)
+
+        def slopes() -> tuple[Tensor, Tensor, Tensor]:
+            slope, first, second = at.slopes()
+            return 1.0 / slope, -first / slope, (first * first - second) / slope**2
+
+        return ElementwiseMap(x, lambda: -at.log_slope(), slopes)
 
     def encode(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
         at = (self.inverse_map if self.inverted else self.forward_map)(x, context)
@@ -78,7 +82,7 @@ class ElementwiseStep(Step):
         straight = isinstance(first, float) and first == 0.0 and isinstance(second, float) and second == 0.0
 
         def curvature(adjoint: Tensor, tangent: Tensor) -> Tensor:  # f'' is f' l'
-            return dot(adjoint * slope * first - second, tangent.square())
+            return ((adjoint * slope * first - second) * tangent.square()).flatten(1).sum(1)
 
         return Linearization(
             value=at.value,
@@ -106,14 +110,8 @@ class ActivationStep(ElementwiseStep):
             self.module.transform(x), lambda: self.module.slope(x).log(), lambda: self.module.slopes(x)
         )
 
-    def inverse_map(self, y: Tensor, context: Tensor | None) -> ElementwiseMap:
-        x = self.module.invert(y)
-
-        def slopes() -> tuple[Tensor, Tensor, Tensor]:  # by the inverse function theorem
-            slope, first, second = self.module.slopes(x)
-            return 1.0 / slope, -first / slope, (first.square() - second) / slope.square()
-
-        return ElementwiseMap(x, lambda: -self.module.slope(x).log(), slopes)
+    def invert(self, y: Tensor, context: Tensor | None) -> Tensor:
+        return self.module.invert(y)
 
 
 def sigmoid_map(x: Tensor) -> ElementwiseMap:
@@ -140,7 +138,13 @@ def logit_map(x: Tensor) -> ElementwiseMap:
         (tensor([[4.]]), tensor([[0.]]), tensor([[8.]]))
     """
     left, right = torch.log(x), torch.log1p(-x)
-    return ElementwiseMap(left - right, lambda: -(left + right), lambda: logit_slopes(x))
+
+    def slopes() -> tuple[Tensor, Tensor, Tensor]:
+        slope = 1.0 / (x * (1.0 - x))
+        first = (2.0 * x - 1.0) * slope
+        return slope, first, 2.0 * slope + first.square()
+
+    return ElementwiseMap(left - right, lambda: -(left + right), slopes)
 
 
 def clamped_logit_map(x: Tensor, low: float, high: float) -> ElementwiseMap:
@@ -155,14 +159,7 @@ def clamped_logit_map(x: Tensor, low: float, high: float) -> ElementwiseMap:
 
     def slopes() -> tuple[Tensor, Tensor, Tensor]:
         free = ((x > low) & (x < high)).to(x)
-        slope, first, second = logit_slopes(inside)
+        slope, first, second = curve.slopes()
         return free * slope, free * first, free * second
 
     return ElementwiseMap(curve.value, curve.log_slope, slopes)
-
-
-def logit_slopes(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The slopes of a logit at x."""
-    slope = 1.0 / (x * (1.0 - x))
-    first = (2.0 * x - 1.0) * slope
-    return slope, first, 2.0 * slope + first.square()

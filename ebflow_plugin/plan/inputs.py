@@ -182,10 +182,11 @@ def refuse_other_models(name: str, model: object) -> None:
     Example:
         >>> refuse_other_models("langevin", torch.nn.Tanh())
         Traceback (most recent call last):
-        ebflow_plugin.errors.InputError: langevin needs an EBFlow, got Tanh; wrap it first: ebflow_plugin.wrap(flow)
+        ebflow_plugin.errors.InputError: langevin needs an EBFlow, got torch.nn...Tanh; wrap it first: ...
     """
     if not getattr(type(model), "is_ebflow", False):
-        raise InputError(f"{name} needs an EBFlow, got {type(model).__name__}; wrap it first: ebflow_plugin.wrap(flow)")
+        kind = f"{type(model).__module__}.{type(model).__qualname__}"
+        raise InputError(f"{name} needs an EBFlow, got {kind}; wrap it first: ebflow_plugin.wrap(flow)")
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

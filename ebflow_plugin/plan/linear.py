@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from math import prod
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from ebflow_plugin.errors import InputError, UnsupportedStepError
 from ebflow_plugin.linalg.memo import Memo
 from ebflow_plugin.plan.smooth_modules import Smoothness
 from ebflow_plugin.plan.step import Linearity, Linearization, LinearStep, Shape, Shapes, Step
+from ebflow_plugin.plan.values import parts_of
 
 
 class RefusedStep(Step):
@@ -47,9 +48,22 @@ class IsometryStep(LinearStep):
 
 
 class OrthogonalStep(IsometryStep):
-    """A linear isometry that fixes the origin (a reordering, a split, reflections): its transpose is its inverse."""
+    """A linear isometry that fixes the origin (a reordering, a split, reflections): its transpose is its inverse.
+
+    Attributes:
+        reshapes: Whether the event shapes of its output differ from those of its input.
+    """
 
     closed = True
+    reshapes: ClassVar[bool] = False
+
+    def own_shapes(self, shapes: Shapes, inverse: bool) -> Shapes:
+        """The event shapes of what it makes of tensors without values."""
+        if not self.reshapes:
+            return shapes
+        given = tuple(torch.empty(1, *shape, device="meta") for shape in shapes)
+        result = (self.invert if inverse else self.apply)(given if len(given) > 1 else given[0])
+        return tuple(tuple(part.shape[1:]) for part in parts_of(result))
 
     def linearize(self, x: Any, context: Tensor | None) -> Linearization:
         return Linearization(
@@ -74,7 +88,6 @@ class IdentityStep(OrthogonalStep):
 class TranslationStep(IsometryStep):
     """y = x + b, where b may depend on the context."""
 
-    closed = True
     reason = "translation"
 
     @abstractmethod
@@ -100,42 +113,41 @@ class TranslationStep(IsometryStep):
 class ElementwiseAffineStep(LinearStep):
     """y = scale · x + shift, elementwise. O(D)."""
 
-    closed = True
     reason = "elementwise affine"
 
     @abstractmethod
-    def scale_shift(self, dim: int) -> tuple[Tensor | float, Tensor | float]:
-        """Scale and shift, to be broadcast against a batch with ``dim`` dimensions."""
+    def scale_shift(self, x: Tensor) -> tuple[Tensor | float, Tensor | float]:
+        """Scale and shift, to be broadcast against a batch x (or a batch with its number of dimensions)."""
 
     @abstractmethod
-    def log_scale(self, dim: int) -> Tensor | float:
-        """log|scale|, to be broadcast against a batch with ``dim`` dimensions."""
+    def log_scale(self) -> Tensor | float:
+        """log|scale|: one number for each entry that has a scale of its own."""
 
     def apply(self, x: Tensor) -> Tensor:
-        scale, shift = self._checked_scale_shift(x)
+        scale, shift = self._fitting(x)
         return x * scale + shift
 
     def invert(self, y: Tensor) -> Tensor:
-        scale, shift = self._checked_scale_shift(y)
+        scale, shift = self._fitting(y)
         return (y - shift) / scale
 
-    def _checked_scale_shift(self, x: Tensor) -> tuple[Tensor | float, Tensor | float]:
+    def _fitting(self, x: Tensor) -> tuple[Tensor | float, Tensor | float]:
         """Scale and shift. Raises if broadcasting them would change the shape of x."""
-        both = self.scale_shift(x.dim())
+        both = self.scale_shift(x)
         for part in both:
             if isinstance(part, Tensor) and not _broadcasts_to(tuple(part.shape), tuple(x.shape)):
                 raise InputError(f"{self.where} has parameters of shape {tuple(part.shape)}, got x {tuple(x.shape)}")
         return both
 
     def log_abs_det(self, shape: Shape) -> Tensor | float:
-        log_scale = self.log_scale(len(shape) + 1)
+        log_scale = self.log_scale()
         if not isinstance(log_scale, Tensor):
             return prod(shape) * log_scale
         return log_scale.sum() * (prod(shape) // log_scale.numel())
 
     def linearize(self, x: Tensor, context: Tensor | None) -> Linearization:
         value = self.encode(x, context)[0]  # first, since it may initialise the scale
-        scale, _ = self.scale_shift(x.dim())
+        scale, _ = self.scale_shift(x)
 
         def scaled(tangent: Tensor) -> Tensor:
             return tangent / scale if self.inverted else tangent * scale
@@ -229,22 +241,19 @@ class SqueezeStep(OrthogonalStep):
     """Trades a square of ``factor²`` pixels for ``factor²`` times the channels. Log-det 0."""
 
     reason = "reordering"
+    reshapes = True
     factor = 2
 
     def apply(self, x: Tensor) -> Tensor:
-        self.own_shapes((tuple(x.shape[1:]),), inverse=False)
+        if x.dim() != 4 or x.shape[2] % self.factor or x.shape[3] % self.factor:
+            raise InputError(
+                f"{self.where} takes images whose sides are multiples of {self.factor}, got {tuple(x.shape[1:])}"
+            )
         return F.pixel_unshuffle(x, self.factor)
 
     def invert(self, y: Tensor) -> Tensor:
-        self.own_shapes((tuple(y.shape[1:]),), inverse=True)
+        if y.dim() != 4 or y.shape[1] % self.factor**2:
+            raise InputError(
+                f"{self.where} returns images with a multiple of {self.factor**2} channels, not {tuple(y.shape[1:])}"
+            )
         return F.pixel_shuffle(y, self.factor)
-
-    def own_shapes(self, shapes: Shapes, inverse: bool) -> Shapes:
-        (shape,), side, area = shapes, self.factor, self.factor**2
-        if inverse:
-            if len(shape) != 3 or shape[0] % area:
-                raise InputError(f"{self.where} returns images with a multiple of {area} channels, not {shape}")
-            return ((shape[0] // area, shape[1] * side, shape[2] * side),)
-        if len(shape) != 3 or shape[1] % side or shape[2] % side:
-            raise InputError(f"{self.where} takes images whose sides are multiples of {side}, got {shape}")
-        return ((shape[0] * area, shape[1] // side, shape[2] // side),)

@@ -7,9 +7,10 @@ of images (a 1 × 1 convolution), as the class of the layer decides.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from functools import cached_property, reduce
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,15 +18,65 @@ from torch.nn import functional as F
 
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.linalg.dense import CachedLU, Dense
-from ebflow_plugin.linalg.memo import is_traced
-from ebflow_plugin.linalg.operators import DenseOperator, LinearOperator, single_at_least
+from ebflow_plugin.linalg.operators import LinearOperator, single_at_least
 from ebflow_plugin.plan.step import Linearization, LinearStep, Shape, Shapes
 
 Products = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 
 
+class Factor(NamedTuple):
+    """A factor of a matrix: how it, its transpose and its inverse act on rows, with shape ``(*, D)``.
+
+    Example:
+        >>> factor = Factor.diagonal(torch.tensor([2.0, 4.0]))
+        >>> factor.apply(torch.ones(1, 2)), factor.solve(torch.ones(1, 2))
+        (tensor([[2., 4.]]), tensor([[0.5000, 0.2500]]))
+    """
+
+    apply: Callable[[Tensor], Tensor]
+    transposed: Callable[[Tensor], Tensor]
+    solve: Callable[[Tensor], Tensor]
+
+    @classmethod
+    def diagonal(cls, entries: Tensor) -> Factor:
+        """A diagonal matrix."""
+        return cls(lambda x: x * entries, lambda y: y * entries, lambda y: y / entries)
+
+    @classmethod
+    def triangular(cls, matrix: Tensor, upper: bool) -> Factor:
+        """A triangular matrix."""
+
+        def solve(y: Tensor) -> Tensor:  # of row vectors y = x Wᵀ, so from the right
+            return torch.linalg.solve_triangular(matrix.mT, y, upper=not upper, left=False)
+
+        return cls(lambda x: F.linear(x, matrix), lambda y: y @ matrix, solve)
+
+    @classmethod
+    def permutation(cls, order: Tensor) -> Factor:
+        """x[..., order]."""
+
+        def back(y: Tensor) -> Tensor:
+            return y[..., torch.argsort(order)]
+
+        return cls(lambda x: x[..., order], back, back)
+
+    @classmethod
+    def reflections(cls, vectors: Tensor) -> Factor:
+        """Householder reflections, x - 2 (x·q) q / (q·q) for each q of ``(K, D)`` vectors, one after the other."""
+
+        def reflect(x: Tensor, vectors: Tensor) -> Tensor:
+            scaled = vectors * (2.0 / (vectors**2).sum(-1, keepdim=True))
+            for vector, scaled_vector in zip(vectors.unbind(), scaled.unbind(), strict=True):
+                x = x - (x @ vector)[..., None] * scaled_vector
+            return x
+
+        return cls(lambda x: reflect(x, vectors), *[lambda y: reflect(y, vectors.flip(0))] * 2)
+
+
 class MixingStep(LinearStep):
     """y = W x + b, with a square W on the last dimension of an event, or on the channels of each pixel of an image.
+
+    Subclasses hold W as factors, O(D²) to apply and to invert, O(D) for the log-det; or they are a :class:`MatrixStep`.
 
     Attributes:
         images: Whether it acts on the channels of images, with event shape ``(C, H, W)``.
@@ -37,22 +88,45 @@ class MixingStep(LinearStep):
     def closed(self) -> bool:
         return not self.inverted
 
+    def factors(self) -> Sequence[Factor]:
+        """The factors of W, the one that acts on x first."""
+        raise NotImplementedError
+
+    def log_diagonal(self) -> Tensor:
+        """The logs whose sum is log|det W|, with shape ``(D,)``."""
+        raise NotImplementedError
+
     @property
-    @abstractmethod
     def features(self) -> int:
         """The size of W."""
+        return self.log_diagonal().shape[0]
 
-    @abstractmethod
     def products(self) -> Products:
         """The maps x -> W x and y -> Wᵀ y, by parameters that are read once."""
+        factors = self.factors()
 
-    @abstractmethod
+        def push(x: Tensor) -> Tensor:  # a product for each factor, O(B·D²); multiplying them would take O(D³)
+            return reduce(lambda value, factor: factor.apply(value), factors, x)
+
+        def pull(y: Tensor) -> Tensor:
+            return reduce(lambda value, factor: factor.transposed(value), reversed(factors), y)
+
+        if not self.images:
+            return push, pull
+        unit = torch.diag_embed(torch.ones_like(self.log_diagonal()))
+        return self.multiplications(push(unit).mT)  # O(C³), next to O(B·H·W·C²) for the pixels
+
     def solve(self, rows: Tensor) -> Tensor:
         """W⁻¹ of each row, ``(N, D)``."""
+        return reduce(lambda value, factor: factor.solve(value), reversed(self.factors()), rows)
+
+    def log_abs_det(self, shape: Shape) -> Tensor | float:
+        return self.log_diagonal().sum() * self.copies(shape)
 
     def bias(self) -> Tensor | None:
-        """b, with shape ``(D,)``."""
-        return None
+        """b, with shape ``(D,)``: by default the ``bias`` of the module, if that is a tensor."""
+        bias = getattr(self.module, "bias", None)
+        return bias if isinstance(bias, Tensor) else None
 
     def apply(self, x: Tensor) -> Tensor:
         return self.shifted(self.products()[0](self.checked(x)))
@@ -165,30 +239,20 @@ class MatrixStep(MixingStep):
         return each if times == 1 else each * times
 
     def operator(self, shapes: Shapes | None) -> LinearOperator:
-        return DenseOperator(
-            single_at_least(self.dense()), 1 if shapes is None else self.copies(self.own_input(shapes))
-        )
+        return Dense(single_at_least(self.dense()), 1 if shapes is None else self.copies(self.own_input(shapes)))
 
     def linearize(self, x: Tensor, context: Tensor | None) -> Linearization:
         return Linearization(self.apply(x), *self.products())
 
 
 class TriangularStep(MixingStep):
-    """y = P L U x[order] + b: O(D²) to apply and to invert, O(D) for the log-det."""
+    """y = P L U x[order] + b."""
 
     reason = "matrix held as LU factors"
 
     @abstractmethod
-    def factors(self) -> tuple[Tensor, Tensor]:
-        """L (lower) and U (upper), each with shape ``(D, D)``; one of them with ones on its diagonal."""
-
-    @abstractmethod
-    def log_diagonal(self) -> Tensor:
-        """The log of the absolute diagonal of the other factor, with shape ``(D,)``."""
-
-    @property
-    def features(self) -> int:
-        return self.log_diagonal().shape[0]
+    def lower_upper(self) -> tuple[Tensor, Tensor]:
+        """L (lower) and U (upper), each with shape ``(D, D)``."""
 
     def order(self) -> Tensor | None:
         """The permutation of x before the matrix."""
@@ -198,36 +262,11 @@ class TriangularStep(MixingStep):
         """The permutation of the rows of L U x."""
         return None
 
-    def products(self) -> Products:
-        lower, upper = self.factors()
-        order, rows = self.order(), self.row_order()
-        if self.images:
-            weight = lower @ upper  # O(C³), next to O(B·H·W·C²) for the pixels
-            weight = weight if order is None else weight[:, torch.argsort(order)]
-            return self.multiplications(weight if rows is None else weight[rows])
-
-        def push(x: Tensor) -> Tensor:  # two products in O(B·D²); multiplying the factors would take O(D³)
-            y = F.linear(F.linear(x if order is None else x[..., order], upper), lower)
-            return y if rows is None else y[..., rows]
-
-        def pull(y: Tensor) -> Tensor:
-            x = (y if rows is None else y[..., torch.argsort(rows)]) @ lower @ upper
-            return x if order is None else x[..., torch.argsort(order)]
-
-        return push, pull
-
-    def solve(self, rows: Tensor) -> Tensor:
-        lower, upper = self.factors()
-        order, row_order = self.order(), self.row_order()
-        if row_order is not None:
-            rows = rows[:, torch.argsort(row_order)]
-        # For row vectors y = x Uᵀ Lᵀ, so the solves are from the right.
-        half = torch.linalg.solve_triangular(lower.mT, rows, upper=True, left=False)
-        x = torch.linalg.solve_triangular(upper.mT, half, upper=False, left=False)
-        return x if order is None else x[:, torch.argsort(order)]
-
-    def log_abs_det(self, shape: Shape) -> Tensor:
-        return self.log_diagonal().sum() * self.copies(shape)
+    def factors(self) -> Sequence[Factor]:
+        (lower, upper), order, rows = self.lower_upper(), self.order(), self.row_order()
+        before = [] if order is None else [Factor.permutation(order)]
+        after = [] if rows is None else [Factor.permutation(rows)]
+        return [*before, Factor.triangular(upper, True), Factor.triangular(lower, False), *after]
 
 
 class FullLinearStep(MatrixStep):
@@ -243,9 +282,6 @@ class FullLinearStep(MatrixStep):
         return self.module.weight
 
     dense = weight
-
-    def bias(self) -> Tensor | None:
-        return self.module.bias
 
     @property
     def features(self) -> int:
@@ -269,13 +305,6 @@ class FullConvStep(LinearStep):
 
     def invert(self, y: Tensor) -> Tensor:
         return self.module.invert(y)
-
-    def decode(self, z: Tensor, context: Tensor | None) -> Tensor:
-        plain = torch._C._functorch.peek_interpreter_stack() is None  # no transform of torch.func
-        if self.inverted or not (plain and is_traced(self.module.weight)):
-            return super().decode(z, context)
-        result = self.module.invert_once(z)  # in training, a sample is differentiated once
-        return result
 
     def log_abs_det(self, shape: Shape) -> Tensor:
         return self.module.log_det(shape)

@@ -15,7 +15,6 @@ of that model and uses the module's own parameters. Nothing is copied, and nothi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -32,7 +31,7 @@ from ebflow_plugin.errors import (
     raise_from_step,
     refuse_inference_tensors,
 )
-from ebflow_plugin.linalg.memo import may_read
+from ebflow_plugin.linalg.memo import Memo, may_read
 from ebflow_plugin.plan.inputs import usable
 from ebflow_plugin.plan.linear import InitialisedAffineStep
 from ebflow_plugin.plan.smoothness import stochastic_parts
@@ -58,6 +57,11 @@ class Plan:
     base: Base
     embedding: Callable[[Tensor | None], Tensor | None] | None = None
     adapter: str = ""
+
+    @cached_property
+    def memo(self) -> Memo[Tensor]:
+        """The cached log Z (:func:`~ebflow_plugin.log_z.exact.exact_log_z`)."""
+        return Memo()
 
     def __getitem__(self, part: slice) -> Plan:
         return replace(self, steps=self.steps[part])
@@ -177,6 +181,11 @@ class Plan:
         """The steps that still need their data-dependent initialisation, in training mode or not."""
         return [step for step in self._starting if not step.initialised]
 
+    @property
+    def in_use(self) -> bool:
+        """Whether it has steps with a data-dependent initialisation, none of which needs it any more."""
+        return bool(self._starting) and not self.uninitialised()
+
     def initialize(self, x: Tensor, context: Tensor | None = None) -> None:
         """Maps a batch without added noise to noise, and initialises each step from its input."""
 
@@ -187,21 +196,23 @@ class Plan:
         with torch.no_grad():
             self.encode(x, self.embed(context), visit=visit)
 
-    def shapes(self, event_shape: Shape) -> Iterator[tuple[Step, Shapes]]:
+    def _walk(self, *event_shapes: Shape, back: bool = False) -> tuple[list[tuple[Step, Shapes]], Shapes]:
+        """Each step with the event shapes of its input, from data or, ``back``, from latents; and those of the end."""
+        stack, reached = list(event_shapes), []
+        for step in reversed(self.steps) if back else self.steps:
+            count = step.n_out if back else step.n_in
+            shapes, stack = tuple(stack[-count:]), stack[:-count]
+            reached.append((step, shapes))
+            stack.extend(step.shapes(shapes, back=back))
+        return reached, tuple(stack)
+
+    def shapes(self, event_shape: Shape) -> list[tuple[Step, Shapes]]:
         """Each step, and the event shapes of its input for data of this event shape."""
-        stack = [event_shape]
-        for step in self.steps:
-            shapes, stack = tuple(stack[-step.n_in :]), stack[: -step.n_in]
-            yield step, shapes
-            stack.extend(step.shapes(shapes))
+        return self._walk(event_shape)[0]
 
     def latent_shapes(self, event_shape: Shape) -> Shapes:
         """The event shapes of the outputs of the last step, for data of this event shape."""
-        stack = [event_shape]
-        for step in self.steps:
-            shapes, stack = tuple(stack[-step.n_in :]), stack[: -step.n_in]
-            stack.extend(step.shapes(shapes))
-        return tuple(stack)
+        return self._walk(event_shape)[1]
 
     def log_dets(
         self, event_shape: Shape, like: Tensor, without: Collection[LinearStep] = ()
@@ -222,36 +233,25 @@ class Plan:
                 training step on another device than the CPU, which must not wait for it, log Z is not finite instead.
         """
         terms = list(self.log_dets(event_shape, like, without))
-        known = [(step, value) for step, value in terms if not isinstance(value, Tensor)]
-        computed = [(step, value.to(like).reshape(())) for step, value in terms if isinstance(value, Tensor)]
-        constant = sum(value for _, value in known)  # as it is: a tensor of a Python number would have to be copied
-        singular = [step.where for step, value in known if not math.isfinite(value)]
-        if not computed:
-            log_z = like.new_full((), -constant)
-        else:
-            values = torch.stack([value for _, value in computed])
-            if may_read(values):
-                numbers = values.detach().tolist()
-                singular += [step.where for (step, _), x in zip(computed, numbers, strict=True) if not math.isfinite(x)]
-            log_z = -values.sum() - constant if known else -values.sum()
+        # torch.tensor of a number would copy it to the device
+        each = [like.new_full((), x) if not isinstance(x, Tensor) else x.to(like).reshape(()) for _, x in terms]
+        values = torch.stack([like.new_zeros(()), *each])
+        finite = values[1:].isfinite().tolist() if may_read(values) else [True] * len(each)
+        singular = [step.where for (step, _), fine in zip(terms, finite, strict=True) if not fine]
         if singular:
             raise SingularError(
                 f"{len(singular)} of {len(terms)} linear steps have no finite log-determinant: their weight is "
                 "singular, or holds inf or NaN\n  " + "\n  ".join(singular) + "\nGo back to an earlier "
                 "checkpoint, lower the learning rate, or start the layer from an orthogonal matrix."
             )
-        return log_z
+        return 0.0 - values.sum()
 
     @cached_property
     def event_shape(self) -> Shape | None:
         """The event shape of the data, if the base defines that of its latents and every step is known."""
         if self.base.shapes is None or not all(step.known for step in self.steps):
             return None
-        stack = list(self.base.shapes)
-        for step in reversed(self.steps):
-            shapes, stack = tuple(stack[-step.n_out :]), stack[: -step.n_out]
-            stack.extend(step.shapes(shapes, back=True))
-        return stack[0]
+        return self._walk(*self.base.shapes, back=True)[1][0]
 
     @cached_property
     def _refusable(self) -> tuple[Part, ...]:

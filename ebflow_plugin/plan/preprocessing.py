@@ -23,7 +23,7 @@ from ebflow_plugin.options import at_least, is_number, one_of
 from ebflow_plugin.plan.elementwise import ElementwiseMap, ElementwiseStep, logit_map, sigmoid_map
 from ebflow_plugin.plan.linear import ElementwiseAffineStep
 from ebflow_plugin.plan.plan import Plan
-from ebflow_plugin.plan.step import Linearization, Shape, Step
+from ebflow_plugin.plan.step import Shape, Step
 from ebflow_plugin.plan.values import summed
 
 
@@ -221,34 +221,23 @@ def _smooth_noise(x: Tensor, generator: torch.Generator | None) -> tuple[Tensor,
 class RescaleStep(ElementwiseAffineStep):
     """A :class:`Rescale` in front of a flow."""
 
-    def scale_shift(self, dim: int) -> tuple[float, float]:
+    def scale_shift(self, x: Tensor) -> tuple[float, float]:
         return self.module.scale, self.module.shift
 
-    def log_scale(self, dim: int) -> float:
+    def log_scale(self) -> float:
         return log(self.module.scale)
 
 
 class StandardizeStep(ElementwiseAffineStep):
-    """A :class:`Standardize` in front of a flow."""
+    """The inverse of a :class:`Standardize`, y * std + mean: the difference x - mean is exact where it is small."""
 
     match_after = True  # only after it do all features have the same scale, so that one noise level fits them
 
-    def scale_shift(self, dim: int) -> tuple[Tensor, Tensor]:
-        return 1.0 / self.module.std, -self.module.mean / self.module.std
+    def scale_shift(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.module.std.to(x), self.module.mean.to(x)
 
-    def log_scale(self, dim: int) -> Tensor:
-        return -self.module.std.log()
-
-    def apply(self, x: Tensor) -> Tensor:  # the mean first: the difference is exact where it is small
-        return (x - self.module.mean.to(x)) / self.module.std.to(x)
-
-    def invert(self, y: Tensor) -> Tensor:
-        return y * self.module.std.to(y) + self.module.mean.to(y)
-
-    def linearize(self, x: Tensor, context: Tensor | None) -> Linearization:
-        std = self.module.std.to(x)
-        scale = std if self.inverted else 1.0 / std
-        return Linearization(self.encode(x, context)[0], lambda v: v * scale, lambda adjoint: adjoint * scale)
+    def log_scale(self) -> Tensor:
+        return self.module.std.log()
 
     def log_abs_det(self, shape: Shape) -> Tensor | float:
         if tuple(shape) != tuple(self.module.std.shape):
@@ -268,7 +257,11 @@ class LogitStep(ElementwiseStep):
         return sigmoid_map(y)
 
 
-_STEPS: dict[type, type[Step]] = {Rescale: RescaleStep, Logit: LogitStep, Standardize: StandardizeStep}
+_STEPS: dict[type, tuple[type[Step], bool]] = {  # and whether the step describes the inverse
+    Rescale: (RescaleStep, False),
+    Logit: (LogitStep, False),
+    Standardize: (StandardizeStep, True),
+}
 
 
 def preprocessing_steps(modules: Sequence[Any]) -> tuple[Step, ...]:
@@ -284,7 +277,8 @@ def preprocessing_steps(modules: Sequence[Any]) -> tuple[Step, ...]:
             if place:
                 raise InputError("Dequantize must come first: it takes the integers of the data")
         elif type(module) in _STEPS:
-            steps.append(_STEPS[type(module)](module, f"preprocess.{place}"))
+            step, inverted = _STEPS[type(module)]
+            steps.append(step(module, f"preprocess.{place}", inverted))
         else:
             valid = ", ".join(cls.__name__ for cls in (Dequantize, *_STEPS))
             raise InputError(

@@ -5,7 +5,7 @@ And :class:`Registry`, a table to which users add.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -71,6 +71,23 @@ def resolve(module: Any, find: Callable[[type], T | None]) -> tuple[T | None, st
             changed = changes_the_map(module, parent)
             return (None, f"unknown: overrides {changed} of {parent.__name__}") if changed else (value, "")
     return None, "unknown class"
+
+
+def known_class(thing: object, packages: tuple[str, ...], names: Collection[str] | None = None) -> str | None:
+    """The name of the class of these packages that an object acts as: its own, or that of a parent it does not change.
+
+    Arguments:
+        thing: The object.
+        packages: The packages.
+        names: The names to look for; all by default.
+
+    Example:
+        >>> known_class(nn.Tanh(), ("torch",)), known_class(nn.Tanh(), ("torch",), ["ReLU"])
+        ('Tanh', None)
+    """
+    classes = [cls for cls in type(thing).__mro__ if cls.__module__.partition(".")[0] in packages]
+    found = {cls: cls.__name__ for cls in classes if names is None or cls.__name__ in names}
+    return resolve(thing, found.get)[0]
 
 
 def has_hooks(module: Any) -> bool:

@@ -20,10 +20,6 @@ from ebflow_plugin.plan.smooth_modules import FUNCTIONS, Smoothness, known_smoot
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, functools.partial)
 # The smoothness of network classes that users registered with register_nonlinear.
 REGISTERED_NETWORKS: Registry[type, Smoothness] = Registry("smoothness")
-_BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
-_INSTANCE_NORMS = (nn.modules.instancenorm._InstanceNorm,)
-_DROPOUTS = (nn.modules.dropout._DropoutNd,)
-_RANDOM_POOLS = (nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
 
 class Ingredient(NamedTuple):
@@ -110,60 +106,57 @@ def stochastic_parts(module: Any) -> list[Callable[[], str | None]]:
     """
     if not isinstance(module, nn.Module):
         return []
-    refusals: list[Callable[[], str | None]] = []
-    for path, part in module.named_modules():
-        for kinds, refusal in _STOCHASTIC:
-            if isinstance(part, kinds):
-                refusals.append(functools.partial(refusal, part, f"{type(part).__name__} at {path!r}"))
-    return refusals
+    return [
+        functools.partial(_refusal, part, path)
+        for path, part in module.named_modules()
+        if any(isinstance(part, kinds) for kinds, _, _ in _STOCHASTIC)
+    ]
 
 
-def _batch_norm_refusal(part: Any, name: str) -> str | None:
-    if part.running_mean is None:
-        return f"couples the samples of a batch ({name} keeps no running statistics); remove it"
-    if part.training:
-        return f"couples the samples of a batch in training mode ({name}); put the model in eval()"
+def _refusal(part: Any, path: str) -> str | None:
+    """Why a submodule is random, or couples samples, in its current mode."""
+    for kinds, applies, why in _STOCHASTIC:
+        if isinstance(part, kinds) and applies(part):
+            return why.format(name=f"{type(part).__name__} at {path!r}", part=part)
     return None
 
 
-def _instance_norm_refusal(part: Any, name: str) -> str | None:
-    if part.training and part.track_running_stats:
-        return f"changes with every call in training mode ({name} keeps running statistics); put the model in eval()"
-    return None
-
-
-def _dropout_refusal(part: Any, name: str) -> str | None:
-    return _random(part, name, part.p)
-
-
-def _random_inside_refusal(part: Any, name: str) -> str | None:
-    """Dropout that is no submodule: in attention, and between the layers of a recurrent network."""
-    return _random(part, name, part.dropout if getattr(part, "num_layers", 2) > 1 else 0.0)
-
-
-def _random(part: Any, name: str, p: float) -> str | None:
-    if part.training and p:
-        return f"is random in training mode ({name}, p={p}); put the model in eval(), or set p to 0"
-    return None
-
-
-def _rrelu_refusal(part: Any, name: str) -> str | None:
-    if part.training and part.lower != part.upper:
-        return f"is random in training mode ({name} draws its slope); put the model in eval(), or use LeakyReLU"
-    return None
-
-
-def _random_pool_refusal(part: Any, name: str) -> str | None:
-    if part._random_samples is None:
-        return f"is random in every mode ({name} draws its windows); use MaxPool, or AvgPool, which is smooth"
-    return None
-
-
-_STOCHASTIC: tuple[tuple[tuple[type, ...], Callable[[Any, str], str | None]], ...] = (
-    (_BATCH_NORMS, _batch_norm_refusal),
-    (_INSTANCE_NORMS, _instance_norm_refusal),
-    (_DROPOUTS, _dropout_refusal),
-    ((nn.MultiheadAttention, nn.RNNBase), _random_inside_refusal),
-    ((nn.RReLU,), _rrelu_refusal),
-    (_RANDOM_POOLS, _random_pool_refusal),
+_OR_EVAL = "put the model in eval()"
+# Classes, whether the reason applies to a module of them, and the reason.
+_STOCHASTIC: tuple[tuple[Any, Callable[[Any], Any], str], ...] = (
+    (
+        nn.modules.batchnorm._BatchNorm,
+        lambda part: part.running_mean is None,
+        "couples the samples of a batch ({name} keeps no running statistics); remove it",
+    ),
+    (
+        nn.modules.batchnorm._BatchNorm,
+        lambda part: part.training,
+        f"couples the samples of a batch in training mode ({{name}}); {_OR_EVAL}",
+    ),
+    (
+        nn.modules.instancenorm._InstanceNorm,
+        lambda part: part.training and part.track_running_stats,
+        f"changes with every call in training mode ({{name}} keeps running statistics); {_OR_EVAL}",
+    ),
+    (
+        nn.modules.dropout._DropoutNd,
+        lambda part: part.training and part.p,
+        f"is random in training mode ({{name}}, p={{part.p}}); {_OR_EVAL}, or set p to 0",
+    ),
+    (  # dropout that is no submodule: in attention, and between the layers of a recurrent network
+        (nn.MultiheadAttention, nn.RNNBase),
+        lambda part: part.training and part.dropout and getattr(part, "num_layers", 2) > 1,
+        f"is random in training mode ({{name}}, p={{part.dropout}}); {_OR_EVAL}, or set p to 0",
+    ),
+    (
+        nn.RReLU,
+        lambda part: part.training and part.lower != part.upper,
+        f"is random in training mode ({{name}} draws its slope); {_OR_EVAL}, or use LeakyReLU",
+    ),
+    (
+        (nn.FractionalMaxPool2d, nn.FractionalMaxPool3d),
+        lambda part: part._random_samples is None,
+        "is random in every mode ({name} draws its windows); use MaxPool, or AvgPool, which is smooth",
+    ),
 )

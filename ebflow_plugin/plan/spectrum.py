@@ -111,8 +111,8 @@ def estimate_spectrum(operator: LinearOperator, steps: int = LANCZOS_STEPS) -> S
     of small singular values is detected, but the smallest of them is overestimated.
 
     Example:
-        >>> from ebflow_plugin.linalg.operators import DenseOperator
-        >>> round(estimate_spectrum(DenseOperator(torch.tensor([4.0, 1.0, 0.5]).diag())).condition, 3)
+        >>> from ebflow_plugin.linalg.dense import Dense
+        >>> round(estimate_spectrum(Dense(torch.tensor([4.0, 1.0, 0.5]).diag())).condition, 3)
         8.0
     """
     size = prod(operator.shape)

@@ -133,7 +133,7 @@ class Step(Part, ABC):
     @property
     def closed(self) -> bool:
         """Whether :meth:`linearize` computes first and second derivatives in closed form."""
-        return False
+        return type(self).linearize is not Step.linearize
 
     def linearize(self, x: Any, context: Tensor | None) -> Linearization | None:
         """The value and the derivatives at x; None if they have no closed form, so that autograd computes them."""
@@ -223,14 +223,10 @@ class NonlinearStep(Step):
     """A step whose log-det depends on x (or on the context), computed by its module.
 
     Subclasses call the module in the way of their library: :meth:`call_forward` and :meth:`call_inverse`.
-
-    Attributes:
-        reads: Submodules whose parameters it reads, in place of calling them.
     """
 
     linearity = Linearity.NONLINEAR
     reason = "log-det depends on x"
-    reads: Sequence[nn.Module] = ()
 
     def __init__(self, module: Any, path: str, inverted: bool = False) -> None:
         super().__init__(module, path, inverted)

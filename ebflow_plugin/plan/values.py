@@ -47,6 +47,11 @@ def parts_of(value: Value) -> tuple[Tensor, ...]:
     return (value,) if isinstance(value, Tensor) else value
 
 
+def shapes_of(value: Value) -> tuple[tuple[int, ...], ...]:
+    """The event shape of each tensor of a value."""
+    return tuple(tuple(part.shape[1:]) for part in parts_of(value))
+
+
 def flatten(value: Value) -> Tensor:
     """Concatenates tensors of any shapes to flat rows, with shape ``(B, D)``."""
     return torch.cat([part.flatten(1) for part in parts_of(value)], dim=1)
@@ -62,16 +67,6 @@ def unflatten(rows: Tensor, shapes: tuple[tuple[int, ...], ...]) -> Value:
     pieces = rows.split([math.prod(shape) for shape in shapes], dim=1)
     parts = tuple(piece.reshape(-1, *shape) for piece, shape in zip(pieces, shapes, strict=True))
     return parts[0] if len(parts) == 1 else parts
-
-
-def dot(a: Tensor, b: Tensor) -> Tensor:
-    """The inner product of each sample: ``(B, *)`` and ``(B, *)`` to ``(B,)``.
-
-    Example:
-        >>> dot(torch.ones(2, 3, 4), torch.ones(2, 3, 4))
-        tensor([12., 12.])
-    """
-    return summed(a * b)
 
 
 def summed(values: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Langevin chains on an energy: the moves, and their preconditioning by a covariance."""
+"""Langevin chains: their result, the gradient that moves them, and their preconditioning by a covariance."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
-from ebflow_plugin.chunks import with_progress
-from ebflow_plugin.errors import EBFlowError, InputError
-from ebflow_plugin.linalg.random import gaussian_like, uniform_like
+from ebflow_plugin.chunks import picked, rows_in_chunks
+from ebflow_plugin.errors import InputError
 from ebflow_plugin.plan.inputs import check_tensor, refuse_non_finite
-
-TARGET = 0.574  # the optimal acceptance rate of Metropolis-adjusted Langevin steps in many dimensions
 
 
 @dataclass(frozen=True)
@@ -42,83 +39,18 @@ class Chains:
         )
 
 
-def run_chains(
-    energy: Callable[[Tensor], Tensor],
-    x: Tensor,
-    frozen: Tensor | None,
-    *,
-    steps: int,
-    step_size: float,
-    burn_in: int,
-    adjusted: bool,
-    adapt: bool,
-    thin: int | None,
-    covariance: Tensor | None,
-    generator: Generator | None,
-    progress: bool,
-) -> Chains:
-    """Runs a chain from each row of x, on an energy from ``(B, *)`` to ``(B,)``; frozen entries do not change.
-
-    The options are those of :func:`~ebflow_plugin.sampling.langevin.langevin`.
-    """
-    sizes = torch.full_like(x.flatten(1)[:, 0], step_size)
-    wide = (-1, *[1] * (x.dim() - 1))
-    units = None
-    if covariance is not None:
-        stays = torch.zeros_like(x, dtype=torch.bool) if frozen is None else frozen
-        units = Preconditioner(check_covariance(covariance, x), stays)
-
-    def value_and_slope(x: Tensor) -> tuple[Tensor, Tensor]:
-        """The energy at x, and its gradient in the variable of the moves."""
+def energy_and_slope(
+    energy: Callable[[Tensor, Tensor | None], Tensor], x: Tensor, context: Tensor | None, batch_size: int | None
+) -> tuple[Tensor, Tensor]:
+    """An energy of each row of x, and its gradient, of at most ``batch_size`` rows at a time."""
+    values, slopes = list[Tensor](), list[Tensor]()
+    for part in rows_in_chunks(len(x), batch_size):
         with torch.inference_mode(False), torch.enable_grad():
-            x = x.detach().clone().requires_grad_()
-            value = energy(x)
-            (slope,) = torch.autograd.grad(value.sum(), x, allow_unused=True, materialize_grads=True)
-        slope = slope if frozen is None else slope.masked_fill(frozen, 0.0)
-        return value.detach(), slope if units is None else units.pull(slope)
-
-    value, slope = value_and_slope(x)
-    if not bool(torch.isfinite(value).all()):
-        raise InputError(f"the energy is NaN or inf at {int((~torch.isfinite(value)).sum())} of {len(x)} starts")
-    energies, kept = [value], []
-    accepted, tuned, counted = torch.zeros_like(sizes), torch.zeros_like(sizes), 0
-    for t in with_progress(range(burn_in + steps), progress, "Langevin"):
-        noise = gaussian_like(x, generator)
-        noise = noise if frozen is None else noise.masked_fill(frozen, 0.0)
-        alpha = sizes.reshape(wide)
-        move = (2 * alpha).sqrt() * noise - alpha * slope
-        new = x + (move if units is None else units.push(move))
-        new_value, new_slope = value_and_slope(new)
-        if adjusted:
-            # The noise of the reverse move, and its probability relative to that of the forward noise.
-            reverse = (0.5 * alpha).sqrt() * (slope + new_slope) - noise
-            change = value - new_value + 0.5 * (noise.square() - reverse.square()).flatten(1).sum(1)
-            # A proposal without a finite energy lies outside the support, and has probability zero.
-            chance = torch.where(torch.isfinite(new_value), change.clamp_max(0.0).exp(), 0.0).nan_to_num(0.0)
-            taken = uniform_like(chance, generator) < chance
-            x = torch.where(taken.reshape(wide), new, x)
-            slope = torch.where(taken.reshape(wide), new_slope, slope)
-            value = torch.where(taken, new_value, value)
-            if t >= burn_in:
-                accepted += taken
-            elif adapt:
-                sizes = sizes * ((chance - TARGET) * (t + 1) ** -0.5).exp()
-                if t >= burn_in // 2:  # the mean over the second half is less noisy than the last value
-                    tuned, counted = tuned + sizes.log(), counted + 1
-                if t + 1 == burn_in:
-                    sizes = (tuned / counted).exp()
-        else:
-            if not bool(torch.isfinite(new_value).all()):
-                raise EBFlowError(
-                    f"an unadjusted chain diverged at step {t + 1}: its energy is not finite. Lower step_size, or use "
-                    "adjusted=True"
-                )
-            x, value, slope = new, new_value, new_slope
-        energies.append(value)
-        if thin is not None and t >= burn_in and (t - burn_in + 1) % thin == 0:
-            kept.append(x)
-    rate = accepted / max(1, steps) if adjusted else torch.ones_like(sizes)
-    return Chains(x, torch.stack(kept) if kept else None, torch.stack(energies), rate, sizes)
+            rows, given = picked(part, x.detach().clone(), context)
+            value = energy(rows.requires_grad_(), given)
+            slopes += torch.autograd.grad(value.sum(), rows, allow_unused=True, materialize_grads=True)
+        values.append(value.detach())
+    return torch.cat(values), torch.cat(slopes)
 
 
 class Preconditioner:
@@ -133,7 +65,7 @@ class Preconditioner:
     Cost: :math:`O(D^3)` for each distinct set of frozen entries, then :math:`O(D^2)` for each chain and step.
 
     Arguments:
-        covariance: The covariance of the (flattened) variable of the chains: ``(D, D)``.
+        covariance: The covariance of the (flattened) variable of the chains: ``(D, D)``; None for L = I.
         frozen: True for entries that do not change, with shape ``(B, *)``.
 
     Example:
@@ -143,16 +75,17 @@ class Preconditioner:
         tensor([[1.7321, 0.0000]])
     """
 
-    def __init__(self, covariance: Tensor, frozen: Tensor) -> None:
+    def __init__(self, covariance: Tensor | None, frozen: Tensor) -> None:
+        self._frozen, self._factors = frozen, list[Tensor]()
+        if covariance is None:
+            return
         patterns, self._pattern_of = torch.unique(frozen.flatten(1), dim=0, return_inverse=True)
         precision = torch.linalg.inv(covariance.double())
-        self._factors = []
+        unit = torch.ones_like(precision[0]).diag()
         for pattern in patterns:
-            moving = (~pattern).nonzero().flatten()
-            block = torch.linalg.inv(precision[moving][:, moving])
-            factor = torch.zeros_like(precision)
-            factor[moving[:, None], moving] = torch.linalg.cholesky(0.5 * (block + block.mT))
-            self._factors.append(factor.to(covariance))
+            moving = ~pattern[:, None] & ~pattern
+            among = torch.linalg.inv(precision.where(moving, unit))
+            self._factors.append(torch.linalg.cholesky(0.5 * (among + among.mT)).where(moving, 0.0).to(covariance))
 
     def push(self, w: Tensor) -> Tensor:
         """L w, with the shape of w."""
@@ -164,12 +97,12 @@ class Preconditioner:
 
     def _each(self, rows: Tensor, matrices: list[Tensor]) -> Tensor:
         """Multiplies each row by the matrix of its pattern."""
+        if not matrices:
+            return rows.masked_fill(self._frozen, 0.0)
         flat = rows.flatten(1)
-        if len(matrices) == 1:
-            return (flat @ matrices[0]).reshape(rows.shape)
         result = torch.empty_like(flat)
         for number, matrix in enumerate(matrices):
-            chosen = (self._pattern_of == number).nonzero().flatten()
+            chosen = self._pattern_of == number
             result[chosen] = flat[chosen] @ matrix
         return result.reshape(rows.shape)
 

@@ -3,21 +3,22 @@ r"""Langevin sampling of an energy, imputation of missing entries, and denoising
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Generator, Tensor
 
-from ebflow_plugin.chunks import over_rows, rows_in_chunks
-from ebflow_plugin.errors import InputError
+from ebflow_plugin.chunks import over_rows, with_progress
+from ebflow_plugin.errors import EBFlowError, InputError
+from ebflow_plugin.linalg.random import gaussian_like, uniform_like
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.options import at_least, one_of, positive
 from ebflow_plugin.plan.inputs import check_tensor, refuse_non_finite, refuse_other_models
-from ebflow_plugin.plan.plan import Plan
-from ebflow_plugin.sampling.chains import Chains, run_chains
+from ebflow_plugin.sampling.chains import Chains, Preconditioner, check_covariance, energy_and_slope
+
+TARGET = 0.574  # the optimal acceptance rate of Metropolis-adjusted Langevin steps in many dimensions
 
 
+@torch.no_grad()
 def langevin(
     model: EBFlow,
     x0: Tensor,
@@ -86,48 +87,68 @@ def langevin(
     refuse_non_finite("x0", x0)
     if len(x0) == 0:
         raise InputError("there are no chains to run: x0 has no rows")
-    mask = None if mask is None else _check_mask(mask, x0)
-    run = partial(
-        run_chains,
-        steps=at_least(0, "steps", steps),
-        step_size=positive("step_size", step_size),
-        burn_in=at_least(0, "burn_in", burn_in),
-        adjusted=adjusted,
-        adapt=adapt,
-        thin=None if thin is None else at_least(1, "thin", thin),
-        covariance=covariance,
-        generator=generator,
-        progress=progress,
-    )
-    mapped = space == "matched" and (len(model.prefix.steps) > 0 or model.dequantize is not None)
-    target: EBFlow | Plan = model.core if mapped else model
-    parts = []
-    with torch.no_grad():
-        for part in rows_in_chunks(len(x0), batch_size):
-            start, rows = x0[part], None if context is None else context[part]
-            frozen = None if mask is None else ~mask[part]
-            energy = partial(target.energy, context=rows)
-            if not mapped:
-                parts.append(run(energy, start, frozen))
-                continue
-            u, _ = model.preprocess(start, generator)
-            back = partial(model.to_data, context=rows)
-            if frozen is not None:
-                _refuse_mixing(u, back, frozen)
-            result = run(energy, u, frozen)
-            samples = back(result.samples)
-            if frozen is not None:  # undoes the rounding of the map to the matched variable and back
-                samples = torch.where(frozen, start, samples)
-            trajectory = None if result.trajectory is None else torch.stack([back(u) for u in result.trajectory])
-            parts.append(replace(result, samples=samples, trajectory=trajectory))
-    trajectories = [part.trajectory for part in parts if part.trajectory is not None]
-    return Chains(
-        samples=torch.cat([part.samples for part in parts]),
-        trajectory=torch.cat(trajectories, 1) if trajectories else None,
-        energies=torch.cat([part.energies for part in parts], 1),
-        acceptance=torch.cat([part.acceptance for part in parts]),
-        step_sizes=torch.cat([part.step_sizes for part in parts]),
-    )
+    steps, burn_in = at_least(0, "steps", steps), at_least(0, "burn_in", burn_in)
+    thin = None if thin is None else at_least(1, "thin", thin)
+    matched = space == "matched"
+    x = model.preprocess(x0, generator)[0] if matched else x0
+    energy = model.core.energy if matched else model.energy
+
+    def back(x: Tensor) -> Tensor:
+        return over_rows(model.to_data, x, context, batch_size) if matched else x
+
+    if mask is None:
+        frozen = torch.zeros_like(x, dtype=torch.bool)
+    else:
+        frozen = ~_check_mask(mask, x0)
+        _refuse_mixing(x, back, frozen)
+    units = Preconditioner(None if covariance is None else check_covariance(covariance, x), frozen)
+    sizes = torch.full_like(x.flatten(1)[:, 0], positive("step_size", step_size))
+    wide = (-1, *[1] * (x.dim() - 1))
+
+    def measured(x: Tensor) -> tuple[Tensor, Tensor]:
+        """The energy at x, and its gradient in the variable of the moves."""
+        value, slope = energy_and_slope(energy, x, context, batch_size)
+        return value, units.pull(slope)
+
+    value, slope = measured(x)
+    if not bool(torch.isfinite(value).all()):
+        raise InputError(f"the energy is NaN or inf at {int((~torch.isfinite(value)).sum())} of {len(x)} starts")
+    energies, kept = [value], list[Tensor]()
+    accepted, tuned, counted = torch.zeros_like(sizes), torch.zeros_like(sizes), 0
+    for t in with_progress(range(burn_in + steps), progress, "Langevin"):
+        noise, alpha = gaussian_like(x, generator), sizes.reshape(wide)
+        new = x + units.push((2 * alpha).sqrt() * noise - alpha * slope)
+        new_value, new_slope = measured(new)
+        taken = torch.isfinite(new_value)
+        if adjusted:
+            # The noise of the reverse move, and its probability relative to that of the forward noise.
+            reverse = (0.5 * alpha).sqrt() * (slope + new_slope) - noise
+            change = value - new_value + 0.5 * (noise.square() - reverse.square()).flatten(1).sum(1)
+            # A proposal without a finite energy lies outside the support, and has probability zero.
+            chance = torch.where(taken, change.clamp_max(0.0).exp(), 0.0).nan_to_num(0.0)
+            taken = uniform_like(chance, generator) < chance
+        elif not bool(taken.all()):
+            raise EBFlowError(
+                f"an unadjusted chain diverged at step {t + 1}: its energy is not finite. Lower step_size, or use "
+                "adjusted=True"
+            )
+        x = torch.where(taken.reshape(wide), new, x)
+        slope = torch.where(taken.reshape(wide), new_slope, slope)
+        value = torch.where(taken, new_value, value)
+        if t >= burn_in:
+            accepted += taken
+        elif adjusted and adapt:
+            sizes = sizes * ((chance - TARGET) * (t + 1) ** -0.5).exp()
+            if t >= burn_in // 2:  # the mean over the second half is less noisy than the last value
+                tuned, counted = tuned + sizes.log(), counted + 1
+            if t + 1 == burn_in:
+                sizes = (tuned / counted).exp()
+        energies.append(value)
+        if thin is not None and t >= burn_in and (t - burn_in + 1) % thin == 0:
+            kept.append(back(x))
+    rate = accepted / max(1, steps) if adjusted else torch.ones_like(sizes)
+    samples = back(x) if mask is None else torch.where(frozen, x0, back(x))  # without the rounding of the way back
+    return Chains(samples, torch.stack(kept) if kept else None, torch.stack(energies), rate, sizes)
 
 
 def impute(
@@ -168,11 +189,11 @@ def impute(
         chains: The number of chains for each row of x.
         init: The initial values of the missing entries, with the shape of x; by default those of x.
         context: The context of the model, with ``B`` rows.
+        space: As for :func:`langevin`. The matched variable needs an elementwise preprocessing.
         adjusted: As for :func:`langevin`.
         burn_in: As for :func:`langevin`.
         adapt: As for :func:`langevin`.
         covariance: As for :func:`langevin`, of all entries; it is conditioned on the observed ones.
-        space: As for :func:`langevin`. The matched variable needs an elementwise preprocessing.
         batch_size: The largest number of chains at a time.
         generator: The source of all randomness.
         progress: Shows a progress bar.

@@ -23,6 +23,7 @@ from ebflow_plugin.plan.inputs import (
     counted_rows,
     in_memory,
     refuse_non_finite,
+    to_device,
 )
 
 T = TypeVar("T")
@@ -42,9 +43,10 @@ def total_of(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def maximum_of(tensor: Tensor) -> Tensor:
-    """The elementwise maximum over all processes, in place."""
-    distributed.all_reduce(tensor, distributed.ReduceOp.MAX)
+def least_of(tensor: Tensor) -> Tensor:
+    """The elementwise minimum over all processes, in place."""
+    if process()[1] > 1:
+        distributed.all_reduce(tensor, distributed.ReduceOp.MIN)
     return tensor
 
 
@@ -106,12 +108,12 @@ class Loader:
         return self
 
     def __len__(self) -> int:
-        world = process()[1]
-        if not self.shuffle:
-            return -(-self.rows // (self._size(world) * world))
-        return self.rows // (self._size(world) * world)
+        rows = self._size() * process()[1]
+        return self.rows // rows if self.shuffle else -(-self.rows // rows)
 
-    def _size(self, world: int) -> int:
+    def _size(self) -> int:
+        """Rows of a batch, in each process."""
+        world = process()[1]
         size = min(self.batch_size, self.rows // world if self.shuffle else self.rows)
         if not size:
             raise InputError(f"the data have {self.rows} rows, too few for {world} processes")
@@ -127,22 +129,20 @@ class Loader:
         (rank, world), count = process(), len(self)
         if self.place == count:  # who counts batches does not exhaust it
             self.set_epoch(self.epoch + 1)
-        size, order = self._size(world), torch.arange(self.rows, device="cpu")
+        size, order = self._size(), torch.arange(self.rows, device="cpu")
         if self.shuffle:
             generator = Generator("cpu").manual_seed(derive_seed(self.seed, "order", self.epoch))
             order = torch.randperm(self.rows, generator=generator, device="cpu")
         while self.place < count:
             begin = (self.place * world + rank) * size
             self.place += 1
-            yield self._rows(order[begin : begin + size])
+            index = order[begin : begin + size]
+            if isinstance(self._data, tuple):
+                x, context, weights = (None if part is None else part[index.to(part.device)] for part in self._data)
+                yield x, context, weights  # type: ignore[misc]
+            else:
+                yield batch_of(default_collate([self._data[row] for row in index.tolist()]))
         self.set_epoch(self.epoch + 1)
-
-    def _rows(self, index: Tensor) -> Batch:
-        if not isinstance(self._data, tuple):
-            return batch_of(default_collate([self._data[place] for place in index.tolist()]))
-        x, context, weights = (None if part is None else part[index.to(part.device)] for part in self._data)
-        assert x is not None
-        return x, context, weights
 
     def set_epoch(self, epoch: int) -> None:
         """Goes to the start of an epoch, unless it is the current one."""
@@ -151,7 +151,7 @@ class Loader:
 
     def state_dict(self) -> dict[str, int]:
         """The place in the data, and what it is counted in."""
-        return {"epoch": self.epoch, "place": self.place, "rows": self.rows, "batch": self._size(1) * process()[1]}
+        return {"epoch": self.epoch, "place": self.place, "rows": self.rows, "batch": self._size() * process()[1]}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Goes to a place; to the start of its epoch, if it is counted in other batches."""
@@ -200,22 +200,26 @@ def loader_of(name: str, data: Any, size: int, seed: int | None) -> Any:
 
 
 def once(loader: Any) -> Iterator[Batch]:
-    """One pass over a loader, which leaves the place of a :class:`Loader` and torch's random state as they are."""
-    if isinstance(loader, Loader):
+    """One pass over a loader, which leaves a pass that is under way, and torch's random state, as they are."""
+    if isinstance(loader, (Loader, DataLoader)):
         loader = copy(loader)
+    if isinstance(loader, Loader):
         loader.epoch = loader.place = 0
         yield from loader.batches()
     else:
+        if isinstance(loader, DataLoader):
+            loader._iterator = None  # persistent workers would begin anew, for the pass that is under way too
         with torch.random.fork_rng(devices=[]):
             yield from map(batch_of, loader)
 
 
-def endless(loader: Any) -> Iterator[Batch]:
-    """The batches of one epoch after the other, each as x, its context and its weights."""
+def endless(loader: Any, device: torch.device) -> Iterator[Batch]:
+    """The batches of one epoch after the other on a device, each as x, its context and its weights."""
     for epoch in count():
         if hasattr(getattr(loader, "sampler", None), "set_epoch"):
             loader.sampler.set_epoch(epoch)
-        yield from loader.batches() if isinstance(loader, Loader) else map(batch_of, loader)
+        for batch in loader.batches() if isinstance(loader, Loader) else map(batch_of, loader):
+            yield to_device(batch, device)
 
 
 def refuse_batch(name: str, batch: Batch, model: EBFlow) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from numbers import Real
 from typing import Any
 
 import torch
@@ -12,7 +11,8 @@ from torch import Tensor, nn
 
 from ebflow_plugin.errors import EBFlowError, InputError
 from ebflow_plugin.model import EBFlow
-from ebflow_plugin.options import at_least, flag
+from ebflow_plugin.options import at_least, flag, is_number
+from ebflow_plugin.plan.inputs import refuse_other_models
 
 
 class EMA:
@@ -53,9 +53,7 @@ class EMA:
     """
 
     def __init__(self, model: EBFlow, decay: float = 0.999, warmup: bool = True) -> None:
-        if not isinstance(model, EBFlow):
-            kind = f"{type(model).__module__}.{type(model).__qualname__}"
-            raise InputError(f"EMA needs an EBFlow, got {kind}; wrap it first: EMA(ebflow_plugin.wrap(flow))")
+        refuse_other_models("EMA", model)
         self.model, self.decay, self.warmup = model, decay_of(decay), flag("warmup", warmup)
         self._applied = False
         self.restart()
@@ -71,13 +69,10 @@ class EMA:
     def update(self) -> None:
         """Updates the average with the model's current parameters."""
         self._refuse_applied("update() inside applied() would average the average")
-        parameters, averages = self._followed()
+        parameters, n = self._followed(), self.updates
         if parameters:
-            n = self.updates
-            current = [p.to(_wide(p)) for p in parameters.values()]
-            torch._foreach_lerp_(
-                averages, current, 1.0 - (min(self.decay, (1 + n) / (10 + n)) if self.warmup else self.decay)
-            )
+            decay = min(self.decay, (1 + n) / (10 + n)) if self.warmup else self.decay
+            torch._foreach_lerp_(self._averages, [p.to(_wide(p)) for p in parameters.values()], 1.0 - decay)
             self.updates += 1
 
     @contextmanager
@@ -96,13 +91,12 @@ class EMA:
             torch.Size([5])
         """
         self._refuse_applied("the average is applied already")
-        named, averages = self._followed()
-        parameters = list(named.values())
+        parameters = list(self._followed().values())
         with torch.inference_mode(False), torch.no_grad():
             own = [parameter.clone() for parameter in parameters]
         self._applied = True
         try:
-            _write(self.model, parameters, averages)
+            _write(self.model, parameters, self._averages)
             yield self.model
         finally:
             _write(self.model, parameters, own)
@@ -114,16 +108,16 @@ class EMA:
         model = self.model if model is None else model
         if not isinstance(model, EBFlow):
             raise InputError(f"copy_to() needs an EBFlow, got {type(model).__name__}")
-        (named, averages), targets = self._followed(), _averaged(model)
+        named, targets = self._followed(), _averaged(model)
         _compare("the model", targets, named)
-        _write(model, [targets[name] for name in named], averages)
+        _write(model, [targets[name] for name in named], self._averages)
 
     def state_dict(self) -> dict[str, Any]:
         """The state: plain tensors and numbers, which ``torch.load(weights_only=True)`` accepts.
 
         The tensors are the averages themselves, as in ``nn.Module.state_dict``: clone them to keep them.
         """
-        averages = dict(zip(*self._followed(), strict=True))
+        averages = dict(zip(self._followed(), self._averages, strict=True))
         return {"decay": self.decay, "warmup": self.warmup, "updates": self.updates, "averages": averages}
 
     @torch.no_grad()
@@ -137,34 +131,34 @@ class EMA:
         missing = [name for name in names if not isinstance(state, Mapping) or name not in state]
         if missing:
             raise InputError(f"this is no state of an EMA: it lacks {', '.join(missing)}")
-        (named, averages), found = self._followed(), state["averages"]
+        named, found = self._followed(), state["averages"]
         if not isinstance(found, Mapping) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
             raise InputError(f"averages must be tensors by name, got {found!r:.60}")
         _compare("the state", found, named)
-        updates, decay = at_least(0, "updates", state["updates"]), decay_of(state["decay"])
-        self.warmup, self.decay, self.updates = flag("warmup", state["warmup"]), decay, updates
-        for name, average in zip(named, averages, strict=True):
+        decay, warmup = decay_of(state["decay"]), flag("warmup", state["warmup"])
+        self.updates, self.decay, self.warmup = at_least(0, "updates", state["updates"]), decay, warmup
+        for name, average in zip(named, self._averages, strict=True):
             average.copy_(found[name])
 
     def _refuse_applied(self, why: str) -> None:
         if self._applied:
             raise EBFlowError(f"{why}; leave the block first")
 
-    def _followed(self) -> tuple[dict[str, nn.Parameter], list[Tensor]]:
-        """The parameters by name, and their averages, moved and cast as the model may have been since."""
+    def _followed(self) -> dict[str, nn.Parameter]:
+        """The parameters by name. Moves and casts the averages as the model may have been since."""
         named = _averaged(self.model)
         if [each.shape for each in self._averages] != [each.shape for each in named.values()]:
             raise EBFlowError("the model has other parameters than when its average began: call restart()")
         pairs = zip(self._averages, named.values(), strict=True)
         self._averages = [average.to(parameter.device, _wide(parameter)) for average, parameter in pairs]
-        return named, self._averages
+        return named
 
 
 def decay_of(value: object) -> float:
     """Returns a decay, or raises an error."""
-    if not isinstance(value, Real) or isinstance(value, bool) or not 0.0 <= float(value) < 1.0:
+    if not is_number(value) or not 0.0 <= float(value) < 1.0:  # type: ignore[arg-type]
         raise InputError(f"decay must be a number, at least 0 and below 1, got {value!r}")
-    return float(value)
+    return float(value)  # type: ignore[arg-type]
 
 
 def _averaged(model: EBFlow) -> dict[str, nn.Parameter]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Any
@@ -21,16 +20,14 @@ from ebflow_plugin.errors import EBFlowError, InputError, TrainingError
 from ebflow_plugin.linalg.random import derive_seed, kept_random_state
 from ebflow_plugin.model import EBFlow
 from ebflow_plugin.objectives import Objective, ReverseKL
-from ebflow_plugin.objectives.evaluation import LikelihoodSum, calibrated
-from ebflow_plugin.objectives.noise import noise_of, terms_of, use_generators
 from ebflow_plugin.options import as_integer, at_least, flag, one_of, positive
-from ebflow_plugin.plan.inputs import to_device
 from ebflow_plugin.training.batches import endless, loader_of, once, process, refuse_batch
 from ebflow_plugin.training.ema import EMA
+from ebflow_plugin.training.evaluation import Judge
 from ebflow_plugin.training.events import Event, Record
 from ebflow_plugin.training.files import write_weights
 from ebflow_plugin.training.guards import FiniteWatch, checks_every, failure, gradient_norms
-from ebflow_plugin.training.optimizers import optimizer_of, scalar_objective, scheduler_of
+from ebflow_plugin.training.optimizers import optimizer_of, scheduler_of
 
 KINDS = ("full", "diagonal")  # of calibration
 EVALUATIONS, AT_LEAST_EVERY = 20, 1000  # by default 20 evaluations in a run, and one in 1000 steps
@@ -178,8 +175,10 @@ def fit(
     if callback is not None and not callable(callback):
         raise InputError(f"callback must be a function of an event, got {callback!r}")
     flag("progress", progress), flag("compile", compile)
-    seed, model = int(seed), scalar_objective("fit", objective).model
-    if data is None and not all(isinstance(term, ReverseKL) for term in terms_of(objective)):
+    seed, optimiser = int(seed), optimizer_of(objective, optimizer)
+    schedule = None if scheduler is None else scheduler_of(optimiser, scheduler, validated=validation is not None)
+    plateau, model = isinstance(schedule, ReduceLROnPlateau), objective.model
+    if data is None and not all(isinstance(term, ReverseKL) for _, term in objective.pairs()):
         raise InputError("fit needs data: only objectives without data, such as ReverseKL, train without them")
     if data is None and (steps is None or kind is not None):
         raise InputError("without data, fit needs steps in place of epochs, and cannot calibrate")
@@ -189,41 +188,41 @@ def fit(
     size = max(batch_size, VALIDATION_BATCH)
     held_out = None if validation is None else loader_of("validation", validation, size, None)
     length = 0 if loader is None else len(loader)
-    stream: Iterator[Any] = repeat((None, None, None)) if loader is None else endless(loader)
     if compile and not objective.is_compiled:
         objective.compile()
     plan, device = model.core, model.like().device
-    noise = noise_of(objective, seed, 0, device)
-    with ExitStack() as stack, torch.inference_mode(False), torch.enable_grad():
-        stack.enter_context(kept_random_state(device))
-        torch.manual_seed(derive_seed(seed, "global", 0))
-        noise_of_evaluations = derive_seed(seed, "validation", 0)
-        stack.enter_context(use_generators(noise))
-        optimiser = optimizer_of(objective, optimizer)
-        schedule = scheduler_of(optimiser, scheduler, validated=held_out is not None)
-        first = to_device(next(stream), device)
+    stream: Iterator[Any] = repeat((None, None, None)) if loader is None else endless(loader, device)
+    streams = ("global", 0), ("noise", 0), ("start",), ("validation", 0)
+    everything, noise, start, evaluations = (derive_seed(seed, *name) for name in streams)
+    with (
+        kept_random_state(device),
+        use_generators(noise_of(objective, Generator(device).manual_seed(noise))),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
+        torch.manual_seed(everything)
+        first = next(stream)
         if loader is not None:
             refuse_batch("data", first, model)
-            if plan.uninitialised():
-                model.initialize(*first, generator=Generator(device).manual_seed(derive_seed(seed, "start")))
-        starts = held_out is not None and not plan.waits_for_data()
+        waits = plan.uninitialised()
+        if waits and loader is not None:
+            model.initialize(*first, generator=Generator(device).manual_seed(start))
+            waits = []
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         parameters, look, watch = list(trained.values()), checks_every(device), FiniteWatch(list(trained))
-        summed = zero = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
         total = int(steps) if epochs is None else epochs * length  # type: ignore[arg-type]
-        every, average = evaluate_every or evaluate_every_default(total), _average(model, ema)
-        history: list[Record] = []
-        judge = Judge(model, held_out, lambda: once(loader), kind, average, noise_of_evaluations)
+        every, average, history = evaluate_every or evaluate_every_default(total), _average(model, ema), list[Record]()
+        judge = Judge(model, held_out, lambda: once(loader), kind, average, evaluations)
+        zero = torch.zeros((), dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
         start_nll, stopped, step, seconds = None, "steps", 0, 0.0
         try:
-            if starts:
+            if held_out is not None and not waits:
                 start_nll = judge(0)["nll"]  # the start may have the best weights of the run
                 if progress:
                     print(Event(0, {"nll": start_nll}, model, steps=total), file=sys.stderr, flush=True)
-            began = time.monotonic()
-            mark = began, 0
-            for step, batch in zip(range(1, total + 1), chain([first], stream), strict=False):
-                x, context, weights = to_device(batch, device)
+            began = since = time.monotonic()
+            summed, before = zero, 0  # the losses since the last evaluation, and its step
+            for step, (x, context, weights) in zip(range(1, total + 1), chain([first], stream), strict=False):
                 for parameter in parameters:
                     parameter.grad = None
                 loss = objective(x, context) if weights is None else objective(x, context, weights)
@@ -238,14 +237,14 @@ def fit(
                 if clip_norm is not None:
                     nn.utils.clip_grads_with_norm_(parameters, clip_norm, norm)
                 optimiser.step()
-                if schedule is not None and not isinstance(schedule, ReduceLROnPlateau):
+                if schedule is not None and not plateau:
                     schedule.step()
                 if average is not None:
                     average.update()
                 summed = summed + loss.detach()
                 if not due:
                     continue
-                passed, taken = time.monotonic() - mark[0], step - mark[1]
+                passed, taken = time.monotonic() - since, step - before
                 seconds += passed
                 record: Record = {
                     "step": step,
@@ -258,21 +257,20 @@ def fit(
                 }
                 if held_out is not None:
                     record |= judge(step)
-                    if isinstance(schedule, ReduceLROnPlateau):
-                        schedule.step(record["nll"])
+                    if plateau:
+                        schedule.step(record["nll"])  # type: ignore[union-attr]
                 record |= objective.metrics()
                 history.append(record)
-                left = (time.monotonic() - began) / step * (total - step)
-                event = Event(step, record, model, average, total, left)
+                event = Event(step, record, model, average, total, (time.monotonic() - began) / step * (total - step))
                 if progress:
                     print(event, file=sys.stderr, flush=True)
                 if callback is not None and callback(event) is True:
                     stopped = "callback"
-                elif patience is not None and judge.stale >= patience:
-                    stopped = "patience"
-                if stopped != "steps":
                     break
-                summed, mark = zero, (time.monotonic(), step)
+                if patience is not None and judge.stale >= patience:
+                    stopped = "patience"
+                    break
+                summed, before, since = zero, step, time.monotonic()
         except (TrainingError, InputError):
             raise
         except EBFlowError as error:  # a singular layer
@@ -283,59 +281,32 @@ def fit(
         return FitResult(history, step, stopped, start_nll, judge.nll, judge.step, judge.state, average)
 
 
-class Judge:
-    """The exact NLL of validation data on the way, and the weights with the lowest of them.
+def noise_of(objective: Objective, shared: Generator, rank: int = 0) -> dict[Objective, Generator]:
+    """The generator of each term in a process: its own, or the shared one.
 
-    Arguments:
-        model: The model.
-        held_out: The validation data, as batches.
-        training: Returns the training data, on which the model is calibrated.
-        kind: The kind of calibration, if any.
-        average: The averaged weights, which are judged in the place of the current ones, if there are any.
-        seed: Of the noise of a :class:`~ebflow_plugin.Dequantize`, the same each time.
-
-    Attributes:
-        nll: The lowest NLL so far, with its ``step`` and its ``state``, a state dict of the model on the CPU.
-        stale: The evaluations since then.
+    Each process but the first uses, in place of a term's own generator, a new one with a seed derived from it, so that
+    no two processes draw the same noise, and the user's generator is not reseeded.
     """
+    generators, copies = {}, dict[int, Generator]()
+    for _, term in objective.pairs():
+        own = term.generator
+        if own is not None and rank:
+            own = copies.setdefault(id(own), Generator(own.device).manual_seed(derive_seed(own.initial_seed(), rank)))
+        generators[term] = shared if own is None else own
+    return generators
 
-    def __init__(
-        self,
-        model: EBFlow,
-        held_out: Any,
-        training: Callable[[], Any],
-        kind: str | None,
-        average: EMA | None,
-        seed: int,
-    ) -> None:
-        self.model, self.held_out, self.training, self.kind = model, held_out, training, kind
-        self.average, self.seed, self.stale = average, seed, 0
-        self.nll: float | None = None
-        self.step: int | None = None
-        self.state: dict[str, Tensor] | None = None
 
-    def __call__(self, step: int) -> Record:
-        """Returns what is recorded of the weights of a step."""
-        model = self.model
-        with (
-            nullcontext() if self.average is None else self.average.applied(),
-            calibrated(model, self.training() if self.kind else None, self.kind),
-        ):
-            likelihood = LikelihoodSum(model, self.seed)
-            try:
-                for batch in once(self.held_out):
-                    likelihood.add(*batch)
-            except InputError as error:
-                raise InputError(f"validation: {error}") from error
-            nll, bits, uncalibrated = likelihood.mean()
-            if math.isnan(nll):
-                raise TrainingError(f"step {step}: the NLL on the validation data is not a number")
-            self.stale += 1
-            if self.nll is None or nll < self.nll:
-                self.nll, self.step, self.stale = nll, step, 0
-                self.state = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
-        found: Record = {"nll": nll, "bits_per_dim": bits, "best_nll": self.nll}
-        return found if self.kind is None else {**found, "nll_uncalibrated": uncalibrated}
+@contextmanager
+def use_generators(noise: Mapping[Objective, Generator]) -> Iterator[None]:
+    """Replaces the generators of the terms inside a ``with`` block."""
+    own = {term: term.generator for term in noise}
+    for term, generator in noise.items():
+        term.generator = generator
+    try:
+        yield
+    finally:
+        for term in noise:
+            term.generator = own[term]
 
 
 def evaluate_every_default(steps: int) -> int:
@@ -352,12 +323,11 @@ def _average(model: EBFlow, ema: bool | EMA | None) -> EMA | None:
     """The user's EMA, or a new one. It starts here, after the data-dependent start."""
     if ema is None or ema is False:
         return None
-    if ema is True:
-        return EMA(model)
-    if not isinstance(ema, EMA):
+    average = EMA(model) if ema is True else ema
+    if not isinstance(average, EMA):
         raise InputError(f"ema must be True, an ebflow_plugin.EMA or None, got {ema!r}")
-    if ema.model is not model:
+    if average.model is not model:
         raise InputError("the EMA is of another model; create it as EMA(objective.model)")
-    if ema.updates == 0:
-        ema.restart()
-    return ema
+    if average.updates == 0:
+        average.restart()
+    return average

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from ebflow_plugin.errors import InputError, SingularError, TrainingError
 from ebflow_plugin.linalg.delayed import Delayed
 from ebflow_plugin.model import EBFlow
-from ebflow_plugin.plan.preprocessing import Dequantize
 from ebflow_plugin.plan.step import Step
 from ebflow_plugin.plan.values import Value
 
 ADVICE = "Lower the learning rate, clip gradients, or mix in a little likelihood: 0.99 * SSM(model) + 0.01 * ML(model)."
 CHECK_EVERY = {"cpu": 1}  # steps between two checks of losses and gradients, by device
 CHECK_EVERY_ELSEWHERE = 10  # whose flags are read at the next check, when they have arrived
+NEVER = 2**62
 
 
 def checks_every(device: torch.device) -> int:
@@ -30,8 +30,7 @@ def checks_every(device: torch.device) -> int:
     return CHECK_EVERY.get(device.type, CHECK_EVERY_ELSEWHERE)
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """The first step at which something was not finite."""
 
     step: int
@@ -47,7 +46,7 @@ class FiniteWatch:
 
     Arguments:
         names: The names of the parameters whose gradients are watched.
-        maximum: The elementwise maximum over all processes of a run, so that they share what one of them finds.
+        least: The elementwise minimum over all processes of a run, so that they share what one of them finds.
 
     Example:
         >>> watch = FiniteWatch(["weight", "bias"])
@@ -58,21 +57,16 @@ class FiniteWatch:
         Finding(step=2, loss=False, parameters=('bias',))
     """
 
-    def __init__(self, names: Sequence[str], maximum: Callable[[Tensor], Tensor] | None = None) -> None:
-        self._names, self._maximum = tuple(names), maximum
-        self._bad: Tensor | None = None
-        self._step: Tensor | None = None
+    def __init__(self, names: Sequence[str], least: Callable[[Tensor], Tensor] = lambda steps: steps) -> None:
+        self._names, self._least = tuple(names), least
+        self._first: Tensor | None = None  # the first step at which the loss, and each gradient, was not finite
         self._sent: Delayed[None] = Delayed(lag=1)
 
     def record(self, step: int, loss: Tensor, norms: Tensor) -> None:
         """Records the loss of a step, and the norms of its gradients, one for each name."""
-        bad = ~torch.isfinite(torch.cat([loss.detach().reshape(1).to(norms), norms]))
-        now = torch.full((), step, dtype=torch.int64, device=bad.device)
-        if self._bad is None or self._step is None:
-            self._bad, self._step = bad, now
-        else:
-            latched = self._bad.any()
-            self._bad, self._step = torch.where(latched, self._bad, bad), torch.where(latched, self._step, now)
+        finite = torch.isfinite(torch.cat([loss.detach().reshape(1).to(norms), norms]))
+        found = torch.where(finite, NEVER, step)
+        self._first = found if self._first is None else torch.minimum(self._first, found)
 
     def check(self, now: bool = True) -> Finding | None:
         """Returns the first bad step since the last check.
@@ -82,16 +76,12 @@ class FiniteWatch:
                 asked for, so that a bad step is found one check later.
         """
         arrived: list[tuple[None, list[int]]] = []
-        if self._bad is not None and self._step is not None:
-            bad, self._bad, step = self._bad.to(torch.int64), None, self._step
-            if self._maximum is not None:
-                step = -self._maximum(-torch.where(bad.any(), step, torch.iinfo(torch.int64).max))
-                bad = self._maximum(bad)
-            arrived = self._sent.add(None, torch.cat([step.reshape(1), bad]))
-        for _, (found, *flags) in arrived + (self._sent.flush() if now else []):
-            if any(flags):
-                names = tuple(name for name, flag in zip(self._names, flags[1:], strict=True) if flag)
-                return Finding(found, bool(flags[0]), names)
+        if self._first is not None:
+            arrived, self._first = self._sent.add(None, self._least(self._first)), None
+        for _, steps in arrived + (self._sent.flush() if now else []):
+            if (first := min(steps)) < NEVER:
+                names = tuple(name for name, step in zip(self._names, steps[1:], strict=True) if step == first)
+                return Finding(first, steps[0] == first, names)
         return None
 
 
@@ -113,36 +103,35 @@ def diagnose(model: EBFlow, x: Tensor, context: Tensor | None) -> list[str]:
         if tensor is not None and not _finite(tensor):
             rows = (~torch.isfinite(tensor)).reshape(len(tensor), -1).any(1)
             lines.append(f"{name} holds NaN or inf in {int(rows.sum())} of {len(tensor)} rows")
-    for module in model.preprocessing:
-        if isinstance(module, Dequantize):
-            try:
-                module.refuse(x)
-            except InputError as error:  # on CUDA it is not raised in every step
-                lines.append(str(error))
+    if model.dequantize is not None:
+        try:
+            model.dequantize.refuse(x)
+        except InputError as error:  # on CUDA it is not raised in every step
+            lines.append(str(error))
     broken = [name for name, parameter in model.named_parameters() if not _finite(parameter)]
     if broken:
         lines.append(f"{len(broken)} parameters hold NaN or inf, the first is {broken[0]}")
     if lines:
         return lines
-    steps: list[Step] = []
-    finite: list[bool] = []  # whether the input of each step is finite, and at the end the latents
+    plan, before = model.plan, ""
 
     def visit(step: Step, value: Value) -> None:
-        steps.append(step)
-        finite.append(_finite(value))
+        nonlocal before
+        if not lines and not _finite(value):
+            place = f"output of {before}" if before else f"input of {step.where}"
+            lines.append(f"the first value that is not finite is the {place}")
+        before = step.where
 
-    plan = model.plan
     try:
         latents, log_det = plan.encode(x.to(model.like().dtype), plan.embed(context), visit)
+        if lines:
+            return lines
+        if before and not _finite(latents):
+            return [f"the first value that is not finite is the output of {before}"]
+        if log_det is not None and not _finite(log_det):
+            return ["the values of all steps are finite, the sum of their log-dets is not"]
     except Exception as error:
-        return [f"{steps[-1].where if steps else 'the model'} raises {type(error).__name__}: {error}"]
-    finite.append(_finite(latents))
-    if steps and not all(finite):
-        place = finite.index(False)
-        where = f"output of {steps[place - 1].where}" if place else f"input of {steps[0].where}"
-        return [f"the first value that is not finite is the {where}"]
-    if log_det is not None and not _finite(log_det):
-        return ["the values of all steps are finite, the sum of their log-dets is not"]
+        return [f"{before or 'the model'} raises {type(error).__name__}: {error}"]
     try:
         plan.log_z(tuple(x.shape[1:]), latents[0].new_zeros(()))
     except SingularError as error:  # elsewhere than on the CPU a training step does not look

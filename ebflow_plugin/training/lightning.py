@@ -15,8 +15,6 @@ from torch.utils.data import DistributedSampler
 from ebflow_plugin.errors import InputError
 from ebflow_plugin.linalg.random import derive_seed, random_state, set_random_state
 from ebflow_plugin.objectives import Objective
-from ebflow_plugin.objectives.evaluation import Likelihood, LikelihoodSum, calibrated
-from ebflow_plugin.objectives.noise import noise_of, use_generators
 from ebflow_plugin.options import integer, is_number, one_of
 from ebflow_plugin.plan.inputs import batch_of
 from ebflow_plugin.plan.spectrum import (
@@ -27,9 +25,9 @@ from ebflow_plugin.plan.spectrum import (
     conditioning_penalty,
     full_layers,
 )
-from ebflow_plugin.training.batches import gathered, maximum_of, once, process, total_of
-from ebflow_plugin.training.files import write_weights
-from ebflow_plugin.training.fitting import KINDS
+from ebflow_plugin.training.batches import gathered, least_of, once, process, total_of
+from ebflow_plugin.training.evaluation import Likelihood, LikelihoodSum, calibrated
+from ebflow_plugin.training.fitting import KINDS, noise_of, use_generators
 from ebflow_plugin.training.guards import ADVICE, FiniteWatch, checks_every, failure, gradient_norms
 from ebflow_plugin.training.optimizers import optimizer_of, scalar_objective, scheduler_of
 
@@ -88,6 +86,7 @@ class LitObjective(LightningModule):
             raise InputError(f"conditioning must be a number, at least 0, got {conditioning!r}")
         self._optimizer, self._scheduler, self._conditioning = optimizer, scheduler, float(conditioning)
         self._noise: dict[Objective, Generator] = {}
+        self._generators: list[Generator] = []
         self.evaluated: Evaluated | None = None
 
     def setup(self, stage: str) -> None:
@@ -98,8 +97,10 @@ class LitObjective(LightningModule):
                     "couplings, and makes another model of this one; use ebflow_plugin.lightning.AveragedWeights(decay)"
                 )
         device, seed = self.trainer.strategy.root_device, torch.initial_seed()
-        self._noise = noise_of(self.objective, seed, self.global_rank, device)
+        shared = Generator(device).manual_seed(derive_seed(seed, "noise", self.global_rank))
+        self._noise = noise_of(self.objective, shared, self.global_rank)
         self._probes = Generator(device).manual_seed(derive_seed(seed, "probes", self.global_rank))
+        self._generators = [*self._noise.values(), self._probes]
 
     def configure_callbacks(self) -> list[Callback]:
         given: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
@@ -107,15 +108,19 @@ class LitObjective(LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = optimizer_of(self.objective, self._optimizer)
-        scheduler = scheduler_of(optimizer, self._scheduler, validated=True)
-        if scheduler is None:
+        if self._scheduler is None:
             return optimizer
+        scheduler = scheduler_of(optimizer, self._scheduler, validated=True)
         interval = "epoch" if isinstance(scheduler, ReduceLROnPlateau) else "step"
         return [optimizer], [{"scheduler": scheduler, "interval": interval, "monitor": "val_nll"}]
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, context, weights = batch_of(batch)
         with use_generators(self._noise):
-            loss = self._weighted(*batch_of(batch))
+            loss: Tensor = self.objective(x, context) if weights is None else self.objective(x, context, weights)
+        if weights is not None and process()[1] > 1:  # the mean over all processes is taken of the gradients
+            total = weights.to(loss.dtype).sum()
+            loss = loss * (total * process()[1] / total_of(total.clone()))
         self.last = batch, loss.detach()
         if batch_idx % self.trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
             self.log("train_loss", loss.detach().cpu(), prog_bar=True)  # the bar reads it in every step from now on
@@ -124,16 +129,9 @@ class LitObjective(LightningModule):
             loss = loss + self._conditioning * conditioning_penalty(layers, self._probes) if layers else loss
         return loss
 
-    def _weighted(self, x: Tensor, context: Tensor | None, weights: Tensor | None) -> Tensor:
-        """The loss of a batch; of weighted rows by their share in the batches of all processes, whose mean is taken."""
-        if weights is None:
-            loss: Tensor = self.objective(x, context)
-            return loss
-        loss = self.objective(x, context, weights)
-        total = weights.to(loss.dtype).sum()
-        return loss if process()[1] == 1 else loss * (total * process()[1] / total_of(total.clone()))
-
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        if _too_early(self.trainer, self):
+            return
         generator, (x, context, weights) = Generator(self.device), batch_of(batch)
         generator.manual_seed(derive_seed("validation", self.global_rank, batch_idx))
         if len(x):  # the last rows may be those of other processes
@@ -148,8 +146,7 @@ class LitObjective(LightningModule):
         return full_layers(plan, tuple(u.shape[1:]))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        generators = [*self._noise.values(), self._probes]
-        own = {"random": random_state(self.device, generators), "objective": self.objective.state()}
+        own = {"random": random_state(self.device, self._generators), "objective": self.objective.state()}
         ranks = gathered(own)
         kept: dict[str, Any] = {name: [each[name] for each in ranks] for name in own}
         kept |= {"facts": self._facts(), "nll": None, "uncalibrated": None, "prefix": self._prefixes()[0]}
@@ -157,22 +154,21 @@ class LitObjective(LightningModule):
         if self.evaluated is None or self.evaluated.step != self.trainer.global_step:
             return
         kept["nll"] = self.evaluated.likelihood.nll  # what is selected by it is what is saved
-        if self.evaluated.calibration is not None:
-            found = self.evaluated.calibration.items()
-            kept["uncalibrated"], rest = self._without_calibration(checkpoint["state_dict"])
-            new = {f"{prefix}calibration.{name}": tensor for prefix in self._prefixes() for name, tensor in found}
-            checkpoint["state_dict"] = rest | new
+        if (found := self.evaluated.calibration) is not None:
+            state = checkpoint["state_dict"]
+            kept["uncalibrated"] = self._without_calibration(state)
+            for prefix in self._prefixes():
+                state |= {f"{prefix}calibration.{name}": tensor for name, tensor in found.items()}
 
     def _prefixes(self) -> list[str]:
         """The places of the model in this module: one for each term of a sum."""
         model, parts = self.objective.model, self.named_modules(remove_duplicate=False)
         return [f"{name}." for name, part in parts if part is model]
 
-    def _without_calibration(self, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The calibration in a state dict, and the rest."""
+    def _without_calibration(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Takes the calibration out of a state dict, and returns it."""
         places = tuple(f"{prefix}calibration." for prefix in self._prefixes())
-        calibration = {name: tensor for name, tensor in state.items() if name.startswith(places)}
-        return calibration, {name: tensor for name, tensor in state.items() if name not in calibration}
+        return {name: state.pop(name) for name in list(state) if name.startswith(places)}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         kept = checkpoint.get("ebflow_plugin", {})
@@ -181,11 +177,11 @@ class LitObjective(LightningModule):
         if differing:
             raise InputError("the checkpoint is of another run\n  " + "\n  ".join(differing))
         if kept.get("uncalibrated") is not None:
-            checkpoint["state_dict"] = self._without_calibration(checkpoint["state_dict"])[1] | kept["uncalibrated"]
+            self._without_calibration(checkpoint["state_dict"])
+            checkpoint["state_dict"] |= kept["uncalibrated"]
         random, objective = (kept.get(name, ()) for name in ("random", "objective"))
-        if self._noise and len(random) == self.trainer.world_size:  # otherwise the generators start anew
-            generators = [*self._noise.values(), self._probes]
-            set_random_state(random[self.global_rank], self.device, generators)
+        if self._generators and len(random) == self.trainer.world_size:  # otherwise the generators start anew
+            set_random_state(random[self.global_rank], self.device, self._generators)
         if len(objective) == self.trainer.world_size:  # otherwise its statistics do
             self.objective.load_state(objective[self.global_rank])
 
@@ -202,18 +198,6 @@ class DataDependentStart(Callback):
     Every :class:`LitObjective` adds one. Other starts are
     :meth:`EBFlow.initialize <ebflow_plugin.EBFlow.initialize>`, called before training.
     """
-
-    def __init__(self) -> None:
-        self._untouched: dict[str, Tensor] = {}
-
-    def on_sanity_check_start(self, trainer: Trainer, module: Any) -> None:
-        if module.objective.model.core.uninitialised():  # validation data must not initialise an ActNorm
-            self._untouched = {name: value.clone() for name, value in module.objective.model.state_dict().items()}
-
-    def on_sanity_check_end(self, trainer: Trainer, module: Any) -> None:
-        if self._untouched:
-            write_weights(module.objective.model, self._untouched, "the weights before the sanity check")
-            self._untouched = {}
 
     def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, index: int) -> None:
         model, rank = module.objective.model, process()[0]
@@ -275,14 +259,13 @@ class ExactNLL(Callback):
         self._sums = []  # drop the sums of a failed validation
 
     def on_validation_batch_start(self, trainer: Trainer, module: Any, batch: Any, index: int, place: int = 0) -> None:
+        if _too_early(trainer, module):
+            return
         # At the first batch: by then every callback that swaps the weights for validation has done so.
         with unsharded(module):
             if not self._sums:
                 model, kind = module.objective.model, None if trainer.sanity_checking else self._kind
-                with calibrated(model, _training_data(trainer), kind):
-                    calibration = model.calibration
-                    found = {name: getattr(calibration, name) for name in calibration.names}
-                    self._calibration = {name: tensor for name, tensor in found.items() if tensor is not None}
+                with calibrated(model, _training_data(trainer), kind) as self._calibration:
                     seed = derive_seed(self._seed, "validation", process()[0])
                     self._sums += [LikelihoodSum(model, seed, _own_rows(loader)) for loader in _loaders(trainer)]
             self._sums[place].add(*batch_of(batch))
@@ -298,8 +281,7 @@ class ExactNLL(Callback):
     def _found(self, trainer: Trainer, module: Any) -> list[Likelihood]:
         found = [total.mean(total_of) for total in self._sums]
         if found and not trainer.sanity_checking:
-            calibration = None if self._kind is None else self._calibration
-            module.evaluated = Evaluated(trainer.global_step, found[0], calibration)
+            module.evaluated = Evaluated(trainer.global_step, found[0], self._calibration)
         return found
 
 
@@ -348,7 +330,7 @@ class FiniteGuard(Callback):
         scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
         named = module.objective.model.named_parameters()
         self._trained = {name: p for name, p in named if p.requires_grad and not scaled}
-        self._watch = FiniteWatch(list(self._trained), maximum_of if trainer.world_size > 1 else None)
+        self._watch = FiniteWatch(list(self._trained), least_of)
 
     def on_before_optimizer_step(self, trainer: Trainer, module: Any, optimizer: Optimizer) -> None:
         step, (_, loss) = trainer.global_step + 1, module.last
@@ -378,6 +360,11 @@ def unsharded(module: nn.Module) -> Iterator[None]:
     finally:
         for part in sharded:
             part.reshard()
+
+
+def _too_early(trainer: Trainer, module: Any) -> bool:
+    """Whether validation data would initialise an ActNorm: in Lightning's sanity check, before training."""
+    return bool(trainer.sanity_checking and module.objective.model.core.uninitialised())
 
 
 def _loaders(trainer: Trainer) -> list[Any]:

@@ -24,17 +24,21 @@ def scalar_objective(caller: str, objective: object) -> Objective:
     return objective
 
 
-def parameter_groups(model: nn.Module, lr: float) -> list[dict[str, Any]]:
-    """Groups for any torch optimiser, in which a kernel of k × k pixels has 1/k of the learning rate.
+def parameter_groups(model: nn.Module, lr: float, *, trained: bool | None = None) -> list[dict[str, Any]]:
+    """Groups for any torch optimiser, in which a kernel of k × k pixels has 1/k of the learning rate, or 1/k².
 
-    Neighbouring pixels are alike, so all taps of a kernel that move by the same step move the output of a convolution
-    almost as far as their number; the determinant of the layer moves with it, to zero at worst. Schedulers of torch
+    Neighbouring pixels are alike. While the gradients of all taps of a kernel have one sign, as in the first steps of a
+    new optimiser, a step of each of them moves the output of the convolution k² times as far as that of one tap; once
+    noise decides the signs, k times. The determinant of the layer moves with it, to zero at worst. Schedulers of torch
     keep the ratio of the groups.
 
     Arguments:
         model: A model, or any module. The kernels are those of our ``FullConv2d``: a network's own convolutions have
             no determinant.
         lr: The learning rate of all other parameters.
+        trained: Whether the model was trained with smaller kernels before, which
+            :func:`~ebflow_plugin.unconstrain` made larger: 1/k² of the rate, so that what it knows is kept from the
+            first step on. By default this is so for kernels of a flow whose ActNorms had seen data by then.
 
     Returns:
         Groups with all parameters that require a gradient; those of kernels larger than 1 × 1 are last, one a size.
@@ -48,19 +52,23 @@ def parameter_groups(model: nn.Module, lr: float) -> list[dict[str, Any]]:
         [(0.6, [(2, 2, 1, 1), (2,), (2,)]), (0.2, [(2, 2, 3, 3)])]
         >>> optimizer = torch.optim.Adam(ebf.parameter_groups(layers, 1e-3))
     """
-    lr = positive("lr", lr)
-    sizes = {id(each.weight): max(each.weight.shape[2:]) for each in model.modules() if isinstance(each, FullConv2d)}
+    lr, shares = positive("lr", lr), dict[int, int]()
+    for layer in model.modules():
+        if isinstance(layer, FullConv2d):
+            careful = layer.widened_in_use if trained is None else trained
+            shares[id(layer.weight)] = max(layer.weight.shape[2:]) ** (2 if careful else 1)
     groups: dict[int, list[nn.Parameter]] = {1: []}
     for each in model.parameters():
         if each.requires_grad:
-            groups.setdefault(sizes.get(id(each), 1), []).append(each)
-    return [{"params": groups[size], "lr": lr / size} for size in sorted(groups) if groups[size]]
+            groups.setdefault(shares.get(id(each), 1), []).append(each)
+    return [{"params": groups[share], "lr": lr / share} for share in sorted(groups) if groups[share]]
 
 
 def optimizer_of(
     objective: Objective, optimizer: Optimizer | Callable[[list[nn.Parameter]], Optimizer] | None
 ) -> Optimizer:
     """The user's optimizer, or that of the user's function, or Adam. Raises unless it has all trainable parameters."""
+    scalar_objective("fit", objective)
     named = {name: parameter for name, parameter in objective.model.named_parameters() if parameter.requires_grad}
     parameters = list(named.values())
     known = {id(parameter) for parameter in objective.model.parameters()}
@@ -73,7 +81,8 @@ def optimizer_of(
     if not parameters:
         raise InputError("the model has no parameters that require a gradient: there is nothing to train")
     if optimizer is None:
-        return Adam(parameter_groups(objective.model, 1e-3), fused=fusible(parameters))
+        fused = fusible(parameters)
+        return Adam(parameter_groups(objective.model, 1e-3), fused=fused)
     built = optimizer(parameters) if callable(optimizer) else optimizer  # an Optimizer is no function
     if not isinstance(built, Optimizer):
         raise InputError(f"optimizer must be an Optimizer, or a function that returns one, got {built!r}")
@@ -116,11 +125,9 @@ def _some(names: list[str]) -> str:
 
 
 def scheduler_of(
-    optimizer: Optimizer, scheduler: LRScheduler | Callable[[Optimizer], LRScheduler] | None, validated: bool
-) -> LRScheduler | None:
+    optimizer: Optimizer, scheduler: LRScheduler | Callable[[Optimizer], LRScheduler], validated: bool
+) -> LRScheduler:
     """The user's scheduler, or that of the user's function."""
-    if scheduler is None:
-        return None
     built = scheduler if isinstance(scheduler, LRScheduler) else scheduler(optimizer) if callable(scheduler) else None
     if not isinstance(built, LRScheduler):
         raise InputError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -15,6 +16,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins import TorchCheckpointIO
+from torch import distributed
 
 from ebflow_plugin.errors import EBFlowError, InputError, ResumeWarning, warn
 from ebflow_plugin.options import at_least, path_of
@@ -280,6 +282,12 @@ def _say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
+def _leave_group() -> None:
+    """Ends the process group: its threads may abort a process that exits before them. Lightning does it for NCCL."""
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
 def trainer(
     folder: str | os.PathLike[str] | None = None,
     *,
@@ -343,6 +351,8 @@ def trainer(
         pieces.append(Checkpoints(folder, patience, hint))
     elif patience is not None:
         raise InputError("patience needs a folder: it is part of the checkpoints")
+    atexit.unregister(_leave_group)
+    atexit.register(_leave_group)
     given = {"logger": False, "enable_model_summary": False, "num_sanity_val_steps": 0, **options}
     return Trainer(
         callbacks=pieces,

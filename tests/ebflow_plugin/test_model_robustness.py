@@ -1,10 +1,11 @@
-"""What users do to a model after they wrapped it, and what they put into it."""
+"""What users do to a model after they wrapped it, what they put into it, and a context that they forgot."""
 
 import copy
 import functools
 import re
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from nflows import distributions, flows, transforms
@@ -16,7 +17,8 @@ import ebflow_plugin as ebf
 import nflows_small
 from ebflow_nflows import FullLinear, SmoothLeakyReLU
 from ebflow_plugin.objectives import DSM, FDSSM, ML, SM, SSM, ReverseKL
-from randomness import randn
+from nflows_small import smooth_net
+from randomness import randn, rng
 
 D = 4
 flow_of = partial(nflows_small.flow_of, shape=(D,))
@@ -32,40 +34,6 @@ def coupling(net):
 
 
 # The flow is rebuilt after wrapping
-
-
-def swap(flow):
-    flow._transform._transforms[0] = transforms.LULinear(D, identity_init=False).double()
-
-
-def append(flow):
-    flow._transform._transforms.append(transforms.LULinear(D, identity_init=False).double())
-
-
-def replace_transform(flow):
-    flow._transform = transforms.QRLinear(D, 2).double()
-
-
-def replace_base(flow):
-    flow._distribution = distributions.DiagonalNormal([D]).double()
-    nn.init.constant_(flow._distribution.log_std_, 0.5)
-
-
-def unconstrain(flow):
-    ebf.unconstrain(flow, in_place=True)
-    nn.init.normal_(flow._transform._transforms[-1].weight)
-
-
-@pytest.mark.parametrize("edit", [swap, append, replace_transform, replace_base, unconstrain])
-def test_a_flow_that_is_rebuilt_is_walked_again(edit, x):
-    flow = flow_of(transforms.RandomPermutation(D), transforms.LULinear(D))
-    model = ebf.wrap(flow)
-    before = model.log_prob(x)
-    edit(flow)
-    assert torch.allclose(model.log_prob(x), flow.log_prob(x))
-    assert not torch.allclose(model.log_prob(x), before)
-    model.score(x).square().sum().backward()
-    assert any(parameter.grad is not None for parameter in flow._transform.parameters())
 
 
 def test_objectives_follow_a_flow_that_is_rebuilt(x):
@@ -101,48 +69,13 @@ def test_tensors_of_the_flow_can_be_swapped(x):
         assert torch.allclose(model.log_prob(x), flow.log_prob(x))
 
 
-def test_wrapping_twice_is_refused_and_describing_is_not():
-    model = ebf.wrap(flow_of(transforms.LULinear(D)), preprocess=ebf.Rescale(0.0, 2.0))
-    with pytest.raises(ebf.InputError, match="EBFlow already"):
-        ebf.wrap(model)
-    assert len(ebf.describe(model)) == 2
-
-
 def test_parameters_around_the_flow_are_reported():
     holder = nn.ModuleDict({"net": flow_of(transforms.LULinear(D)), "head": nn.Linear(2, 2)})
     with pytest.warns(UserWarning, match=r"\.net is wrapped alone: 2 trainable parameters.*'head\.weight'"):
         ebf.wrap(holder)
 
 
-def test_log_z_of_a_users_layer_without_parameters_is_not_kept(x):
-    class Scale(transforms.Transform):
-        def __init__(self):
-            super().__init__()
-            self.factor = 2.0
-
-        def forward(self, inputs, context=None):
-            scale = torch.tensor(self.factor, dtype=inputs.dtype)
-            return inputs * scale, (inputs.shape[1] * scale.log()).expand(len(inputs))
-
-    ebf.register_linear(Scale)
-    flow = flow_of(Scale(), transforms.LULinear(D))
-    model = ebf.wrap(flow)
-    with torch.no_grad():
-        model.log_prob(x)
-        flow._transform._transforms[0].factor = 3.0
-        assert torch.allclose(model.log_prob(x), flow.log_prob(x))
-
-
 # Networks
-
-
-class Own(nn.Module):
-    def __init__(self, inputs, outputs):
-        super().__init__()
-        self.linear = nn.Linear(inputs, outputs)
-
-    def forward(self, x, context=None):
-        return torch.relu(self.linear(x))
 
 
 def residual(activation):
@@ -152,13 +85,14 @@ def residual(activation):
 @pytest.mark.parametrize(
     ("net", "expected"),
     [
-        (Own, "unknown"),
+        (lambda i, o: nflows_small.OwnNetwork(None, i, o), "unknown"),
         (residual(lambda z: F.relu(z)), "unknown"),
         (residual(functools.partial(F.leaky_relu, negative_slope=0.2)), "unknown"),
         (residual(F.relu), "score jumps"),
         (residual(nn.ReLU()), "score jumps"),
         (residual(torch.tanh), "smooth"),
         (residual(nn.SiLU()), "smooth"),
+        (residual(F.silu), "smooth"),
     ],
 )
 def test_what_cannot_be_seen_into_is_not_called_smooth(net, expected):
@@ -186,16 +120,15 @@ def test_a_random_embedding_is_refused(x):
 def test_unconstrain_keeps_frozen_layers_frozen():
     flow = flow_of(transforms.LULinear(D).requires_grad_(False), transforms.LULinear(D))
     full = ebf.unconstrain(flow)
-    assert [p.requires_grad for layer in full._transform._transforms for p in layer.parameters()] == [False] * 2 + [
-        True
-    ] * 2
+    trains = [parameter.requires_grad for parameter in full._transform.parameters()]
+    assert trains == [False, False, True, True]
 
 
 # Numbers
 
 
 def test_constants_keep_the_precision_of_the_model():
-    flow = flows.Flow(transforms.IdentityTransform(), distributions.StandardNormal([3072])).double()
+    flow = flow_of(transforms.IdentityTransform(), shape=(3072,))
     model = ebf.wrap(flow, preprocess=[ebf.Rescale(0.05, 0.95, source=(0.0, 255.0))])
     x = 255.0 * torch.rand(2, 3072, dtype=torch.float64)
     scale = 0.9 / 255.0
@@ -211,9 +144,9 @@ def test_dequantised_data_stay_below_one():
 
 def test_verify_takes_what_the_wrapper_added(x):
     flow = flow_of(transforms.LULinear(D, identity_init=False))
-    steps = [ebf.Dequantize(8), ebf.Rescale(0.05, 0.95), ebf.Logit()]
-    model = ebf.wrap(flow, preprocess=steps)
-    assert ebf.verify(model, torch.randint(8, (6, D)))
+    for noise in ("uniform", "smooth"):
+        steps = [ebf.Dequantize(8, noise=noise), ebf.Rescale(0.05, 0.95), ebf.Logit()]
+        assert ebf.verify(ebf.wrap(flow, preprocess=steps), torch.randint(8, (6, D)))
     plain = ebf.wrap(flow)
     plain.calibrate(torch.randn(200, D, dtype=torch.float64))
     assert ebf.verify(plain, x)
@@ -324,3 +257,95 @@ def test_no_step_ends_in_an_error_of_torch(name, inference):
             calls[name](model)
     except ebf.InputError as error:
         assert re.search(r"was made under torch.inference_mode\(\).*copy.deepcopy", str(error))
+
+
+# A context that was forgotten, or is none, is named in our words
+
+
+C = 3
+
+
+def autoregressive():
+    return transforms.MaskedAffineAutoregressiveTransform(D, 8, context_features=C, activation=torch.tanh)
+
+
+def with_coupling():
+    return flows.Flow(
+        transforms.AffineCouplingTransform([1, 0, 1, 0], smooth_net(C)), distributions.StandardNormal([D])
+    )
+
+
+def with_embedding():
+    return flows.Flow(autoregressive(), distributions.StandardNormal([D]), embedding_net=nn.Linear(5, C))
+
+
+def with_conditional_base():
+    base = distributions.ConditionalDiagonalNormal([D], context_encoder=nn.Linear(C, 2 * D))
+    return flows.Flow(transforms.LULinear(D), base)
+
+
+CALLS = {
+    "energy": lambda model, x: model.energy(x),
+    "score": lambda model, x: model.score(x),
+    "log_prob": lambda model, x: model.log_prob(x),
+    "sample": lambda model, x: model.sample(2),
+    "calibrate": lambda model, x: model.calibrate(x),
+    "dsm": lambda model, x: ebf.objectives.DSM(model, sigma=0.1)(x),
+    "ssm": lambda model, x: ebf.objectives.SSM(model)(x),
+    "ml": lambda model, x: ebf.objectives.ML(model)(x),
+}
+
+
+@pytest.mark.parametrize("make", [with_coupling, with_embedding, with_conditional_base])
+@pytest.mark.parametrize("name", list(CALLS))
+def test_a_forgotten_context_is_named(make, name):
+    torch.manual_seed(0)
+    with pytest.raises(ebf.InputError, match=r"is conditional(?s:.*)Pass context=") as caught:
+        CALLS[name](ebf.wrap(make()), torch.randn(30, D))
+    assert not any("noise" in note for note in getattr(caught.value, "__notes__", ()))
+
+
+def test_an_embedding_that_needs_no_context_is_asked():
+    class Usual(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.usual = nn.Parameter(torch.ones(1, C))
+
+        def forward(self, context):
+            return self.usual if context is None else context
+
+    torch.manual_seed(0)
+    flow = flows.Flow(autoregressive(), distributions.StandardNormal([D]), embedding_net=Usual())
+    model = ebf.wrap(flow)
+    drawn = model.sample(3, generator=rng(0))
+    expected = model.sample(3, torch.ones(1, C), generator=rng(0))[0]
+    assert torch.allclose(drawn, expected)
+
+
+@pytest.mark.parametrize(
+    ("context", "message"),
+    [
+        (np.zeros((2, C), dtype="float32"), "context must be a tensor, got ndarray"),
+        ([1, 2], "context must be a tensor, got list"),
+        (torch.zeros(3, C), "context must have 2 rows, as x has, got shape \\(3, 3\\)"),
+        (torch.zeros(2, C, dtype=torch.float64), "context is torch.float64, the flow is torch.float32"),
+        (torch.tensor(1.0), "context must have (2 )?rows"),
+        (torch.zeros(2, C, device="meta"), "context is on meta, (the flow|x) is on cpu"),
+    ],
+)
+def test_what_is_no_context_is_refused(context, message):
+    model = ebf.wrap(flows.Flow(autoregressive(), distributions.StandardNormal([D])))
+    if "as x has" not in message:
+        with pytest.raises(ebf.InputError, match=message):
+            model.sample(2, context)
+    with pytest.raises(ebf.InputError, match=message):
+        model.energy(torch.zeros(2, D), context)
+
+
+def test_an_array_is_no_data():
+    model, array = ebf.wrap(flows.Flow(FullLinear(D), distributions.StandardNormal([D]))), np.zeros((2, D), "float32")
+    with pytest.raises(ebf.InputError, match="x must be a tensor, got ndarray"):
+        model.preprocess(array)
+    for call in (model.calibrate, lambda x: model.initialize(x, whiten=True)):
+        with pytest.raises(ebf.InputError, match=r"got ndarray; torch\.as_tensor"):
+            call(array)

@@ -357,3 +357,8 @@ def test_a_forgotten_context_is_named(make, size):
             call(x)
     with pytest.raises(ebf.ContextError):
         model.sample(2)
+
+
+def test_our_layers_go_beside_a_context():
+    flow, x, context = flow_of(FullLinear(D, init="orthogonal")), randn(3, D), randn(3, 2)
+    assert torch.allclose(ebf.wrap(flow).log_prob(x, context), flow(context).log_prob(x))

@@ -1,5 +1,7 @@
 """Models for the tests of likelihood without determinants, and its gradient."""
 
+import math
+
 import torch
 from nflows.distributions.normal import StandardNormal
 from nflows.flows.base import Flow
@@ -33,3 +35,10 @@ def gradient(loss, x, context=None):
         parameter.grad = None
     loss(x, context).sum().backward()
     return torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in parameters])
+
+
+def unit_probes(like, generator):
+    """All unit vectors, the same for each layer, so that the mean over the probes is the trace itself."""
+    size = len(like)
+    unit = math.sqrt(size) * torch.eye(size, dtype=like.dtype)
+    return unit[:, None].expand(-1, like[0].numel() // size, -1).reshape(like.shape)

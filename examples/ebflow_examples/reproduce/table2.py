@@ -21,7 +21,7 @@ from ebflow_examples.reproduce.table2_report import report as report
 from ebflow_examples.reproduce.timed import Trained, train_for
 from ebflow_examples.runs import Likelihood, build, likelihood
 from ebflow_examples.streams import drawing_from, stream
-from ebflow_plugin.objectives.evaluation import calibrated
+from ebflow_plugin.training.evaluation import calibrated
 
 MINUTES = 90.0
 LOSSES = ("ml", "sml", "ssm", "dsm", "fdssm")

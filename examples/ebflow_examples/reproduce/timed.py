@@ -22,8 +22,8 @@ from ebflow_examples.streams import drawing_from, stream_seed
 from ebflow_examples.training import optimizer_for
 from ebflow_plugin.training import FitResult
 from ebflow_plugin.training.batches import Loader
+from ebflow_plugin.training.evaluation import Judge
 from ebflow_plugin.training.files import atomic_write, write_weights
-from ebflow_plugin.training.fitting import Judge
 
 LEAST_SHARE = 0.25  # of the time is left for training, whatever the start takes
 VALIDATION_BATCH = 250

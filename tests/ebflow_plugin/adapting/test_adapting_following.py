@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from nflows import flows, transforms
+from nflows import distributions, flows, transforms
 from torch import nn
 
 import ebflow_plugin as ebf
@@ -15,6 +15,7 @@ from ebflow_nflows import FullLinear
 from ebflow_plugin.planned import Watch
 from matched import log_prob
 from randomness import randn, rng
+from warned import messages
 
 D = 3
 flow_of = partial(nflows_small.flow_of, shape=(D,))
@@ -69,17 +70,36 @@ def hook_layer(flow):
     flow._transform._transforms[0].register_forward_hook(lambda module, args, output: (output[0] + 1.0, output[1]))
 
 
-def another_class(flow):
-    class Shifted(FullLinear):
-        def forward(self, inputs, context=None):
-            outputs, log_det = super().forward(inputs, context)
-            return outputs + 1.0, log_det
+def another_class(flow, method="forward"):
+    def shifted(self, inputs, context=None):
+        outputs, log_det = getattr(FullLinear, method)(self, inputs, context)
+        return outputs + 1.0, log_det
 
-    flow._transform._transforms[0].__class__ = Shifted
+    flow._transform._transforms[0].__class__ = type("Shifted", (FullLinear,), {method: shifted})
 
 
-EDITS = [replace_layer, replace_all, append, patch_forward, hook_container, hook_layer, another_class]
-INVERTIBLE = [replace_layer, replace_all, append, patch_forward]  # a hook on forward leaves the inverse as it is
+def another_call(flow):
+    another_class(flow, "__call__")
+
+
+def replace_base(flow):
+    flow._distribution = distributions.DiagonalNormal([D]).double()
+    nn.init.constant_(flow._distribution.log_std_, 0.5)
+
+
+def replace_transform(flow):
+    flow._transform = transforms.QRLinear(D, 2).double()
+
+
+def unconstrain(flow):
+    flow._transform._transforms.append(transforms.LULinear(D).double())
+    ebf.unconstrain(flow, in_place=True)
+    nn.init.normal_(flow._transform._transforms[-1].weight)
+
+
+KNOWN = [replace_layer, replace_all, append, replace_base, replace_transform, unconstrain]
+EDITS = [*KNOWN, patch_forward, hook_container, hook_layer, another_class, another_call]
+INVERTIBLE = [*KNOWN, patch_forward]  # a hook on forward leaves the inverse as it is
 
 
 def calls(model, x):
@@ -95,12 +115,18 @@ def calls(model, x):
         "report": lambda: [(row.path, row.class_name, row.linearity) for row in model.report],
         "core": lambda: log_prob(model.core, x).detach(),
         "preprocess": lambda: model.preprocess(x)[0],
+        "gradient": lambda: slope(model.score(x).square().sum(), model.flow),
         "ml": lambda: ebf.objectives.ML(model)(x).detach(),
         "calibrate": lambda: model.calibrate(x).before,
         "copy": lambda: copy.deepcopy(model).log_prob(x).detach(),
         "pickle": lambda: pickle.loads(pickle.dumps(model)).log_prob(x).detach(),
         "state": lambda: sorted(model.state_dict()),
     }
+
+
+def slope(value, flow):
+    gradients = torch.autograd.grad(value, list(flow.parameters()), allow_unused=True, materialize_grads=True)
+    return torch.cat([gradient.flatten() for gradient in gradients])
 
 
 def same(ours, theirs):
@@ -110,25 +136,19 @@ def same(ours, theirs):
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("name", list(calls(None, None)))
 def test_every_call_sees_an_edit(edit, name, x):
-    if name == "pickle" and edit not in (replace_layer, replace_all, append):
+    if name == "pickle" and edit not in KNOWN:
         pytest.skip("functions inside of a function cannot be pickled")
     flow = flow_of(full(1.0), transforms.Tanh())
     model = ebf.wrap(flow)
-    model.log_prob(x)
+    before = model.log_prob(x)
     edit(flow)
     found = calls(model, x)[name]()
-    with pytest.warns(UserWarning, match="not known") if edit not in INVERTIBLE[:3] else _nothing():
-        fresh = ebf.wrap(flow)
+    fresh, warned = messages(lambda: ebf.wrap(flow))
+    assert bool(warned) == (edit not in KNOWN)
+    assert all("not known" in message for message in warned)
     assert torch.allclose(fresh.log_prob(x), flow.log_prob(x), rtol=1e-6)  # seen at wrap as well
+    assert not torch.allclose(fresh.log_prob(x), before)
     assert same(found, calls(fresh, x)[name]())
-
-
-class _nothing:
-    def __enter__(self):
-        return None
-
-    def __exit__(self, *exception):
-        return None
 
 
 @pytest.mark.parametrize("edit", INVERTIBLE)
@@ -239,9 +259,8 @@ def test_a_module_that_counts_its_calls_is_the_same_module():
 
 
 def test_rebuild_takes_up_what_was_registered_later(x):
-    class Doubled(transforms.Transform):
-        def forward(self, inputs, context=None):
-            return 2 * inputs, inputs.new_full((len(inputs),), D).mul(torch.log(inputs.new_tensor(2.0)))
+    class Doubled(nflows_small.Doubled):
+        pass
 
     flow = flow_of(Doubled())
     with pytest.warns(UserWarning, match="not known"):

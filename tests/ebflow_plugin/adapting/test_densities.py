@@ -11,6 +11,7 @@ from torch import nn
 import ebflow_plugin as ebf
 from ebflow_plugin.adapting.densities import density_smoothness
 from ebflow_plugin.objectives import DSM, FDSSM, SM, SSM
+from nflows_small import Net
 
 D = 3
 
@@ -175,10 +176,6 @@ def test_what_is_inside_of_an_unknown_flow_of_normflows_is_asked(inner):
 
 @pytest.mark.parametrize("name", ["RReLU", "Dropout"])
 def test_a_random_network_is_refused_in_training_mode(name):
-    class Net(nn.Sequential):
-        def forward(self, x, context=None):
-            return super().forward(x)
-
     coupling = transforms.AffineCouplingTransform(
         [1, 0, 1], lambda i, o: Net(nn.Linear(i, 4), getattr(nn, name)(), nn.Linear(4, o))
     )

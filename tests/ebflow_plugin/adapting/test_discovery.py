@@ -1,5 +1,7 @@
 """Finding flows, walking them, and registering new classes."""
 
+from functools import partial
+
 import pytest
 import torch
 from nflows import distributions, flows, transforms
@@ -8,14 +10,12 @@ from torch import nn
 import ebflow_plugin as ebf
 from ebflow_plugin.adapting import adapter, discovery, rules
 from ebflow_plugin.adapting.rules import Child
+from nflows_small import flow_of
 from randomness import randn
 from warned import no_warnings
 
 D = 4
-
-
-def make_flow(*layers):
-    return flows.Flow(transforms.CompositeTransform(layers), distributions.StandardNormal([D])).double().eval()
+make_flow = partial(flow_of, shape=(D,), mode="eval")
 
 
 class Shift(transforms.Transform):
@@ -85,7 +85,7 @@ def check(flow, model, x):
     assert torch.allclose(model.plan.decode(latents), x)
 
 
-def test_unknown_is_nonlinear_with_one_warning(x):
+def test_unknown_is_nonlinear_with_one_warning_and_an_error_if_strict(x):
     flow = make_flow(Shift(), transforms.LULinear(D), Warp(D))
     with pytest.warns(UserWarning, match="2 of 3 steps") as caught:
         model = ebf.wrap(flow)
@@ -97,13 +97,8 @@ def test_unknown_is_nonlinear_with_one_warning(x):
     assert [row.linearity for row in model.report] == ["nonlinear", "linear", "nonlinear"]
     assert [row.known for row in model.report] == [False, True, False]
     check(flow, model, x)
-
-
-def test_strict_raises_and_lists_all():
-    with pytest.raises(ebf.UnsupportedStepError, match=r"2 of 3 steps") as error:
-        ebf.wrap(make_flow(Shift(), transforms.LULinear(D), Warp(D)), strict=True)
-    assert "_transforms.0  Shift" in str(error.value)
-    assert "_transforms.2  Warp" in str(error.value)
+    with pytest.raises(ebf.UnsupportedStepError, match=r"(?s)2 of 3 steps.*_transforms.0  Shift.*_transforms.2  Warp"):
+        ebf.wrap(flow, strict=True)
 
 
 def test_describe_never_raises_on_unknown_or_refused_classes():
@@ -290,15 +285,6 @@ def test_a_broken_adapter_is_reported_and_left_out(monkeypatch):
             discovery.adapters()
     finally:
         discovery.adapters.cache_clear()
-
-
-def test_hooks_are_honoured(x):
-    flow = make_flow(transforms.LULinear(D))
-    layer = flow._transform._transforms[0]
-    layer.register_forward_hook(lambda module, args, output: (output[0] * 1.0, output[1] + 5.0))
-    with pytest.warns(UserWarning, match="forward hooks"):
-        model = ebf.wrap(flow)
-    check(flow, model, x)
 
 
 def test_a_flow_with_a_density_of_its_own_is_refused():

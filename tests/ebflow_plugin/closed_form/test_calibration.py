@@ -19,6 +19,7 @@ from ebflow_nflows import FullLinear
 from ebflow_plugin.closed_form.calibration import fit_affine
 from ebflow_plugin.closed_form.moments import Moments
 from gaussian_models import D, data, linear_flow, nll, nonlinear_flow
+from nflows_small import flow_of
 from randomness import rng
 
 
@@ -164,16 +165,10 @@ def test_checkpoints_and_copies_carry_it():
     assert torch.equal(copy.deepcopy(model).log_prob(x), model.log_prob(x))
     fresh.load_state_dict(ebf.wrap(nonlinear_flow()).state_dict())  # and one without takes it off again
     assert fresh.report.rows[-1].path != "calibration"
-    exact = model.log_prob(x)
+    single, exact = ebf.wrap(nonlinear_flow().float()), model.log_prob(x)
+    single.load_state_dict(model.state_dict())  # of another dtype
+    assert torch.allclose(single.log_prob(x.float()).double(), exact, atol=1e-3)
     assert torch.allclose(model.float().log_prob(x.float()).double(), exact, atol=1e-3)
-
-
-def test_a_checkpoint_of_another_dtype_fits_the_model_that_loads_it():
-    model = ebf.wrap(nonlinear_flow())
-    model.calibrate(data())
-    single = ebf.wrap(nonlinear_flow().float())
-    single.load_state_dict(model.state_dict())
-    assert torch.allclose(single.log_prob(data(10).float()).double(), model.log_prob(data(10)), atol=1e-3)
 
 
 @pytest.mark.parametrize("earlier", [False, True])
@@ -189,23 +184,24 @@ def test_a_calibration_that_fails_leaves_the_model_as_it_was(earlier):
     assert torch.equal(model.log_prob(data(10)), before)
 
 
+def calibrated_in_two_processes(flow, shards, monkeypatch):
+    """The model and the report of the first of two processes with these data."""
+    gathered = []  # what each Moments of the other process would send, in order
+    monkeypatch.setattr(Moments, "reduce", lambda self: gathered.append(copy.deepcopy(self)))
+    ebf.wrap(copy.deepcopy(flow)).calibrate(shards[1])
+    sent = iter(list(gathered))
+    monkeypatch.setattr(Moments, "reduce", lambda self: self.merge(next(sent)))
+    model = ebf.wrap(copy.deepcopy(flow))
+    return model, model.calibrate(shards[0])
+
+
 def test_all_processes_decide_alike(monkeypatch):
     """Two processes with different data: each must judge by the losses of both."""
     shards = [data(200, seed=1), 0.1 * data(200, seed=2) - 5.0]
     alone = ebf.wrap(nonlinear_flow())
-    state = alone.flow.state_dict()
     # Rows 9, 19, … are held out in each shard: 200 is a multiple of 10, so the joined data hold out the same rows.
     expected = alone.calibrate(torch.cat(shards))
-    gathered = []  # what each Moments of the other process would send, in order
-    monkeypatch.setattr(Moments, "reduce", lambda self: gathered.append(copy.deepcopy(self)))
-    other = ebf.wrap(nonlinear_flow())
-    other.flow.load_state_dict(state)
-    other.calibrate(shards[1])
-    sent = iter(list(gathered))
-    monkeypatch.setattr(Moments, "reduce", lambda self: self.merge(next(sent)))
-    model = ebf.wrap(nonlinear_flow())
-    model.flow.load_state_dict(state)
-    report = model.calibrate(shards[0])
+    model, report = calibrated_in_two_processes(alone.flow, shards, monkeypatch)
     assert report.before == pytest.approx(expected.before)
     assert report.after == pytest.approx(expected.after)
     assert torch.allclose(model.log_prob(data(10)), alone.log_prob(data(10)))
@@ -217,13 +213,7 @@ def test_other_shards_give_the_same_map(monkeypatch):
     x = data(2003)
     alone = ebf.wrap(nonlinear_flow())
     expected = alone.calibrate(x)
-    gathered = []
-    monkeypatch.setattr(Moments, "reduce", lambda self: gathered.append(copy.deepcopy(self)))
-    ebf.wrap(copy.deepcopy(alone.flow)).calibrate(x[1::2])
-    sent = iter(list(gathered))
-    monkeypatch.setattr(Moments, "reduce", lambda self: self.merge(next(sent)))
-    model = ebf.wrap(copy.deepcopy(alone.flow))
-    report = model.calibrate(x[::2])
+    model, report = calibrated_in_two_processes(alone.flow, (x[::2], x[1::2]), monkeypatch)
     assert report.shrinkage == expected.shrinkage  # enough rows: both choose the same
     torch.testing.assert_close(model.calibration.to_base, alone.calibration.to_base)
     torch.testing.assert_close(model.calibration.mean, alone.calibration.mean)
@@ -247,10 +237,8 @@ def test_the_report_of_a_float32_model_far_from_its_base(seed):
 
 
 def test_a_loader_of_batches_and_contexts():
-    flow = flows.Flow(
-        transforms.MaskedAffineAutoregressiveTransform(D, 8, context_features=2, activation=torch.tanh),
-        distributions.StandardNormal([D]),
-    ).double()
+    layer = transforms.MaskedAffineAutoregressiveTransform(D, 8, context_features=2, activation=torch.tanh)
+    flow = flow_of(layer, shape=(D,))
     model = ebf.wrap(flow)
     x, context = data(), data(dim=2)
     model.calibrate((x, context))
@@ -311,20 +299,24 @@ class Laplace(nn.Module):
         return -inputs.abs().sum(-1)
 
 
-def test_bad_input():
-    model = ebf.wrap(linear_flow())
-    with pytest.raises(ebf.InputError, match="unknown kind 'ful'. Did you mean 'full'"):
-        model.calibrate(data(), kind="ful")
-    with pytest.raises(ebf.InputError, match="at least 20 data points, got 12"):
-        model.calibrate(data(12))
-    with pytest.raises(ebf.InputError, match="no batches"):
-        model.calibrate([])
-    with pytest.raises(ebf.InputError, match="got int"):
-        model.calibrate(3)
-    with pytest.raises(ebf.SingularError, match="do not vary"):
-        model.calibrate(constant_feature())
-    with pytest.raises(ebf.InputError, match="Laplace is none"):
-        ebf.wrap(flows.Flow(FullLinear(D), Laplace()).double()).calibrate(data())
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda model: model.calibrate(data(), kind="ful"), ebf.InputError, "unknown kind 'ful'. Did you mean 'full'"),
+        (lambda model: model.calibrate(data(12)), ebf.InputError, "at least 20 data points, got 12"),
+        (lambda model: model.calibrate([]), ebf.InputError, "no batches"),
+        (lambda model: model.calibrate(3), ebf.InputError, "got int"),
+        (lambda model: model.calibrate(constant_feature()), ebf.SingularError, "do not vary"),
+        (
+            lambda _: ebf.wrap(flow_of(FullLinear(D), shape=(D,), base=Laplace())).calibrate(data()),
+            ebf.InputError,
+            "Lap",
+        ),
+    ],
+)
+def test_bad_input(call, error, message):
+    with pytest.raises(error, match=message):
+        call(ebf.wrap(linear_flow()))
 
 
 def test_a_singular_covariance_has_no_fit_without_shrinkage():

@@ -16,8 +16,8 @@ import ebflow_plugin as ebf
 from chains import LIBRARIES, flow_in, harmful_marginals
 from ebflow_nflows import FullConv2d, FullLinear, SinhArcsinh, SmoothLeakyReLU
 from ebflow_plugin.closed_form import gaussianization
+from ebflow_plugin.closed_form.initialization import Thinned
 from ebflow_plugin.closed_form.marginals import condense, fit_marginals
-from ebflow_plugin.closed_form.passes import Thinned
 from ebflow_plugin.plan.plan import Plan
 from gaussian_models import D, data, linear_flow, nll
 from randomness import rng

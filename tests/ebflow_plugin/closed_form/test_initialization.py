@@ -11,6 +11,7 @@ import ebflow_plugin as ebf
 from ebflow_nflows import FullConv2d, FullLinear, SmoothLeakyReLU
 from ebflow_plugin.closed_form import initialization
 from gaussian_models import D, data, linear_flow, nll
+from nflows_small import flow_of
 from randomness import rng
 
 # The whitening start
@@ -24,8 +25,7 @@ def test_the_first_full_layer_whitens(before):
         "affine": lambda: transforms.PointwiseAffineTransform(1.0, 2.0),
     }
     layers = [*(make[name]() for name in before), FullLinear(D), SmoothLeakyReLU(0.3), transforms.ActNorm(D)]
-    flow = flows.Flow(transforms.CompositeTransform(layers), distributions.StandardNormal([D])).double()
-    model = ebf.wrap(flow)
+    model = ebf.wrap(flow_of(*layers, shape=(D,)))
     x = data()
     model.initialize([x[:150], x[150:]], whiten=True)
     seen = {}
@@ -114,9 +114,7 @@ def test_flows_that_cannot_whiten():
     with pytest.raises(ebf.InputError, match=r"_transform  LULinear.*unconstrain"):
         ebf.wrap(lu).initialize(data(), whiten=True)
     with pytest.raises(ebf.InputError, match="needs a FullLinear"):
-        ebf.wrap(flows.Flow(transforms.Tanh(), distributions.StandardNormal([D])).double()).initialize(
-            data(), whiten=True
-        )
+        ebf.wrap(flow_of(transforms.Tanh(), shape=(D,))).initialize(data(), whiten=True)
     with pytest.raises(ebf.SingularError, match="1 of 5 directions"):
         ebf.wrap(linear_flow()).initialize(torch.cat([data()[:, :4], data()[:, :1]], 1), whiten=True)
     ebf.wrap(ebf.unconstrain(lu)).initialize(data(), whiten=True)

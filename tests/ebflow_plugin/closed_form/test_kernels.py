@@ -12,7 +12,7 @@ import ebflow_plugin as ebf
 from chains import flow_in
 from ebflow_nflows import FullConv2d
 from ebflow_plugin.closed_form.kernels import fit_kernel
-from ebflow_plugin.linalg.convolution import conv_matrix
+from ebflow_plugin.linalg.convolution import Convolution
 from ebflow_plugin.linalg.geometry import Setting, patches
 from gaussian_models import nll
 from randomness import rng
@@ -118,7 +118,7 @@ def test_the_gradient_vanishes_at_the_fit():
     start[:, :, 1, 1] = torch.eye(2)
     kernel, log_det = fit_kernel(covariance, start, geometry)
     kernel.requires_grad_()
-    value = conv_matrix(kernel, geometry).log_abs_det()
+    value = Convolution(kernel, geometry).log_abs_det()
     assert value.item() == pytest.approx(log_det)
     loss = 35 * 0.5 * ((kernel.flatten(1) @ covariance) * kernel.flatten(1)).sum() - value
     (slope,) = torch.autograd.grad(loss, kernel)

@@ -77,13 +77,11 @@ def test_invert_undoes_transform(case, batch, tracked):
 
 def with_parameters(layer, function):
     """A function of the parameters and further tensors, as gradcheck wants it."""
-    names, values = zip(*layer.named_parameters(), strict=True)
+    names, values = zip(*((f"layer.{name}", value) for name, value in layer.named_parameters()), strict=True)
 
     def called(*tensors):
         state = dict(zip(names, tensors, strict=False))
-        return torch.func.functional_call(
-            Calling(layer, function), {f"layer.{k}": v for k, v in state.items()}, tensors[len(names) :]
-        )
+        return torch.func.functional_call(Calling(layer, function), state, tensors[len(names) :])
 
     return called, tuple(value.detach().clone().requires_grad_() for value in values)
 
@@ -276,30 +274,15 @@ def test_singular_layers():
         (lambda: FullLinear(0), "features must be an integer, at least 1, got 0"),
         (lambda: FullLinear(2.5), "features must be an integer, at least 1, got 2.5"),
         (lambda: FullLinear(3, init="identiti"), "unknown init 'identiti'. Did you mean 'identity'"),
-        (
-            lambda: FullConv2d(3, kernel_size=3, init="zero"),
-            "unknown init 'zero'. .*Valid names: identity, negative_identity",
-        ),
+        (lambda: FullConv2d(3, kernel_size=3, init="zero"), "unknown init 'zero'. .*Valid names: identity, negative_"),
         (lambda: FullLinear(3).transform(torch.ones(2, 4)), r"takes 3 features in the last dimension, .* \(2, 4\)"),
         (lambda: FullLinear(3).invert(torch.ones(2, 4)), r"FullLinear\(3\) takes 3 features"),
         (lambda: FullLinear(3).log_det((4,)), r"shape \(4,\)"),
         (lambda: FullLinear(3).log_det(()), r"shape \(\)"),
-        (
-            lambda: FullConv2d(3, kernel_size=3).transform(torch.ones(3, 4, 4)),
-            r"\(B, C, H, W\), but got shape \(3, 4, 4\)",
-        ),
-        (
-            lambda: FullConv2d(3, kernel_size=3).transform(torch.ones(1, 2, 4, 4)),
-            r"3 channels.* but got shape \(2, 4, 4\)",
-        ),
-        (
-            lambda: FullConv2d(3, kernel_size=3).invert(torch.ones(1, 2, 4, 4)),
-            r"3 channels.* but got shape \(2, 4, 4\)",
-        ),
-        (
-            lambda: FullConv2d(3, kernel_size=3, padding=0).transform(torch.ones(1, 3, 4, 4)),
-            "must keep the number of elements",
-        ),
+        (lambda: FullConv2d(3, None, 3).transform(torch.ones(3, 4, 4)), r"\(B, C, H, W\), but got shape \(3, 4, 4\)"),
+        (lambda: FullConv2d(3, None, 3).transform(torch.ones(1, 2, 4, 4)), r"3 channels.* but got shape \(2, 4, 4\)"),
+        (lambda: FullConv2d(3, None, 3).invert(torch.ones(1, 2, 4, 4)), r"3 channels.* but got shape \(2, 4, 4\)"),
+        (lambda: FullConv2d(3, None, 3, 1, 0).transform(torch.ones(1, 3, 4, 4)), "must keep the number of elements"),
         (lambda: FullConv2d(3, kernel_size=3, padding=0).log_det((3, 4, 4)), r"\(3, 2, 2\) \(12 elements\)"),
         (lambda: SmoothLeakyReLU(0.0), r"alpha must lie in \(0, 1\], got 0.0"),
         (lambda: SmoothLeakyReLU(1.5), "got 1.5"),

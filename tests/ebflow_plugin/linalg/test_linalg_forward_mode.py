@@ -1,9 +1,11 @@
 """Derivatives in the weights of linear layers by forward mode and by torch.func, against those by reverse mode."""
 
+from functools import partial
+
 import normflows
 import pytest
 import torch
-from nflows import distributions, flows, transforms
+from nflows import transforms
 from torch import nn
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jacfwd, jvp, vmap
@@ -11,33 +13,21 @@ from torch.func import functional_call, grad, jacfwd, jvp, vmap
 import ebflow_nflows
 import ebflow_normflows
 import ebflow_plugin as ebf
+from chains import flow_in
 from randomness import rng
 
 WIDE = torch.float64
 
 
-def of_nflows(layer, *shape):
-    return flows.Flow(layer, distributions.StandardNormal(shape)).double()
-
-
-def of_normflows(layer, dim):
-    return normflows.NormalizingFlow(normflows.distributions.DiagGaussian(dim), [layer]).double()
-
-
+full_conv = partial(ebflow_nflows.FullConv2d, kernel_size=3, init="normal")
 FLOWS = {
-    "FullLinear": (lambda: of_nflows(ebflow_nflows.FullLinear(5, init="normal"), 5), (5,)),
-    "NaiveLinear": (lambda: of_nflows(transforms.NaiveLinear(4, orthogonal_initialization=False), 4), (4,)),
-    "conv, a band": (
-        lambda: of_nflows(ebflow_nflows.FullConv2d(2, kernel_size=3, init="normal"), 2, 12, 12),
-        (2, 12, 12),
-    ),
-    "conv, dense": (lambda: of_nflows(ebflow_nflows.FullConv2d(1, kernel_size=3, init="normal"), 1, 4, 4), (1, 4, 4)),
-    "conv, fourier": (
-        lambda: of_nflows(ebflow_nflows.FullConv2d(2, kernel_size=3, init="normal", padding_mode="circular"), 2, 4, 4),
-        (2, 4, 4),
-    ),
-    "InvertibleAffine": (lambda: of_normflows(normflows.flows.InvertibleAffine(3, use_lu=False), 3), (3,)),
-    "FullLinear of normflows": (lambda: of_normflows(ebflow_normflows.FullLinear(3, init="normal"), 3), (3,)),
+    "FullLinear": (ebflow_nflows, lambda: ebflow_nflows.FullLinear(5, init="normal"), (5,)),
+    "NaiveLinear": (ebflow_nflows, lambda: transforms.NaiveLinear(4, orthogonal_initialization=False), (4,)),
+    "conv, a band": (ebflow_nflows, lambda: full_conv(2), (2, 12, 12)),
+    "conv, dense": (ebflow_nflows, lambda: full_conv(1), (1, 4, 4)),
+    "conv, fourier": (ebflow_nflows, lambda: full_conv(2, padding_mode="circular"), (2, 4, 4)),
+    "InvertibleAffine": (ebflow_normflows, lambda: normflows.flows.InvertibleAffine(3, use_lu=False), (3,)),
+    "FullLinear of normflows": (ebflow_normflows, lambda: ebflow_normflows.FullLinear(3, init="normal"), (3,)),
 }
 
 
@@ -52,8 +42,8 @@ class LogProb(nn.Module):
 
 def function_of_weights(name, wrapped):
     torch.manual_seed(0)
-    build, shape = FLOWS[name]
-    flow = build()
+    library, layer, shape = FLOWS[name]
+    flow = flow_in(library, [layer()], shape)
     module = LogProb(ebf.wrap(flow) if wrapped else flow)
     x = torch.randn(3, *shape, dtype=WIDE)
     weights = {key: p.detach() for key, p in module.named_parameters() if p.dim() >= 2 and "q0" not in key}

@@ -11,7 +11,7 @@ from nflows import distributions, flows, transforms
 import ebflow_nflows
 import ebflow_plugin as ebf
 from ebflow_plugin.log_z.estimate import Estimate, _variance, log_mean_exp, pareto_k
-from log_z_models import WIDE, make_model
+from gaussian_models import WIDE, frozen, gaussian, make_model, near_identity
 from randomness import rng
 
 
@@ -23,30 +23,19 @@ def test_a_collapsed_sample_says_so():
     assert estimate.effective_sample_size < 10
 
 
-def wide_model(dim, number):
-    """Two full layers of independent entries, which make some directions of x ten times as wide as N(0, I)."""
-    torch.manual_seed(number)
-    layers = [ebflow_nflows.FullLinear(dim, init="normal", dtype=WIDE) for _ in range(2)]
-    layers.insert(1, ebflow_nflows.SmoothLeakyReLU(0.3))
-    flow = flows.Flow(transforms.CompositeTransform(layers), distributions.StandardNormal([dim]))
-    return ebf.wrap(flow.requires_grad_(False))
-
-
 @pytest.mark.filterwarnings("ignore:.*unreliable")
 @pytest.mark.parametrize("dim", [2, 6])
 def test_what_misses_the_model_says_so(dim):
     """Of such models every value with a finite error was wrong by more than 4 of them."""
     for number in range(25):
-        model = wide_model(dim, number)
+        model = bent_model(dim, number, "normal", 0.3)  # some directions of x are ten times as wide as N(0, I)
         found = model.log_z(method="importance", generator=rng(number))
         assert not found.reliable or abs(found.value - float(model.log_z())) < 4 * found.std_error, (number, found)
 
 
 @pytest.mark.filterwarnings("ignore:.*unreliable")
 def test_energies_of_any_size_are_no_crash():
-    layer = ebflow_nflows.FullLinear(2, dtype=WIDE).requires_grad_(False)
-    layer.weight.copy_(1e90 * torch.eye(2, dtype=WIDE))
-    model = ebf.wrap(flows.Flow(layer, distributions.StandardNormal([2])))
+    model, _, _ = gaussian(1e90 * torch.eye(2, dtype=WIDE))
     assert not model.log_z(method="importance", generator=rng()).reliable
 
 
@@ -64,10 +53,7 @@ def test_energies_without_weight_are_no_rounding_errors():
 
 def gaussian_estimate(widths, number):
     """Log Z of a Gaussian energy of these widths, by draws of N(0, I): a linear layer that divides by them."""
-    layer = ebflow_nflows.FullLinear(len(widths), dtype=WIDE).requires_grad_(False)
-    layer.weight.copy_(torch.diag(1 / widths))
-    model = ebf.wrap(flows.Flow(layer, distributions.StandardNormal([len(widths)])))
-    return model.log_z(method="importance", generator=rng(number))
+    return gaussian(torch.diag(1 / widths))[0].log_z(method="importance", generator=rng(number))
 
 
 @pytest.mark.filterwarnings("ignore:.*unreliable")
@@ -94,23 +80,16 @@ def test_a_proposal_of_the_right_width_is_believed():
         assert found.effective_sample_size == pytest.approx(1000 / (1 + variance), rel=0.05)
 
 
-def issue_model(dim, seed):
-    """Orthogonal layers around a nonlinearity: wider than N(0, I) in a corner that few draws reach."""
-    torch.manual_seed(seed)
-    layers = [ebflow_nflows.FullLinear(dim, init="orthogonal", dtype=WIDE) for _ in range(2)]
-    layers.insert(1, ebflow_nflows.SmoothLeakyReLU(0.4))
-    flow = flows.Flow(transforms.CompositeTransform(layers), distributions.StandardNormal([dim]))
-    return ebf.wrap(flow.requires_grad_(False))
-
-
 def mild_model(dim, seed):
     """A linear layer near the identity, and a weak nonlinearity: N(0, I) is a good proposal."""
+    return frozen(near_identity(dim, 0.1, rng(seed)), ebflow_nflows.SmoothLeakyReLU(0.8))
+
+
+def bent_model(dim, seed, init="orthogonal", alpha=0.4):
+    """Full layers around a nonlinearity: wider than N(0, I) in a corner that few draws reach."""
     torch.manual_seed(seed)
-    layer = ebflow_nflows.FullLinear(dim, dtype=WIDE)
-    layer.weight.data += 0.1 * torch.randn(dim, dim, dtype=WIDE) / dim**0.5
-    layers = [layer, ebflow_nflows.SmoothLeakyReLU(0.8)]
-    flow = flows.Flow(transforms.CompositeTransform(layers), distributions.StandardNormal([dim]))
-    return ebf.wrap(flow.requires_grad_(False))
+    first, last = (ebflow_nflows.FullLinear(dim, init=init, dtype=WIDE) for _ in range(2))
+    return frozen(first, ebflow_nflows.SmoothLeakyReLU(alpha), last)
 
 
 def misses(make, dim, seeds, fitted):
@@ -129,8 +108,8 @@ def misses(make, dim, seeds, fitted):
 @pytest.mark.parametrize("dim", [2, 3, 8])
 def test_what_is_called_reliable_is(dim):
     """Draws that missed the tail judged the tail: a quarter to nearly all of the "reliable" ones were 3 errors off."""
-    assert misses(issue_model, dim, 60, False)[1] == 0
-    reliable, off = misses(issue_model, dim, 20, True)
+    assert misses(bent_model, dim, 60, False)[1] == 0
+    reliable, off = misses(bent_model, dim, 20, True)
     assert (reliable >= 19, off) == (True, 0)
     reliable, off = misses(mild_model, dim, 20, False)
     assert (reliable, off) == (20, 0)
@@ -141,7 +120,7 @@ def test_what_is_called_reliable_is(dim):
 @pytest.mark.parametrize("dim", [1, 2, 3, 8, 20, 64])
 def test_coverage(dim):
     """Of what is called reliable, 99 % lie within four errors, over 500 seeds."""
-    for make in (issue_model, mild_model):
+    for make in (bent_model, mild_model):
         for fitted in (False, True):
             reliable, off = misses(make, dim, 500, fitted)
             assert off <= 0.01 * reliable, (make.__name__, fitted, reliable, off)

@@ -4,9 +4,9 @@ from nflows import distributions, flows, transforms
 from torch import nn
 
 import ebflow_plugin as ebf
-from ebflow_plugin.objectives.evaluation import LikelihoodSum
 from ebflow_plugin.plan.plan import Plan
 from ebflow_plugin.plan.step import LinearStep
+from ebflow_plugin.training.evaluation import LikelihoodSum
 
 D = 5
 
@@ -67,17 +67,9 @@ def test_log_z_is_never_stale(edit):
     with torch.no_grad():
         before = model.log_z()
         assert torch.allclose(before, log_z(flow))
-        edit_with_grad = torch.enable_grad()(edit)
-        edit_with_grad(flow)
+        torch.enable_grad()(edit)(flow)
         assert torch.allclose(model.log_z(), log_z(flow), rtol=1e-12)
-
-
-@pytest.mark.parametrize("edit", EDITS[:-1], ids=lambda edit: edit.__name__)
-def test_the_edits_of_this_file_change_log_z(edit):
-    flow = make_flow()
-    before = log_z(flow)
-    edit(flow)
-    assert not torch.allclose(before, log_z(flow))
+        assert torch.allclose(before, log_z(flow)) == (edit is EDITS[-1])
 
 
 def test_dtype_changes_are_noticed():

@@ -8,16 +8,16 @@ from nflows import distributions, flows
 
 import ebflow_nflows
 import ebflow_plugin as ebf
-from ebflow_plugin.linalg.operators import DenseOperator
+from ebflow_plugin.linalg.dense import Dense
 from ebflow_plugin.linalg.random import signs_like
 from ebflow_plugin.log_z import lanczos
-from log_z_models import WIDE, assert_agrees, make_model
+from gaussian_models import WIDE, assert_agrees, make_model
 from randomness import rng
 
 
 def test_known_squares_take_the_variance_out(monkeypatch):
     weight = torch.eye(100, dtype=WIDE) + 0.003 * torch.randn(100, 100, generator=rng(), dtype=WIDE)
-    operator = DenseOperator(weight)
+    operator = Dense(weight)
     with_squares = lanczos.log_abs_det(operator, generator=rng(1))
     monkeypatch.setattr(operator, "sum_of_squares", lambda: None)
     without = lanczos.log_abs_det(operator, generator=rng(1))
@@ -61,16 +61,16 @@ def test_squares_are_unknown_where_taps_share_a_pixel():
 def test_an_ill_conditioned_map_gets_a_wide_bar(dim):
     weight = torch.randn(dim, dim, generator=rng(dim), dtype=WIDE) / math.sqrt(dim)
     exact = float(torch.linalg.slogdet(weight)[1])
-    found = lanczos.log_abs_det(DenseOperator(weight), iterations=20, generator=rng())
+    found = lanczos.log_abs_det(Dense(weight), iterations=20, generator=rng())
     assert abs(found.value - exact) < 3 * found.std_error
     assert found.bias > math.sqrt(found.variance)  # and the quadrature is what it is for
-    longer = lanczos.log_abs_det(DenseOperator(weight), iterations=dim, generator=rng())
+    longer = lanczos.log_abs_det(Dense(weight), iterations=dim, generator=rng())
     assert longer.bias < found.bias / 4
 
 
 def test_an_orthogonal_map_is_exact_at_once():
     layer = ebflow_nflows.FullLinear(40, init="orthogonal", generator=rng(), dtype=WIDE)
-    found = lanczos.log_abs_det(DenseOperator(layer.weight))
+    found = lanczos.log_abs_det(Dense(layer.weight))
     assert found.value == pytest.approx(0.0, abs=1e-10)
     assert found.std_error < 1e-10
     assert found.products == 2 * 16  # it stops at the first step
@@ -102,7 +102,7 @@ def test_the_slope_of_the_control_variate_lies_within_the_spectrum():
     weight = rotation * singular
     scores = []
     for number in range(40):
-        found = lanczos.log_abs_det(DenseOperator(weight), generator=rng(number))
+        found = lanczos.log_abs_det(Dense(weight), generator=rng(number))
         scores.append((found.value - float(singular.log().sum())) / found.std_error)
         assert found.std_error < 1e-2
     assert max(map(abs, scores)) < 5
@@ -113,7 +113,7 @@ def test_a_whole_krylov_space_is_exact(monkeypatch):
     dim = 60
     left, right = (torch.linalg.qr(torch.randn(dim, dim, generator=rng(k), dtype=WIDE))[0] for k in (1, 2))
     singular = torch.logspace(-2, 2, dim, dtype=WIDE)
-    operator = DenseOperator(left * singular @ right.mT)
+    operator = Dense(left * singular @ right.mT)
     monkeypatch.setattr(operator, "sum_of_squares", lambda: None)  # without a control variate
     found = lanczos.log_abs_det(operator, iterations=dim, generator=rng())
     probes = signs_like(left.new_empty(16, dim), rng())

@@ -47,11 +47,6 @@ def test_noise_is_added_to_the_data():
     assert abs(values.mean() - expected(0.0, math.sqrt(5.0))) < 0.05
 
 
-def test_gradients_agree_with_finite_differences():
-    rows, others = randn(6, 3, seed=1).requires_grad_(), randn(5, 3, seed=2)
-    assert torch.autograd.gradcheck(lambda rows: energy_distance(rows, others).mean(), rows)
-
-
 def test_gradients_are_those_of_the_definition():
     rows, others = randn(30, 2, seed=1), randn(30, 2, seed=2)
 
@@ -116,19 +111,15 @@ def test_the_option_of_score_matching_is_the_term_at_its_own_points(kind):
             both = kind(model, latent_weight=0.5)
             value = both(x, generator=rng(1))
         (latents,) = seen
-        torch.testing.assert_close(value, plain + 5.0 * flatten(latents).square().sum(1).mean())
         if kind in (SM, SSM, FDSSM):  # they match the score at the data
             torch.testing.assert_close(latents, model.plan.encode(x)[0])
         else:
             noised = x + randn(*x.shape, seed=1)
             torch.testing.assert_close(latents, model.plan.encode(noised)[0])
-        named = dict(model.named_parameters())
-        found, wanted = (
-            torch.autograd.grad(
-                total, list(named.values()), allow_unused=True, materialize_grads=True, retain_graph=True
-            )
-            for total in (value, plain + 5.0 * flatten(latents).square().sum(1).mean())
-        )
+        expected = plain + 5.0 * flatten(latents).square().sum(1).mean()
+        torch.testing.assert_close(value, expected)
+        options = {"allow_unused": True, "materialize_grads": True, "retain_graph": True}
+        found, wanted = (torch.autograd.grad(total, list(model.parameters()), **options) for total in (value, expected))
         torch.testing.assert_close(found, wanted)
         assert both.describe().endswith("latent_weight=0.5)")
 

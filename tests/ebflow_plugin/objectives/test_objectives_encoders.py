@@ -11,6 +11,7 @@ from case import perturb
 from ebflow_nflows import FullLinear, SmoothLeakyReLU
 from ebflow_plugin.objectives import DSM, FDSSM, ML, SM, SML, SSM
 from ebflow_plugin.objectives.registration import FunctionObjective
+from nflows_small import flow_of
 from randomness import rng
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what objectives warn about is the subject of test_checks.py
@@ -20,12 +21,9 @@ D, C, ROWS = 3, 2, 5
 
 def nflows_autoregressive():
     """Closed forms in front (a full layer, an elementwise step), a network after them."""
-    steps = [
-        FullLinear(D, init="orthogonal", generator=rng()),
-        SmoothLeakyReLU(0.3),
-        transforms.MaskedAffineAutoregressiveTransform(D, 8, context_features=C, num_blocks=1, activation=torch.tanh),
-    ]
-    return flows.Flow(transforms.CompositeTransform(steps), distributions.StandardNormal([D]))
+    full = FullLinear(D, init="orthogonal", generator=rng())
+    made = transforms.MaskedAffineAutoregressiveTransform(D, 8, context_features=C, num_blocks=1, activation=torch.tanh)
+    return flow_of(full, SmoothLeakyReLU(0.3), made, shape=(D,))
 
 
 def nflows_base():

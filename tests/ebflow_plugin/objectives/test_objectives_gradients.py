@@ -7,7 +7,7 @@ import pytest
 import torch
 from nflows.distributions.normal import StandardNormal
 from nflows.flows.base import Flow
-from nflows.transforms import ActNorm, AffineCouplingTransform, CompositeTransform, LULinear
+from nflows.transforms import ActNorm, AffineCouplingTransform, LULinear
 from torch import nn
 
 import ebflow_plugin as ebf
@@ -16,12 +16,17 @@ from ebflow_plugin import testing
 from ebflow_plugin.objectives import DSM, FDSSM, ML, SM, SML, SSM, make_objective
 from ebflow_plugin.objectives.unseen import unseen_parameters
 from ebflow_plugin.plan.smoothness import Smoothness
+from nflows_small import OwnNetwork, flow_of
 from randomness import rng
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what objectives warn about is the subject of test_checks.py
 
-NAMES = ["ml", "sml", "sm", "ssm", "fdssm", "dsm"]
-every = pytest.mark.parametrize("name", NAMES)
+OPTIONS = {"ml": {}, "sml": {}, "sm": {}, "ssm": {}, "fdssm": {}, "dsm": {}, "dsm, range": {"sigma_range": (0.1, 1.0)}}
+every = pytest.mark.parametrize("name", OPTIONS)
+
+
+def made(name, model, **options):
+    return make_objective(name.split(",")[0], model, **OPTIONS[name], **options)
 
 
 def named(case_name: str) -> Case:
@@ -29,7 +34,9 @@ def named(case_name: str) -> Case:
 
 
 def nsf():
-    return named("NSF: LU + RQ-spline coupling, context, embedding_net (eval)")
+    """A model with an embedding, data for it and contexts."""
+    case = named("NSF: LU + RQ-spline coupling, context, embedding_net (eval)")
+    return ebf.wrap(case.build()), case.x(3), case.context(3)
 
 
 def changed(model, names, *functions):
@@ -103,66 +110,29 @@ def test_sml_gives_finite_gradients(case):
 
 
 @every
-def test_no_gradient_flows_to_the_data(name):
+def test_gradients_are_for_the_flow_alone(name):
     """X may come out of a network that is trained by something else."""
-    case = nsf()
-    model = ebf.wrap(case.build())
+    model, x, context = nsf()
     source = torch.ones((), dtype=torch.float64, requires_grad=True)
-    x = case.x(3).requires_grad_()
+    before = x.clone(), context.clone()
+    x.requires_grad_()
     for given in (x, x * source):
-        make_objective(name, model, generator=rng())(given, case.context(3)).backward()
+        made(name, model, generator=rng())(given, context).backward()
     assert x.grad is None
     assert source.grad is None
     assert x.requires_grad
-
-
-@every
-def test_the_embedding_net_gets_a_gradient(name):
-    case = nsf()
-    model = ebf.wrap(case.build())
-    make_objective(name, model, generator=rng())(case.x(3), case.context(3)).backward()
-    for parameter_name, parameter in model.flow._embedding_net.named_parameters():
-        assert parameter.grad.isfinite().all(), parameter_name
-        assert parameter.grad.any(), parameter_name
-
-
-@every
-def test_the_data_are_not_written_into(name):
-    case = nsf()
-    x, context = case.x(3), case.context(3)
-    before = x.clone(), context.clone()
-    make_objective(name, ebf.wrap(case.build()), generator=rng())(x, context)
+    assert not context.requires_grad
     assert torch.equal(x, before[0])
     assert torch.equal(context, before[1])
-    assert not x.requires_grad
+    assert all(p.grad.isfinite().all() and p.grad.any() for p in model.flow._embedding_net.parameters())
 
 
 @every
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_the_value_is_the_same_without_gradients(name, mode):
-    case = nsf()
-    model, x, context = ebf.wrap(case.build()), case.x(3), case.context(3)
-    wanted = make_objective(name, model, generator=rng())(x, context)
-    with mode():
-        value = make_objective(name, model, generator=rng())(x.clone(), context.clone())
-    assert not value.requires_grad
-    torch.testing.assert_close(value, wanted.detach())
-    torch.testing.assert_close(make_objective(name, model, generator=rng())(x, context), wanted)
-
-
-@every
-def test_parameters_are_the_flows(name):
-    model = ebf.wrap(nsf().build())
-    assert {id(p) for p in make_objective(name, model).parameters()} == {id(p) for p in model.flow.parameters()}
-    total = make_objective(name, model) + make_objective("ml", model)
-    assert len(list(total.parameters())) == len(list(model.flow.parameters()))
-
-
-@every
-def test_the_mode_of_the_model_is_kept(name):
-    case = nsf()
-    model = ebf.wrap(case.build().eval())
-    loss = make_objective(name, model)
+def test_an_objective_holds_the_flow_in_its_mode(name):
+    model, _, _ = nsf()
+    loss = made(name, model.eval())
+    assert {id(p) for p in loss.parameters()} == {id(p) for p in model.flow.parameters()}
+    assert len(list((loss + made("ml", model)).parameters())) == len(list(model.flow.parameters()))
     assert not loss.training
     assert not model.flow.training
     loss.train()
@@ -171,22 +141,27 @@ def test_the_mode_of_the_model_is_kept(name):
 
 
 @every
-def test_copies_have_their_own_model(name):
-    case = nsf()
-    x, context = case.x(3), case.context(3)
-    loss = 2.0 * make_objective(name, ebf.wrap(case.build()), generator=rng())
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_the_value_is_the_same_without_gradients_and_in_copies(name, mode):
+    model, x, context = nsf()
+    loss = 2.0 * made(name, model, generator=rng())
+    wanted = loss(x, context)
+    with mode():
+        value = made(name, model, generator=rng())(x.clone(), context.clone())
+    assert not value.requires_grad
+    torch.testing.assert_close(2.0 * value, wanted.detach())
+    loss.terms[0].generator.manual_seed(0)
     for copied in (copy.deepcopy(loss), pickle.loads(pickle.dumps(loss))):
         assert not {id(p) for p in copied.parameters()} & {id(p) for p in loss.parameters()}
-        copied.terms[0].generator.manual_seed(0)
-        loss.terms[0].generator.manual_seed(0)
-        assert torch.equal(copied(x, context), loss(x, context))
+        assert torch.equal(copied(x, context), wanted)
+    single = made(name, model.float(), generator=rng())(x.float(), context.float())
+    assert (single.dtype, value.dtype) == (torch.float32, torch.float64)
 
 
 @every
 def test_the_same_seed_gives_the_same_value(name):
-    case = nsf()
-    model, x, context = ebf.wrap(case.build()), case.x(3), case.context(3)
-    loss = make_objective(name, model, generator=rng(1))
+    model, x, context = nsf()
+    loss = made(name, model, generator=rng(1))
     torch.manual_seed(0)
     state = torch.get_rng_state()
     first, second = loss(x, context), loss(x, context)
@@ -196,24 +171,12 @@ def test_the_same_seed_gives_the_same_value(name):
     loss.generator.manual_seed(1)
     assert torch.equal(loss(x, context), first)
     assert torch.equal(loss(x, context), second)
-
-
-def test_the_draw_of_sigma_is_seeded():
-    case = nsf()
-    model, x, context = ebf.wrap(case.build()), case.x(3), case.context(3)
-    first = DSM(model, generator=rng(1), sigma_range=(0.1, 1.0))(x, context)
-    torch.manual_seed(123)
-    assert torch.equal(DSM(model, generator=rng(1), sigma_range=(0.1, 1.0))(x, context), first)
-
-
-@every
-def test_dequantisation_is_seeded(name):
     flow = Flow(LULinear(4), StandardNormal([4])).double()
     model = ebf.wrap(flow, preprocess=[ebf.Dequantize(16, noise="smooth"), ebf.Rescale(0.05, 0.95), ebf.Logit()])
-    x = torch.randint(16, (5, 4), generator=rng())
-    values = [make_objective(name, model, generator=rng(seed))(x) for seed in (1, 1, 2)]
-    assert torch.equal(values[0], values[1])
-    assert not torch.equal(values[0], values[2])
+    levels = torch.randint(16, (5, 4), generator=rng())
+    first, second, third = (made(name, model, generator=rng(seed))(levels) for seed in (1, 1, 2))
+    assert torch.equal(first, second), "the noise of Dequantize is not seeded"
+    assert not torch.equal(first, third)
 
 
 @every
@@ -223,47 +186,30 @@ def test_preprocessed_data_are_matched_behind_the_preprocessing(name):
     model, x = ebf.wrap(case.build()), case.x(3)
     assert 0 < len(model.prefix.steps) < len(model.plan.steps)
     u, log_det = model.preprocess(x)
-    loss = make_objective(name, model)
+    loss = made(name, model)
     value, inside = loss(x, generator=rng()), loss.per_sample(model.core, u, None, rng()).mean()
     torch.testing.assert_close(value, inside - log_det.mean() if name == "ml" else inside)
 
 
 def act_norm_flow():
-    torch.manual_seed(0)
-    net = torch.nn.Sequential
-
-    class Net(nn.Module):
-        def __init__(self, inputs, outputs):
-            super().__init__()
-            self.net = net(nn.Linear(inputs, 4), nn.Tanh(), nn.Linear(4, outputs))
-
-        def forward(self, x, context=None):
-            return self.net(x)
-
-    coupling = AffineCouplingTransform([0, 1, 0, 1], Net)
-    return Flow(CompositeTransform([ActNorm(4), coupling, ActNorm(4)]), StandardNormal([4])).double()
+    coupling = AffineCouplingTransform([0, 1, 0, 1], lambda i, o: OwnNetwork(None, i, o))
+    return flow_of(ActNorm(4), coupling, ActNorm(4), shape=(4,))
 
 
 @every
-def test_the_clean_batch_initialises_actnorm(name):
+def test_the_clean_batch_initialises_actnorm_once_and_not_in_eval_mode(name):
     x = 3.0 + 2.0 * torch.randn(50, 4, generator=rng(), dtype=torch.float64)
     flow, reference = act_norm_flow(), act_norm_flow()
-    ebf.wrap(reference).initialize(x)
+    reference.load_state_dict(flow.state_dict())
     options = {"dsm": {"sigma": 5.0}, "fdssm": {"eps": 5.0}}.get(name, {})
-    make_objective(name, ebf.wrap(flow), generator=rng(), **options)(x)
-    for (key, value), wanted in zip(flow.state_dict().items(), reference.state_dict().values(), strict=True):
-        assert torch.equal(value, wanted), key
-    make_objective(name, ebf.wrap(flow), generator=rng(), **options)(10 * x)  # once is enough
-    for (key, value), wanted in zip(flow.state_dict().items(), reference.state_dict().values(), strict=True):
-        assert torch.equal(value, wanted), key
-
-
-@every
-def test_actnorm_is_not_initialised_in_eval_mode(name):
-    flow = act_norm_flow().eval()
-    before = {key: value.clone() for key, value in flow.state_dict().items()}
-    make_objective(name, ebf.wrap(flow), generator=rng())(torch.randn(5, 4, dtype=torch.float64))
-    assert all(torch.equal(value, before[key]) for key, value in flow.state_dict().items())
+    loss = made(name, ebf.wrap(flow.eval()), generator=rng(), **options)
+    for start, rows in ((None, x), (x, x), (None, 10 * x)):
+        if start is not None:
+            ebf.wrap(reference).initialize(start)
+            loss.train()
+        loss(rows)
+        for key, wanted in reference.state_dict().items():
+            assert torch.equal(flow.state_dict()[key], wanted), key
 
 
 @every
@@ -282,29 +228,12 @@ def test_no_operation_mixes_devices_or_waits(name, generator, case_name):
     model = ebf.wrap(case.build().to("meta"))
     x, context = case.x(3).to("meta"), None if case.context(3) is None else case.context(3).to("meta")
     options = {} if name in ("ml", "sml") else {"energy_weight": 0.1}
-    loss = make_objective(name, model, generator=generator, **options)
+    loss = made(name, model, generator=generator, **options)
     with testing.one_device(torch.device("meta")):
         value = loss(x, context)
         value.backward()
     assert value.is_meta
     assert value.shape == ()
-
-
-@pytest.mark.parametrize("generator", [None, rng()], ids=["global", "of the cpu"])
-def test_no_draw_of_sigma_mixes_devices(generator):
-    case = named("ActNorm: img, initialized (train)")
-    loss = DSM(ebf.wrap(case.build().to("meta")), generator=generator, sigma_range=(0.1, 1.0))
-    with testing.one_device(torch.device("meta")):
-        assert loss(case.x(3).to("meta")).is_meta
-
-
-@every
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_dtype_is_that_of_the_data(name, dtype):
-    case = nsf()
-    model = ebf.wrap(case.build().to(dtype))
-    value = make_objective(name, model, generator=rng())(case.x(3).to(dtype), case.context(3).to(dtype))
-    assert value.dtype == dtype
 
 
 @pytest.mark.parametrize("name", ["sm", "ssm", "fdssm", "dsm"])

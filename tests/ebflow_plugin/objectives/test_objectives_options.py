@@ -76,11 +76,7 @@ def test_an_unknown_name_gets_a_suggestion(model):
     ("name", "option", "message"),
     [
         ("ssm", "projection_count", "SSM has no option 'projection_count'. Did you mean 'projection'"),
-        (
-            "dsm",
-            "sigm",
-            r"DSM has no option 'sigm'. Did you mean 'sigma'\? Valid names: energy_weight, generator, latent_weight,",
-        ),
+        ("dsm", "sigm", r"DSM has no option 'sigm'. Did you mean 'sigma'\? Valid names: energy_weight, generator,"),
         ("ml", "sigma", "ML has no option 'sigma'. Valid names: generator, iterations, log_det, probes,"),
         ("ml", "energy_weight", "ML has no option 'energy_weight'."),
         ("ssm", "reduction", "SSM has no option 'reduction'."),
@@ -134,18 +130,16 @@ def test_a_flow_must_be_wrapped_first(model, cls):
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_bad_data(model, x, name):
     loss = make_objective(name, model)
-    with pytest.raises(ebf.InputError, match="x must be a tensor, got list"):
-        loss([[0.0, 0.0]])
-    with pytest.raises(ebf.InputError, match=r"x must have shape \(B, 2\), got \(6, 3\)"):
-        loss(torch.zeros(6, 3).double())
-    with pytest.raises(ebf.InputError, match="x is torch.float32, the flow is torch.float64"):
-        loss(x.float())
-    with pytest.raises(ebf.InputError, match=r"context must have 6 rows, as x has, got shape \(4, 2\)"):
-        loss(x, x[:4])
-    with pytest.raises(ebf.InputError, match="context must be a tensor, got int"):
-        loss(x, 3)
-    with pytest.raises(ebf.InputError, match="x holds no samples"):
-        loss(x[:0])
+    for args, message in (
+        (([[0.0, 0.0]],), "x must be a tensor, got list"),
+        ((torch.zeros(6, 3).double(),), r"x must have shape \(B, 2\), got \(6, 3\)"),
+        ((x.float(),), "x is torch.float32, the flow is torch.float64"),
+        ((x, x[:4]), r"context must have 6 rows, as x has, got shape \(4, 2\)"),
+        ((x, 3), "context must be a tensor, got int"),
+        ((x[:0],), "x holds no samples"),
+    ):
+        with pytest.raises(ebf.InputError, match=message):
+            loss(*args)
     assert loss.losses(x[:0]).shape == (0,)
 
 
@@ -169,6 +163,7 @@ def test_a_weighted_sum(model, x):
     assert isinstance(total, WeightedSum)
     assert total.weights == (0.9, 0.1)
     assert total.model is model
+    torch.testing.assert_close(sum([ML(model), SM(model)])(x), ML(model)(x) + SM(model)(x))
     torch.testing.assert_close(total(x), 0.9 * SSM(model, generator=rng())(x) + 0.1 * ML(model)(x))
     total = 0.5 * ML(model) + SM(model)
     torch.testing.assert_close(total.losses(x), 0.5 * ML(model).losses(x) + SM(model).losses(x))
@@ -184,11 +179,6 @@ def test_nested_sums_are_one_sum(weights, outer):
     assert [type(term) for term in total.terms] == [ML] * len(weights) + [SM]
     torch.testing.assert_close(total(x), outer * (sum(weights) * ML(model)(x) + SM(model)(x)))
     assert "weights=" in repr(total)
-
-
-def test_sums_start_at_zero(model, x):
-    terms = [ML(model), SM(model)]
-    torch.testing.assert_close(sum(terms)(x), ML(model)(x) + SM(model)(x))
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
@@ -218,11 +208,10 @@ def test_descriptions_tell_the_options(model):
     total = 0.9 * SSM(model, projections=2) + 0.1 * ML(model)
     ssm = "SSM(projections=2, projection='rademacher', energy_weight=0)"
     assert total.describe() == f"0.9 * {ssm} + 0.1 * ML(log_det='exact')"
-
-
-def test_an_objective_without_a_formula_cannot_be_made(model):
-    with pytest.raises(TypeError, match="abstract.*per_sample"):
-        Objective(model)
+    assert "projections=2, projection='sphere', energy_weight=0" in repr(SSM(model, projections=2, projection="sphere"))
+    dsm = DSM(model, sigma_range=(0.1, 1.0), energy_weight=0.001)
+    assert "sigma_range=(0.1, 1.0), energy_weight=0.001" in repr(dsm)
+    assert "eps=0.2" in repr(FDSSM(model, eps=0.2))
 
 
 def test_sums_that_make_no_sense(model):
@@ -263,10 +252,6 @@ def test_a_function_of_the_users_own(model, x):
     with pytest.raises(EBFlowError, match="objective 'contrast' is registered already; pass force=True"):
         register_objective("contrast")(contrast)
     register_objective("contrast", force=True)(contrast)
-
-
-@pytest.mark.usefixtures("registry")
-def test_a_function_must_return_a_scalar(model, x):
     register_objective("each")(lambda model, x, context: model.energy(x, context))
     with pytest.raises(ebf.InputError, match=r"must return a scalar tensor, got \(6,\); take the mean"):
         make_objective("each", model)(x)
@@ -291,7 +276,9 @@ def test_a_class_of_the_users_own(model, x):
 
 
 @pytest.mark.usefixtures("registry")
-def test_what_cannot_be_registered():
+def test_what_cannot_be_registered(model):
+    with pytest.raises(TypeError, match="abstract.*per_sample"):
+        Objective(model)
     with pytest.raises(ebf.InputError, match="int is no subclass of ebflow_plugin.objectives.Objective"):
         register_objective("number")(int)
     with pytest.raises(ebf.InputError, match="an objective is a class or a function, got 3"):
@@ -304,31 +291,3 @@ def test_what_cannot_be_registered():
 def test_docstrings_have_equation_cost_and_example(cls):
     for word in (".. math::", "Cost:", "Use it", "Example:", "Arguments:"):
         assert word in cls.__doc__, word
-
-
-def test_options_are_shown(model):
-    ssm = SSM(model, projections=2, projection="sphere")
-    assert "projections=2, projection='sphere', energy_weight=0" in repr(ssm)
-    dsm = DSM(model, sigma_range=(0.1, 1.0), energy_weight=0.001)
-    assert "sigma_range=(0.1, 1.0), energy_weight=0.001" in repr(dsm)
-    assert "eps=0.2" in repr(FDSSM(model, eps=0.2))
-
-
-@pytest.mark.parametrize("projection", ["rademacher", "gaussian"])
-def test_gradients_for_each_sample(projection):
-    """vmap(grad) draws another direction for each sample, which it refuses to do in place."""
-    torch.manual_seed(0)
-    model = ebf.wrap(Flow(LULinear(3), StandardNormal([3])).double())
-    loss = SSM(model, projection=projection)
-    weights = {name: p.detach() for name, p in loss.named_parameters()}
-
-    def value(weights, row):
-        return torch.func.functional_call(loss, weights, (row[None],))
-
-    x = torch.randn(4, 3, dtype=torch.float64)
-    each = torch.func.vmap(torch.func.grad(value), in_dims=(None, 0), randomness="different")(weights, x)
-    assert all(torch.isfinite(each[name]).all() and len(each[name]) == 4 for name in weights)
-    again = torch.func.vmap(torch.func.grad(value), in_dims=(None, 0), randomness="different")(
-        weights, x[:1].repeat(4, 1)
-    )
-    assert any(not torch.equal(again[name][0], again[name][1]) for name in weights)  # by the directions alone

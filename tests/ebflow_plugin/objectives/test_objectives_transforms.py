@@ -4,12 +4,12 @@ import warnings
 
 import pytest
 import torch
-from nflows import distributions, flows, transforms
+from nflows import transforms
 from torch.func import functional_call, grad, vmap
 
 import ebflow_plugin as ebf
-from case import perturb
 from ebflow_plugin.objectives import DSM, FDSSM, ML, SM, SSM
+from nflows_small import flow_of
 from training_models import make_data
 from training_models import make_model as make_closed
 
@@ -17,9 +17,7 @@ from training_models import make_model as make_closed
 def make_network():
     torch.manual_seed(0)
     made = transforms.MaskedAffineAutoregressiveTransform(4, 8, num_blocks=1, activation=torch.tanh)
-    flow = flows.Flow(made, distributions.StandardNormal([4])).double().eval()
-    perturb(flow, 0.2)
-    return ebf.wrap(flow)
+    return ebf.wrap(flow_of(made, shape=(4,), mode="eval", noise=0.2))
 
 
 MODELS = {"closed forms": lambda: make_closed(actnorm=False, dtype=torch.float64), "network": make_network}
@@ -27,6 +25,7 @@ OBJECTIVES = {
     "ml": ML,
     "sm": SM,
     "ssm": SSM,
+    "ssm, gaussian": lambda model: SSM(model, projection="gaussian"),
     "ssm, sphere": lambda model: SSM(model, projection="sphere"),
     "ssm, energy": lambda model: SSM(model, energy_weight=0.1),
     "dsm": lambda model: DSM(model, sigma=0.5),
@@ -48,11 +47,14 @@ def test_gradients_for_each_sample(name, loss):
             return functional_call(objective, weights, (row.unsqueeze(0),))
 
         torch.manual_seed(0)
-        found = vmap(grad(value), in_dims=(None, 0), randomness="different")(weights, x)
+        each = vmap(grad(value), in_dims=(None, 0), randomness="different")
+        found, alike = each(weights, x), each(weights, x[:1].repeat(5, 1))
         torch.manual_seed(0)
         alone = grad(value)(weights, x[0])
         torch.manual_seed(0)
         plain = objective(x[:1])
+    differ = any(not torch.equal(alike[key][0], alike[key][1]) for key in weights)
+    assert differ == (loss not in ("ml", "sm")), "each sample has its own draw"
     named = dict(objective.named_parameters())
     expected = torch.autograd.grad(plain, list(named.values()), allow_unused=True, materialize_grads=True)
     for key, wanted in zip(named, expected, strict=True):

@@ -124,9 +124,10 @@ def test_loss_and_gradients_are_those_of_the_cpu(name, accelerator):
     torch.testing.assert_close(gradients[1], gradients[0], **tolerance)
 
 
-def test_weights_do_not_wait(accelerator):
+@pytest.mark.parametrize("name", ["SM", "SSM", "DSM", "FDSSM", "ML", "SML", "sum"])
+def test_weights_do_not_wait(name, accelerator):
     model = model_of("fc", accelerator)
-    objective, x = DSM(model), data("fc").to(accelerator)
+    objective, x = OBJECTIVES[name](model), data("fc").to(accelerator)
     model.energy(x)
     weights = torch.rand(12, dtype=x.dtype).to(accelerator)
     with pretend.watch() as waits:

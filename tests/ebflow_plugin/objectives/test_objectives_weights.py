@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from nflows import distributions, flows, transforms
-from nflows.nn.nets import ResidualNet
+from nflows import transforms
 
 import ebflow_plugin as ebf
 from ebflow_nflows import FullLinear, SmoothLeakyReLU
 from ebflow_plugin.objectives import DSM, FDSSM, ML, SM, SML, SSM
 from ebflow_plugin.objectives.registration import FunctionObjective
 from ebflow_plugin.plan.inputs import check_weights
+from nflows_small import flow_of, smooth_net
 from randomness import randn, rng
 from stochastic_models import nflows_model
 
@@ -81,7 +81,7 @@ def test_a_pending_start_counts_the_weights():
     """A row of weight zero, or three times the weight, is absent from an ActNorm, or in it three times."""
 
     def started(x, weights):
-        flow = flows.Flow(transforms.ActNorm(3), distributions.StandardNormal([3])).double()
+        flow = flow_of(transforms.ActNorm(3), shape=(3,))
         ML(ebf.wrap(flow))(x, weights=weights)
         return flow.state_dict()
 
@@ -93,10 +93,7 @@ def test_a_pending_start_counts_the_weights():
 
 
 def test_gradients_reach_the_context_of_counted_rows_alone():
-    network = transforms.AffineCouplingTransform(
-        torch.tensor([1, 0]), lambda i, o: ResidualNet(i, o, 4, context_features=2)
-    )
-    model = ebf.wrap(flows.Flow(network, distributions.StandardNormal([2])).double())
+    model = ebf.wrap(flow_of(transforms.AffineCouplingTransform([1, 0], smooth_net(2)), shape=(2,)))
     context = randn(4, 2, seed=1).requires_grad_()
     ML(model)(randn(4, 2), context, torch.tensor([1.0, 0.0, 2.0, 0.0])).backward()
     assert context.grad.abs().sum(1).gt(0).tolist() == [True, False, True, False]
@@ -104,16 +101,18 @@ def test_gradients_reach_the_context_of_counted_rows_alone():
 
 def test_bad_weights_are_refused():
     objective, x = ML(model_of()), randn(4, 3)
-    values = {"1 of 4": [1.0, -1.0, 1.0, 1.0], "2 of 4": [torch.nan, torch.inf, 0.0, 1.0], "4 zeros": [0.0] * 4}
-    for message, weights in values.items():
-        with pytest.raises(ebf.InputError, match=f"at least 0, finite, and not all 0, got {message}"):
-            objective(x, weights=torch.tensor(weights))
-    for shape, wrong in (("(3,)", torch.ones(3)), ("(4, 1)", torch.ones(4, 1)), ("list", [1.0] * 4)):
-        with pytest.raises(ebf.InputError, match=r"of shape \(4,\), one for each row of x, got ") as caught:
-            objective(x, weights=wrong)
-        assert shape in str(caught.value)
-    with pytest.raises(ebf.InputError, match="weights are on meta, x is on cpu"):
-        objective(x, weights=torch.ones(4, device="meta"))
+    values, shape = "at least 0, finite, and not all 0, got ", r"of shape \(4,\), one for each row of x, got "
+    for weights, message in (
+        (torch.tensor([1.0, -1.0, 1.0, 1.0]), values + "1 of 4"),
+        (torch.tensor([torch.nan, torch.inf, 0.0, 1.0]), values + "2 of 4"),
+        (torch.zeros(4), values + "4 zeros"),
+        (torch.ones(3), shape + r"\(3,\)"),
+        (torch.ones(4, 1), shape + r"\(4, 1\)"),
+        ([1.0] * 4, shape + "list"),
+        (torch.ones(4, device="meta"), "weights are on meta, x is on cpu"),
+    ):
+        with pytest.raises(ebf.InputError, match=message):
+            objective(x, weights=weights)
 
 
 @pytest.mark.parametrize("weights", [[1.0, -1.0], [torch.nan, 1.0], [torch.inf, 1.0], [0.0, 0.0]])
@@ -143,12 +142,3 @@ def test_a_function_takes_weights_if_it_names_them():
         FunctionObjective(model, plain)(x, weights=w)
     with pytest.raises(ebf.InputError, match="at least 0"):
         objective(x, weights=-w)
-
-
-@objectives
-def test_no_value_is_read_off_the_cpu(make):
-    model = model_of().to("meta")
-    objective = make(model)
-    loss = objective(torch.empty(4, 3, dtype=torch.float64, device="meta"), weights=torch.empty(4, device="meta"))
-    loss.backward()
-    assert loss.is_meta

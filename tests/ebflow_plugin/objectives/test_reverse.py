@@ -8,12 +8,12 @@ import pytest
 import torch
 import zuko
 from nflows import distributions, flows, transforms
-from nflows.nn.nets import ResidualNet
 from torch import nn
 
 import ebflow_plugin as ebf
 from ebflow_nflows import FullConv2d, FullLinear, SmoothLeakyReLU
 from ebflow_plugin.objectives import ML, ReverseKL
+from nflows_small import flow_of, smooth_net
 from randomness import randn, rng
 from stochastic_models import nflows_model, perturbed
 
@@ -117,9 +117,7 @@ def test_convolutions_have_the_same_gradient_in_all_forms(padding):
 
 
 def coupling():
-    return transforms.AffineCouplingTransform(
-        torch.tensor([1, 0, 1]), lambda i, o: ResidualNet(i, o, 8, num_blocks=1, activation=torch.tanh)
-    )
+    return transforms.AffineCouplingTransform([1, 0, 1], smooth_net())
 
 
 def normflows_flow():
@@ -128,11 +126,8 @@ def normflows_flow():
 
 
 FLOWS = {
-    "full": lambda: flows.Flow(
-        transforms.CompositeTransform([FullLinear(D), SmoothLeakyReLU(0.4), FullLinear(D)]),
-        distributions.StandardNormal([D]),
-    ),
-    "coupling": lambda: flows.Flow(coupling(), distributions.StandardNormal([D])),
+    "full": lambda: flow_of(FullLinear(D), SmoothLeakyReLU(0.4), FullLinear(D), shape=(D,)),
+    "coupling": lambda: flow_of(coupling(), shape=(D,)),
     "trained base": lambda: flows.Flow(coupling(), distributions.DiagonalNormal([D])),
     "normflows": normflows_flow,
     "zuko": lambda: zuko.flows.NSF(2, transforms=2, hidden_features=(8,)),
@@ -194,12 +189,6 @@ def test_the_seed_decides():
         assert torch.equal(objective(generator=rng(4)), first)
 
 
-def raising(objective, message):
-    with pytest.raises(ebf.InputError, match=message) as caught:
-        objective().backward()
-    assert "\n" not in str(caught.value)
-
-
 @pytest.mark.parametrize("gradient", ["path", "total"])
 def test_bad_targets_are_refused_in_one_line(gradient):
     model = gaussian_model()
@@ -212,7 +201,9 @@ def test_bad_targets_are_refused_in_one_line(gradient):
         r"log_density returns no gradient in x": lambda x: x.detach().sum(1),
     }
     for message, function in bad.items():
-        raising(ReverseKL(model, function, 8, gradient=gradient, generator=rng()), message)
+        with pytest.raises(ebf.InputError, match=message) as caught:
+            ReverseKL(model, function, 8, gradient=gradient, generator=rng())().backward()
+        assert "\n" not in str(caught.value)
     with pytest.raises(ebf.InputError, match="log_density must be a function of x, got Tensor"):
         ReverseKL(model, torch.zeros(3))
 
@@ -233,7 +224,6 @@ def test_models_that_cannot_be_trained_so_are_refused():
 
 
 def test_a_density_that_jumps_is_warned_about():
-    steps = [transforms.LeakyReLU(), FullLinear(D)]
-    model = ebf.wrap(flows.Flow(transforms.CompositeTransform(steps), distributions.StandardNormal([D])).double())
+    model = ebf.wrap(flow_of(transforms.LeakyReLU(), FullLinear(D), shape=(D,)))
     with pytest.warns(ebf.BiasWarning, match="miss the jumps, so those of ReverseKL are biased"):
         ReverseKL(model, target)

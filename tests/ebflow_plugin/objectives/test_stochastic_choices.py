@@ -9,13 +9,14 @@ import pytest
 import torch
 from nflows.distributions.normal import StandardNormal
 from nflows.flows.base import Flow
-from nflows.transforms import InverseTransform, LULinear
+from nflows.transforms import AffineCouplingTransform, InverseTransform, LULinear
 
 import ebflow_plugin as ebf
 from ebflow_nflows import FullConv2d, FullLinear, SmoothLeakyReLU
 from ebflow_plugin.objectives import ML
 from ebflow_plugin.plan.log_dets import log_det_methods
-from randomness import rng
+from nflows_small import smooth_net
+from randomness import randn, rng
 from stochastic_models import batch, gradient, nflows_model, perturbed
 from warned import no_warnings
 
@@ -26,8 +27,15 @@ def near_singular(size=8):
     layer = FullLinear(size)
     with torch.no_grad():
         layer.weight.copy_(torch.diag(torch.logspace(0, -8, size)) @ layer.weight)
-    model = ebf.wrap(Flow(layer, StandardNormal([size])).double())
-    return model
+    return ebf.wrap(Flow(layer, StandardNormal([size])).double())
+
+
+def conv_layer():
+    return FullConv2d(2, kernel_size=3)
+
+
+def conv():
+    return nflows_model(conv_layer(), shape=[2, 6, 6])
 
 
 def test_no_convergence_takes_the_exact_log_det_counts_and_warns_once():
@@ -49,7 +57,7 @@ def test_no_convergence_takes_the_exact_log_det_counts_and_warns_once():
 
 
 def test_a_convolution_that_does_not_converge():
-    model = nflows_model(FullConv2d(2, kernel_size=3), shape=[2, 5, 4])
+    model = conv()
     x = batch(model)
     loss = ML(model, log_det="stochastic", probes=2, tolerance=1e-9, iterations=3)
     with pytest.warns(UserWarning, match="not converge in 3 iterations"):
@@ -81,7 +89,7 @@ def total_variance(gradients):
 
 def test_the_number_of_probes_minimises_variance_times_cost():
     """Both variances against those of fresh draws, and the number against every other one."""
-    model = nflows_model(FullConv2d(2, kernel_size=3), shape=[2, 6, 6])
+    model = conv()
     x, rows = batch(model, rows=400), 400
     loss = ML(model, log_det="stochastic", generator=rng())
     for seed in range(20):
@@ -102,7 +110,7 @@ def test_the_number_of_probes_minimises_variance_times_cost():
 
 def test_probes_follow_the_noise_from_step_to_step():
     """A layer can leave its start in one step, and its noise grows by orders of magnitude then."""
-    model = nflows_model(FullConv2d(2, kernel_size=3), shape=[2, 6, 6])
+    model = conv()
     layer = model.flow._transform._transforms[0]
     far = layer.weight.detach().clone()
     with torch.no_grad():
@@ -124,7 +132,7 @@ def test_probes_follow_the_noise_from_step_to_step():
 
 
 def test_probes_cost_no_more_than_the_batch_but_four_are_left():
-    model = nflows_model(FullConv2d(2, kernel_size=3), shape=[2, 6, 6])
+    model = conv()
     for rows in (2, 20, 60):
         loss = ML(model, log_det="stochastic", generator=rng(), tolerance=1e-9)
         for seed in range(8):
@@ -134,7 +142,7 @@ def test_probes_cost_no_more_than_the_batch_but_four_are_left():
 
 
 def test_noise_that_cannot_be_compared_leaves_four_probes():
-    model = nflows_model(FullConv2d(2, kernel_size=3), shape=[2, 6, 6])
+    model = conv()
     alone, equal = (ML(model, log_det="stochastic") for _ in range(2))
     x = batch(model, rows=1)
     for _ in range(6):
@@ -154,27 +162,6 @@ def test_remainders_beyond_single_precision(scale):
     for _ in range(6):
         assert bool(gradient(loss, batch(model, rows=30)).isfinite().all())
     assert bool(loss._estimator.accounts[PATH].noise_factors) == (scale == 1e-25)
-
-
-def test_the_state_of_an_earlier_version_is_measured_again():
-    model = nflows_model(FullConv2d(2, kernel_size=3), shape=[2, 6, 6])
-    loss = ML(model, log_det="stochastic", generator=rng())
-    before = {"calls": 7, "probes": None, "probe_noise": 1.0, "batch_noise": 0.5, "looks": 2, "exact": 3}
-    loss.load_state({PATH: before})
-    for _ in range(2):
-        loss(batch(model, rows=30))
-    account = loss._estimator.accounts[PATH]
-    assert account.exact == 3
-    assert len(account.noise_factors) == len(account.row_noises) == 2
-    assert account.probes >= 4
-
-
-def conv_layer():
-    return FullConv2d(2, kernel_size=3)
-
-
-def conv():
-    return nflows_model(conv_layer(), shape=[2, 6, 6])
 
 
 def chosen(model, batches):
@@ -267,26 +254,10 @@ def test_a_weight_that_another_module_computes(layer, shape, bias):
     assert chosen_itself.metrics()["log_det"][PATH]["probes"] == 4  # its noise cannot be measured here
 
 
-def test_state_goes_on_where_it_was():
-    model = nflows_model(FullConv2d(2, kernel_size=3), FullLinear(4), shape=[2, 6, 4])
-    loss = ML(model, log_det="stochastic", generator=rng())
-    x = batch(model, rows=30)
-    loss(x)
-    other = ML(model, log_det="stochastic", generator=rng())
-    other.load_state(loss.state())
-    other.generator.set_state(loss.generator.get_state())
-    for _ in range(4):
-        assert torch.equal(gradient(loss, x), gradient(other, x))
-    assert loss.state() == other.state()
-
-
 def test_a_context():
-    from nflows.nn.nets import ResidualNet
-    from nflows.transforms import AffineCouplingTransform
-
-    coupling = AffineCouplingTransform([0, 1] * 4, lambda i, o: ResidualNet(i, o, 6, context_features=2))
+    coupling = AffineCouplingTransform([0, 1] * 4, smooth_net(2, hidden=6))
     model = nflows_model(FullLinear(8), coupling, shape=[8])
-    x, context = batch(model), torch.randn(5, 2, generator=rng(), dtype=DOUBLE)
+    x, context = batch(model), randn(5, 2)
     loss = ML(model, log_det="stochastic", probes=500, generator=rng())
     found, exact = gradient(loss, x, context), gradient(ML(model), x, context)
     assert (found - exact).norm() < 0.2 * exact.norm()
@@ -295,12 +266,8 @@ def test_a_context():
 
 
 def test_auto_chooses_by_the_cost_and_the_report_shows_it():
-    layers = [
-        FullConv2d(3, kernel_size=7),
-        SmoothLeakyReLU(0.3),
-        FullConv2d(3, kernel_size=3, padding_mode="circular"),
-        FullConv2d(3, kernel_size=1),
-    ]
+    large, circular = FullConv2d(3, kernel_size=7), FullConv2d(3, kernel_size=3, padding_mode="circular")
+    layers = [large, SmoothLeakyReLU(0.3), circular, FullConv2d(3, kernel_size=1)]
     model = nflows_model(*layers, shape=[3, 16, 16])
     assert list(log_det_methods(model.plan, (3, 16, 16), "auto").values()) == ["stochastic", "exact", "exact"]
     assert [row.log_det for row in model.report] == ["stochastic", "-", "exact", "exact"]
@@ -355,7 +322,7 @@ def test_half_precision_weights_are_solved_in_single():
 
 
 def test_copies_and_pickles():
-    model = nflows_model(FullConv2d(2, kernel_size=3), shape=[2, 5, 4])
+    model = conv()
     x = batch(model)
     loss = ML(model, log_det="stochastic", probes=2)
     loss(x)
@@ -367,7 +334,7 @@ def test_copies_and_pickles():
 
 
 def test_a_batch_that_is_not_finite_is_no_reason_to_choose():
-    model = nflows_model(FullConv2d(2, kernel_size=3), shape=[2, 5, 4])
+    model = conv()
     loss = ML(model, log_det="stochastic")
     x = batch(model)
     x[0] = float("inf")

@@ -11,19 +11,12 @@ from ebflow_nflows import FullConv2d, FullLinear, SmoothLeakyReLU
 from ebflow_plugin.errors import ConditioningWarning
 from ebflow_plugin.objectives import ML, stochastic
 from randomness import rng
-from stochastic_models import batch, gradient, nflows_model
+from stochastic_models import batch, gradient, nflows_model, unit_probes
 from warned import no_warnings
 
 DOUBLE = torch.float64
 SHAPE = [2, 4, 3]
 SIZE = math.prod(SHAPE)
-
-
-def unit_probes(like, generator):
-    """All unit vectors, the same for each layer, so that the mean over the probes is the trace itself."""
-    unit = math.sqrt(SIZE) * torch.eye(SIZE, dtype=like.dtype)
-    assert len(like) == SIZE
-    return unit[:, None].expand(-1, like[0].numel() // SIZE, -1).reshape(like.shape)
 
 
 def layers():
@@ -147,3 +140,4 @@ def test_state_goes_on_where_it_was_with_the_inverse_that_it_had():
     other.load_state(loss.state())
     for _ in range(3):
         assert torch.equal(gradient(loss, x), gradient(other, x))
+    assert loss.state() == other.state()

@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-from nflows.nn.nets import ResidualNet
 from nflows.transforms import (
     AffineCouplingTransform,
     LULinear,
@@ -19,7 +18,7 @@ import ebflow_plugin as ebf
 import nflows_small
 from ebflow_plugin.errors import EBFlowError
 from ebflow_plugin.objectives.unseen import perturbed, unseen_parameters
-from nflows_small import spline
+from nflows_small import Level, spline
 from randomness import randn, rng
 
 flow_of = partial(nflows_small.flow_of, shape=(2,))
@@ -40,18 +39,6 @@ class Prior(nn.Module):
         return -0.5 * distance - 0.5 * self.size * math.log(2 * math.pi) + self.prior.log_softmax(0)[label]
 
 
-class Level(nn.Module):
-    """A Gaussian with a constant that nobody asked for."""
-
-    def __init__(self, size=2):
-        super().__init__()
-        self._shape = torch.Size([size])
-        self.level = nn.Parameter(torch.zeros(()))
-
-    def log_prob(self, inputs, context=None):
-        return -0.5 * inputs.square().sum(1) + self.level
-
-
 class Laplace(nn.Module):
     """Its score is a sign, whose derivative is 0."""
 
@@ -69,7 +56,7 @@ def unseen(flow, u=None, context=None, **options):
 
 
 def test_a_constant_is_found():
-    assert unseen(flow_of(LULinear(2), base=Level())) == ["_distribution.level"]
+    assert unseen(flow_of(LULinear(2), base=Level([2]))) == ["_distribution.level"]
 
 
 def test_a_class_prior_is_found_and_the_means_are_not():
@@ -89,7 +76,7 @@ def test_what_only_a_context_reaches_needs_one():
 
 
 def test_frozen_parameters_are_not_reported():
-    base = Level()
+    base = Level([2])
     base.level.requires_grad_(False)
     assert unseen(flow_of(LULinear(2), base=base)) == []
 
@@ -101,7 +88,7 @@ def test_empty_parameters_are_not_reported():
 
 def test_a_fresh_coupling_is_no_false_alarm():
     """Its last layer may begin at zero, so that nothing before it has an influence."""
-    coupling = AffineCouplingTransform([0, 1], lambda i, o: ResidualNet(i, o, hidden_features=4, activation=torch.tanh))
+    coupling = AffineCouplingTransform([0, 1], nflows_small.smooth_net(hidden=4))
     nn.init.zeros_(coupling.transform_net.final_layer.weight)
     nn.init.zeros_(coupling.transform_net.final_layer.bias)
     assert unseen(flow_of(coupling)) == []
@@ -113,7 +100,7 @@ def test_data_in_the_tails_are_no_false_alarm():
 
 
 def test_random_points_outside_of_the_domain_stop_nothing():
-    flow = flow_of(PiecewiseRationalQuadraticCDF([2], num_bins=4), base=Level())
+    flow = flow_of(PiecewiseRationalQuadraticCDF([2], num_bins=4), base=Level([2]))
     assert unseen(flow, torch.rand(4, 2, generator=rng()).double()) == ["_distribution.level"]
 
 
@@ -123,7 +110,7 @@ def test_a_score_that_is_not_finite_is_told():
 
 
 def test_the_search_touches_nothing():
-    model = ebf.wrap(flow_of(LULinear(2), base=Level()).train())
+    model = ebf.wrap(flow_of(LULinear(2), base=Level([2])).train())
     before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     with torch.no_grad():
         assert unseen_parameters(model, torch.randn(4, 2, generator=rng()).double()) == ["_distribution.level"]

@@ -1,7 +1,9 @@
 """Derivatives in closed form against those by autograd: on random compositions and by hand.
 
-Every case: test_testing_contracts.py.
+Every case: test_testing.py.
 """
+
+import warnings
 
 import normflows
 import pytest
@@ -9,20 +11,20 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from nflows import distributions, flows, transforms
-from nflows.nn import nets
 from nflows.transforms import nonlinearities
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ebflow_normflows
 import ebflow_plugin as ebf
 from autograd_oracle import assert_derivatives, by_autograd, directions
-from cases import SUPPORTED
+from cases import SUPPORTED, first_of_each_class
 from compositions import LIBRARIES, build, data, specs
 from ebflow_nflows import FullConv2d, FullLinear, SmoothLeakyReLU
 from ebflow_plugin.linalg.geometry import convolve, convolve_transposed
 from ebflow_plugin.objectives import DSM, SM, SSM
 from ebflow_plugin.plan.derivatives import derivatives
-from randomness import rng
+from nflows_small import flow_of, smooth_net
+from randomness import randn, rng
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the smoothness of splines is not the subject here
 
@@ -45,9 +47,8 @@ def test_random_compositions(library, images, draw, seed):
     assert_derivatives(model, data(images, 3, seed))
 
 
-def make(*layers, base=None):
-    base = distributions.StandardNormal([D]) if base is None else base
-    return ebf.wrap(flows.Flow(transforms.CompositeTransform(list(layers)), base).double())
+def make(*layers):
+    return ebf.wrap(flow_of(*layers, shape=(D,)))
 
 
 def fc():
@@ -85,10 +86,8 @@ def test_elementwise_steps_between_linear_ones(transform):
 
 def test_by_hand():
     """E = ½(w tanh x)² - log(1 - tanh² x) in one dimension, against its derivatives on paper."""
-    flow = flows.Flow(
-        transforms.CompositeTransform([transforms.Tanh(), FullLinear(1)]), distributions.StandardNormal([1])
-    )
-    model = ebf.wrap(flow.double())
+    flow = flow_of(transforms.Tanh(), FullLinear(1), shape=(1,))
+    model = ebf.wrap(flow)
     with torch.no_grad():
         flow._transform._transforms[1].weight.fill_(3.0)
     x, v = torch.tensor([[0.3]], dtype=torch.float64), torch.tensor([[2.0]], dtype=torch.float64)
@@ -128,9 +127,7 @@ def test_products_of_a_training_step(objective, products):
 
 def test_networks_are_differentiated_twice_and_the_steps_before_are_not():
     mask = torch.arange(D) % 2
-    coupling = transforms.AffineCouplingTransform(
-        mask, lambda i, o: nets.ResidualNet(i, o, hidden_features=4, activation=torch.tanh)
-    )
+    coupling = transforms.AffineCouplingTransform(mask, smooth_net(hidden=4))
     model = make(FullLinear(D, init="normal"), SmoothLeakyReLU(0.3), coupling, FullLinear(D, init="normal"))
     assert model.plan.closed_steps == 2
     assert [row.second_derivatives for row in model.report] == ["product", "closed form", *["double backward"] * 2]
@@ -222,3 +219,38 @@ def test_on_the_edge_where_a_logit_is_clamped_nothing_depends_on_x(edge):
     x = torch.full((1, 1), 0.5).clamp(edge, edge)
     found, expected = derivatives(plan, x), by_autograd(plan, x)
     assert torch.equal(found.gradient, expected.gradient)
+
+
+# Gradients through samples, which reverse KL trains by: those of the implicit function, for every step
+
+
+def gradients(value, *tensors):
+    found = torch.autograd.grad(value, tensors, allow_unused=True, materialize_grads=True)
+    return found[0], torch.cat([gradient.flatten() for gradient in found[1:]] or [value.new_zeros(1)])
+
+
+@pytest.mark.parametrize("case", first_of_each_class(SUPPORTED), ids=str)
+def test_a_sample_has_the_gradient_of_the_implicit_function(case):
+    """With g(x) = z, a cotangent v of x is Jᵀ a, a that of z, and the parameters have -aᵀ ∂g."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plan = ebf.wrap(case.build()).plan
+    x, context = case.x(3), plan.embed(case.context(3))
+    with torch.no_grad():
+        latents, _ = plan.encode(x, context)
+        flat = torch.cat([z.flatten(1) for z in latents], 1)
+    modules = {id(step.module): step.module for step in plan.steps if isinstance(step.module, torch.nn.Module)}
+    parameters = [p for module in modules.values() for p in module.parameters() if p.requires_grad]
+    noise = flat.clone().requires_grad_()
+    parts = noise.split([z[0].numel() for z in latents], 1)
+    try:
+        drawn = plan.decode(tuple(p.reshape(z.shape) for p, z in zip(parts, latents, strict=True)), context)
+    except ebf.NoInverseError as error:
+        pytest.skip(str(error).splitlines()[0])
+    v = randn(*drawn.shape, seed=7)
+    of_noise, of_parameters = gradients((v * drawn).sum(), noise, *parameters)
+    point = drawn.detach().requires_grad_()
+    encoded = torch.cat([z.flatten(1) for z in plan.encode(point, context)[0]], 1)
+    of_point, of_map = gradients((of_noise.detach() * encoded).sum(), point, *parameters)
+    torch.testing.assert_close(of_point, v, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(of_parameters, -of_map, rtol=1e-5, atol=1e-5 * float(1 + of_map.abs().max()))

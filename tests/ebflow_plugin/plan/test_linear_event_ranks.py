@@ -2,48 +2,39 @@
 
 from contextlib import contextmanager
 
-import normflows
 import pytest
 import torch
-from nflows import distributions, flows, transforms
-from normflows.distributions import DiagGaussian
-from normflows.flows.mixing import _LULinear
+from nflows import flows, transforms
 
 import ebflow_nflows
 import ebflow_normflows
 import ebflow_plugin as ebf
+from autograd_oracle import log_prob_by_jacobian
 from case import perturb
+from compositions import NFLOWS, NORMFLOWS
+from nflows_small import flow_of
 
 D = 4
 SHAPES = [(D,), (1, D), (3, D), (D, 3), (D, D), (2, 3, D), (D, 3, 2), (D, D, D), (D, 1, 1)]
-NFLOWS = {
-    "LULinear": lambda: transforms.LULinear(D, identity_init=False),
-    "NaiveLinear": lambda: transforms.NaiveLinear(D, orthogonal_initialization=False),
-    "QRLinear": lambda: transforms.QRLinear(D, num_householder=2),
-    "SVDLinear": lambda: transforms.SVDLinear(D, num_householder=2),
-    "HouseholderSequence": lambda: transforms.HouseholderSequence(D, 2),
-    "OneByOneConvolution": lambda: transforms.OneByOneConvolution(D, identity_init=False),
-    "BatchNorm": lambda: transforms.BatchNorm(D),
-    "ActNorm": lambda: transforms.ActNorm(D),
-    "PointwiseAffineTransform": lambda: transforms.PointwiseAffineTransform(torch.ones(D), torch.arange(1.0, D + 1)),
-    "RandomPermutation": lambda: transforms.RandomPermutation(D),
-    "SqueezeTransform": lambda: transforms.SqueezeTransform(),
-    "FullLinear": lambda: ebflow_nflows.FullLinear(D),
-    "FullConv2d": lambda: ebflow_nflows.FullConv2d(D, kernel_size=1),
+LINEAR = {  # of compositions.py
+    *("lu", "inner lu", "naive", "qr", "svd", "householder", "full", "permutation", "permute"),
+    *("affine", "lu affine", "const", "actnorm"),
 }
-NORMFLOWS = {
-    "InvertibleAffine": lambda: normflows.flows.InvertibleAffine(D, use_lu=False),
-    "InvertibleAffine, LU": lambda: normflows.flows.InvertibleAffine(D, use_lu=True),
-    "_LULinear": lambda: _LULinear(D, identity_init=False),
-    "LULinearPermute": lambda: normflows.flows.LULinearPermute(D),
-    "Invertible1x1Conv": lambda: normflows.flows.Invertible1x1Conv(D, use_lu=False),
-    "Invertible1x1Conv, LU": lambda: normflows.flows.Invertible1x1Conv(D, use_lu=True),
-    "AffineConstFlow": lambda: normflows.flows.AffineConstFlow(D),
-    "ActNorm": lambda: normflows.flows.ActNorm(D),
-    "Permute": lambda: normflows.flows.Permute(D),
-    "FullLinear": lambda: ebflow_normflows.FullLinear(D),
-    "FullConv2d": lambda: ebflow_normflows.FullConv2d(D, kernel_size=1),
-}
+LAYERS = [
+    *((NFLOWS, name, make) for name, make in NFLOWS.vectors.items() if name in LINEAR),
+    *((NORMFLOWS, name, make) for name, make in NORMFLOWS.vectors.items() if name in LINEAR),
+    *((library, "1x1", library.images["1x1"]) for library in (NFLOWS, NORMFLOWS)),
+    (NFLOWS, "batch norm", lambda: transforms.BatchNorm(D)),
+    (
+        NFLOWS,
+        "affine map of vectors",
+        lambda: transforms.PointwiseAffineTransform(torch.ones(D), torch.arange(1.0, D + 1)),
+    ),
+    (NFLOWS, "squeeze", transforms.SqueezeTransform),
+    (NFLOWS, "1x1 conv", lambda: ebflow_nflows.FullConv2d(D, kernel_size=1)),
+    (NORMFLOWS, "lu 1x1", NORMFLOWS.images["lu 1x1"]),
+    (NORMFLOWS, "1x1 conv", lambda: ebflow_normflows.FullConv2d(D, kernel_size=1)),
+]
 
 
 @contextmanager
@@ -56,18 +47,6 @@ def at(shape):
         raise
 
 
-def nflows_flow(name, shape, turned):
-    layer = NFLOWS[name]()
-    layer = transforms.InverseTransform(layer) if turned else layer
-    return flows.Flow(layer, distributions.StandardNormal(shape))
-
-
-def normflows_flow(name, shape, turned):
-    layer = NORMFLOWS[name]()
-    layer = normflows.flows.Reverse(layer) if turned else layer
-    return normflows.NormalizingFlow(DiagGaussian(shape, trainable=False), [layer])
-
-
 def own_map(flow, x):
     """What the library itself makes of x in the density direction."""
     if isinstance(flow, flows.Flow):
@@ -75,24 +54,21 @@ def own_map(flow, x):
     return flow.flows[0].inverse(x)[0]
 
 
-LAYERS = [(make, name) for make, names in ((nflows_flow, NFLOWS), (normflows_flow, NORMFLOWS)) for name in names]
-
-
 @pytest.mark.parametrize("turned", [False, True], ids=["", "turned"])
-@pytest.mark.parametrize(("make", "name"), LAYERS)
-def test_the_density_is_true_or_refused(make, name, turned):
+@pytest.mark.parametrize(("library", "name", "make"), LAYERS, ids=lambda value: value if isinstance(value, str) else "")
+def test_the_density_is_true_or_refused(library, name, make, turned):
     for shape in SHAPES:
         with at(shape):
-            assert_true_or_refused(make, name, shape, turned)
+            torch.manual_seed(0)
+            layer = make()
+            flow = library.flow(library.inverse(layer) if turned else layer, shape).double().eval()
+            assert_true_or_refused(flow, torch.randn(3, *shape, dtype=torch.float64), name)
 
 
-def assert_true_or_refused(make, name, shape, turned):
-    torch.manual_seed(0)
-    flow = make(name, shape, turned).double().eval()
+def assert_true_or_refused(flow, x, name):
     perturb(flow)
-    if name == "BatchNorm":
+    if name == "batch norm":
         flow.apply(lambda part: part.running_var.fill_(1.0) if hasattr(part, "running_var") else None)
-    x = torch.randn(3, *shape, dtype=torch.float64)
     try:
         theirs = own_map(flow, x)
     except Exception:  # a layer that does not fit, or that the library cannot invert
@@ -106,11 +82,7 @@ def assert_true_or_refused(make, name, shape, turned):
     if theirs is not None:
         (ours,), _ = model.plan.encode(x)
         torch.testing.assert_close(ours, theirs)
-    for row in range(len(x)):
-        jacobian = torch.autograd.functional.jacobian(lambda v: model.plan.encode(v[None])[0][0].flatten(), x[row])
-        (latent,), _ = model.plan.encode(x[row : row + 1])
-        log_det = torch.linalg.slogdet(jacobian.reshape(x[row].numel(), -1))[1]
-        torch.testing.assert_close(value[row], model.plan.base.log_prob((latent,), None)[0] + log_det)
+    torch.testing.assert_close(value, log_prob_by_jacobian(model, x))
     (latents,), _ = model.plan.encode(x)
     torch.testing.assert_close(model.plan.decode((latents,)), x, rtol=1e-6, atol=1e-6)
 
@@ -118,7 +90,7 @@ def assert_true_or_refused(make, name, shape, turned):
 @pytest.mark.parametrize("shape", [(3, D), (2, 3, D)])
 def test_verify_says_that_the_library_counts_one_row(shape):
     torch.manual_seed(0)
-    flow = nflows_flow("LULinear", shape, False).double()
+    flow = NFLOWS.flow(NFLOWS.vectors["lu"](), shape).double()
     report = ebf.verify(flow, torch.randn(4, *shape, dtype=torch.float64))
     (own,) = (check for check in report if check.name == "log_prob equals the flow's own")
     assert own.passed is None
@@ -129,8 +101,8 @@ def test_verify_says_that_the_library_counts_one_row(shape):
 def test_starts_whiten_the_rows_of_such_events(shape):
     torch.manual_seed(0)
     full, bend = ebflow_nflows.FullLinear(D), ebflow_nflows.SmoothLeakyReLU(0.3)
-    layers = transforms.CompositeTransform([full, bend, ebflow_nflows.FullLinear(D)])
-    flow = flows.Flow(layers, distributions.StandardNormal(shape)).double()
+    flow = flow_of(full, bend, ebflow_nflows.FullLinear(D), shape=shape)
+    layers = flow._transform
     x = 1.0 + 3.0 * torch.randn(300, *shape, dtype=torch.float64)
     model = ebf.wrap(flow)
     model.initialize(x, whiten=True)
@@ -163,9 +135,6 @@ def test_a_reshape_of_the_users_own_before_a_matrix(turned):
     before, after = ((3 * D,), (3, D)) if turned else ((3, D), (3 * D,))
     first = transforms.InverseTransform(Flat()) if turned else Flat()
     matrix = transforms.NaiveLinear(after[-1], orthogonal_initialization=False)
-    base = distributions.StandardNormal(after)
-    model = ebf.wrap(flows.Flow(transforms.CompositeTransform([first, matrix]), base).double())
+    model = ebf.wrap(flow_of(first, matrix, shape=after))
     x = torch.randn(2, *before, dtype=torch.float64)
-    jacobian = torch.autograd.functional.jacobian(lambda v: model.plan.encode(v[None])[0][0].flatten(), x[0])
-    expected = base.log_prob(model.plan.encode(x[:1])[0][0])[0] + torch.linalg.slogdet(jacobian.reshape(12, 12))[1]
-    torch.testing.assert_close(model.log_prob(x)[0], expected)
+    torch.testing.assert_close(model.log_prob(x), log_prob_by_jacobian(model, x))

@@ -115,9 +115,6 @@ def test_bad_choices():
         (lambda: [ebf.Dequantize(2.5)], "levels must be an integer"),
         (lambda: [ebf.Rescale(1.0, 0.0)], "low < high"),
         (lambda: [ebf.Rescale(0.0, 1.0, source=(1.0, 1.0))], "low < high"),
-        (lambda: [ebf.Rescale("a", 1)], "finite numbers low < high.*'a'"),
-        (lambda: [ebf.Rescale(0.0, math.inf)], "finite numbers"),
-        (lambda: [ebf.Rescale(0.0, 1.0, source=3)], "source=3"),
     ],
 )
 def test_bad_preprocessing(make, message):
@@ -130,25 +127,13 @@ def preprocessed(levels=8):
     return ebf.wrap(flow_of(transforms.LULinear(D)), preprocess=steps)
 
 
-def test_added_preprocessing_is_the_change_of_variables():
-    model = preprocessed()
-    x = torch.randint(8, (6, D), generator=rng(0))
-    matched, log_det = model.preprocess(x, generator=rng(3))
-    noise = torch.rand(6, D, dtype=torch.float64, generator=rng(3))
-    unit = (x + noise) / 8
-    squeezed = 0.05 + 0.9 * unit
-    assert torch.allclose(matched, torch.logit(squeezed))
-    expected = (math.log(0.9 / 8) - torch.log(squeezed) - torch.log1p(-squeezed)).sum(1)
-    assert torch.allclose(log_det, expected)
-    assert [row.path for row in model.report][:3] == ["preprocess.0", "preprocess.1", "preprocess.2"]
-    assert list(model.flow.state_dict()) == list(flow_of(transforms.LULinear(D)).state_dict())
-
-
 def test_the_core_of_added_preprocessing_is_the_whole_flow():
     model = preprocessed()
     x = torch.randint(8, (6, D), generator=rng(0))
     matched, log_det = model.preprocess(x)
     assert [step.path for step in model.core.steps] == ["_transform._transforms.0"]
+    assert [row.path for row in model.report][:3] == ["preprocess.0", "preprocess.1", "preprocess.2"]
+    assert list(model.flow.state_dict()) == list(flow_of(transforms.LULinear(D)).state_dict())
     assert torch.allclose(log_prob(model.core, matched), model.flow.log_prob(matched))
     unit = torch.sigmoid(matched) / 0.9 - 0.05 / 0.9
     again = ebf.wrap(model.flow, preprocess=[ebf.Rescale(0.05, 0.95), ebf.Logit()])
@@ -172,14 +157,6 @@ def test_steps_are_counted_with_the_dequantisation(last):
     u, log_det = model.preprocess(x, generator=rng(3))
     torch.testing.assert_close(log_prob(model.core, u) + log_det, model.log_prob(x, generator=rng(3)))
     assert torch.equal(model.to_data(u), x.double())
-
-
-def test_dequantisation_noise_is_drawn_at_each_call():
-    model = preprocessed()
-    x = torch.randint(8, (4, D))
-    assert not torch.equal(model.preprocess(x)[0], model.preprocess(x)[0])
-    one, two = (model.preprocess(x, generator=rng(7))[0] for _ in range(2))
-    assert torch.equal(one, two)
 
 
 def test_the_probabilities_of_integers_sum_to_at_most_one():
@@ -274,9 +251,8 @@ def test_map_makes_the_gradient_of_score_matching_smaller_by_orders_of_magnitude
 
 def inner_logit():
     torch.manual_seed(0)
-    flow = flow_of(
-        transforms.LULinear(D, identity_init=False), transforms.Sigmoid(), transforms.Logit(), transforms.LULinear(D)
-    )
+    first = transforms.LULinear(D, identity_init=False)
+    flow = flow_of(first, transforms.Sigmoid(), transforms.Logit(), transforms.LULinear(D))
     return flow, torch.randn(20, D, dtype=torch.float64)
 
 
@@ -323,26 +299,22 @@ def test_a_chosen_prefix_stays_when_it_is_unfrozen_and_says_so_at_the_loss():
         ebf.objectives.SM(model)(x)
 
 
-@pytest.mark.parametrize("method", ["energy", "score", "log_prob", "bits_per_dim"])
+@pytest.mark.parametrize("method", ["energy", "score", "log_prob", "bits_per_dim", "preprocess"])
 def test_a_generator_makes_dequantisation_repeatable(method):
     model = preprocessed()
     x = torch.randint(8, (4, D))
-    call = getattr(model, method)
-    one, two = (call(x, generator=rng(7)).detach() for _ in range(2))
+
+    def call(x, **options):
+        found = getattr(model, method)(x, **options)
+        return found[0] if method == "preprocess" else found.detach()
+
+    one, two = (call(x, generator=rng(7)) for _ in range(2))
     assert torch.equal(one, two)
     assert not torch.equal(one, call(x, generator=rng(8)))
     assert not torch.equal(call(x), call(x))
     state = torch.get_rng_state()
     call(x, generator=rng(7))
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_log_prob_with_a_generator_is_that_of_the_matched_variable():
-    model = preprocessed()
-    x = torch.randint(8, (4, D))
-    matched, log_det = model.preprocess(x, generator=rng(7))
-    expected = log_prob(model.core, matched) + log_det
-    assert torch.allclose(model.log_prob(x, generator=rng(7)), expected)
 
 
 @pytest.mark.parametrize("arguments", [("a", 1), (0, None), (0, float("inf")), (True, 2)])

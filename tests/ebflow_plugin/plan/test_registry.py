@@ -26,6 +26,11 @@ class OwnHelper(Parent):
         return 2 * x
 
 
+class OwnCall(Parent):
+    def __call__(self, x):
+        return super().__call__(x) + 1
+
+
 class Mixin:
     def forward(self, x):
         return x + 1
@@ -36,7 +41,8 @@ class Mixed(Mixin, Parent):
 
 
 @pytest.mark.parametrize(
-    ("cls", "changed"), [(Parent, None), (OnlyInit, None), (OwnHelper, "helper"), (Mixed, "forward")]
+    ("cls", "changed"),
+    [(Parent, None), (OnlyInit, None), (OwnHelper, "helper"), (OwnCall, "__call__"), (Mixed, "forward")],
 )
 def test_a_subclass_that_overrides_any_method_is_another_map(cls, changed):
     assert changes_the_map(cls(), Parent) == changed
@@ -56,6 +62,7 @@ def test_resolve():
     assert resolve(Parent(), find) == ("rule", "")
     assert resolve(OnlyInit(), find) == ("rule", "")
     assert resolve(OwnHelper(), find) == (None, "unknown: overrides helper of Parent")
+    assert resolve(OwnCall(), find) == (None, "unknown: overrides __call__ of Parent")
     assert resolve(nn.Tanh(), find) == (None, "unknown class")
 
 
@@ -67,35 +74,6 @@ def test_forward_hooks_make_a_module_unknown():
     assert "hooks" in why
 
 
-def test_registries_refuse_duplicates():
-    for kind, key in (("rule", Parent), ("objective", "ssm")):
-        registry = Registry(kind)
-        registry.add(key, 1)
-        with pytest.raises(ebf.EBFlowError, match=f"{kind} .*{getattr(key, '__name__', key)}.*force=True"):
-            registry.add(key, 2)
-        assert registry[key] == 1
-        registry.add(key, 2, force=True)
-        assert registry.get(key) == 2
-
-
-def test_unknown_names_come_with_a_suggestion():
-    names = Registry("objective", {"ssm": 1, "dsm": 2})
-    with pytest.raises(
-        ebf.UnknownNameError, match=r"unknown objective 'ssmm'\. Did you mean 'ssm'\? Valid names: dsm, ssm"
-    ):
-        names.named("ssmm")
-
-
 def test_only_classes_have_a_rule():
     with pytest.raises(ebf.EBFlowError, match="for a class"):
         Registry("rule").add(Parent(), 1)
-
-
-class OwnCall(Parent):
-    def __call__(self, x):
-        return super().__call__(x) + 1
-
-
-def test_a_class_with_a_call_of_its_own_is_another_one():
-    assert changes_the_map(OwnCall(), Parent) == "__call__"
-    assert resolve(OwnCall(), {Parent: "known"}.get) == (None, "unknown: overrides __call__ of Parent")

@@ -6,13 +6,16 @@ s is continuous. Where it jumps, autograd's derivative misses the jump, and the 
 
 import pytest
 import torch
-from nflows import distributions, flows, transforms
+from nflows import transforms
 from nflows.transforms.nonlinearities import CauchyCDFInverse
 from torch import nn
 
 import ebflow_plugin as ebf
-from cases import SUPPORTED, Case, perturb
+from cases import SUPPORTED, Case
 from ebflow_nflows import FullLinear, SmoothLeakyReLU
+from ebflow_plugin.adapting.rules import REGISTERED
+from ebflow_plugin.plan.smoothness import REGISTERED_NETWORKS, smoothness_of
+from nflows_small import Net, OwnNetwork, flow_of
 from randomness import rng
 from stein import stein_defect
 
@@ -45,10 +48,7 @@ def test_what_claims_to_be_smooth_is(case: Case):
 
 
 def one_dimensional(*layers):
-    torch.manual_seed(0)
-    flow = flows.Flow(transforms.CompositeTransform(layers), distributions.StandardNormal([1])).double().eval()
-    perturb(flow, 0.3)
-    return ebf.wrap(flow)
+    return ebf.wrap(flow_of(*layers, shape=(1,), mode="eval", noise=0.3))
 
 
 def spline(cls, **options):
@@ -95,13 +95,9 @@ def test_steps_that_jump_are_said_to_and_bias_the_objective(name):
 
 
 def test_a_relu_conditioner_biases_and_smooth_removes_it():
-    class Net(nn.Sequential):
-        def forward(self, x, context=None):
-            return super().forward(x)
-
     torch.manual_seed(0)
     coupling = transforms.AffineCouplingTransform([1, 0], lambda i, o: Net(nn.Linear(i, 3), nn.ReLU(), nn.Linear(3, o)))
-    flow = flows.Flow(coupling, distributions.StandardNormal([2])).double().eval()
+    flow = flow_of(coupling, shape=(2,), mode="eval")
     with torch.no_grad():
         for parameter in flow.parameters():
             parameter.mul_(4.0)
@@ -115,3 +111,45 @@ def test_a_relu_conditioner_biases_and_smooth_removes_it():
 def test_bases_of_the_users_own_are_of_unknown_smoothness():
     case = next(case for case in SUPPORTED if case.name.startswith("Laplace base"))
     assert ebf.wrap(case.build()).plan.base.smoothness == "unknown"
+
+
+# What is said about the classes of networks inside of couplings
+
+
+class Same(OwnNetwork):
+    """Does what its parent does."""
+
+
+class Other(OwnNetwork):
+    """Does something else."""
+
+    def forward(self, inputs, context=None):
+        return super().forward(inputs).abs()
+
+
+@pytest.fixture(autouse=True)
+def forgotten():
+    yield
+    REGISTERED.pop(OwnNetwork, None)
+    REGISTERED_NETWORKS.pop(OwnNetwork, None)
+
+
+@pytest.mark.parametrize("smoothness", ["smooth", "score jumps", "density jumps", "unknown"])
+def test_what_is_taught_holds(smoothness):
+    assert smoothness_of(nn.Sequential(OwnNetwork())) == "unknown"  # nobody can see into a forward of one's own
+    ebf.register_nonlinear(OwnNetwork, smoothness=smoothness)
+    assert smoothness_of(nn.Sequential(OwnNetwork())) == smoothness
+    ebf.register_nonlinear(OwnNetwork, smoothness="smooth", force=True)  # the last word holds
+    assert smoothness_of(OwnNetwork()) == "smooth"
+    ebf.register_linear(OwnNetwork, force=True)
+    assert smoothness_of(OwnNetwork()) == "unknown"
+
+
+def test_what_was_taught_of_a_class_is_not_all_that_counts():
+    ebf.register_nonlinear(OwnNetwork, smoothness="smooth")
+    assert smoothness_of(OwnNetwork(nn.ReLU())) == "score jumps"  # what is inside is looked at all the same
+    assert smoothness_of(Same()) == "smooth"
+    assert smoothness_of(Other()) == "unknown"
+    network = OwnNetwork()
+    network.register_forward_hook(lambda module, inputs, output: output.abs())
+    assert smoothness_of(network) == "unknown"

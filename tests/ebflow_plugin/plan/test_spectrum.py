@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from nflows import distributions, flows, transforms
 
 import ebflow_plugin as ebf
-from ebflow_nflows import FullConv2d, FullLinear
+from ebflow_nflows import FullConv2d
 from ebflow_plugin.plan.spectrum import SMALL, ConditionWatch, conditioning_penalty, estimate_spectrum, full_layers
+from gaussian_models import full_layer
 from randomness import rng
 
 
@@ -22,10 +23,7 @@ def with_spectrum(values, seed=0):
 
 
 def layer_of(weight, inverted=False):
-    layer = FullLinear(weight.shape[0]).double()
-    with torch.no_grad():
-        layer.weight.copy_(weight)
-        layer.bias.fill_(7.0)
+    layer = full_layer(weight, 7.0)
     transform = transforms.InverseTransform(layer) if inverted else layer
     model = ebf.wrap(flows.Flow(transform, distributions.StandardNormal([weight.shape[0]])))
     return full_layers(model.plan, (weight.shape[0],))[0], layer

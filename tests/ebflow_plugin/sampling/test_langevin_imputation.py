@@ -8,21 +8,22 @@ import pytest
 import torch
 from nflows import distributions, flows, transforms
 
-import ebflow_nflows
 import ebflow_plugin as ebf
 from ebflow_plugin.sampling.langevin import denoise, impute, langevin
+from gaussian_models import WIDE, assert_moments, gaussian, make_gaussian
 from randomness import randn, rng
-from sampling_models import assert_moments, make_gaussian
-
-WIDE = torch.float64
 
 
-def conditional(mean, covariance, observed, value):
-    """Mean and covariance of the other entries of a Gaussian, given the observed ones."""
-    missing = ~observed
-    cross = covariance[missing][:, observed] @ torch.linalg.inv(covariance[observed][:, observed])
-    centre = mean[missing] + cross @ (value[observed] - mean[observed])
-    return centre, covariance[missing][:, missing] - cross @ covariance[observed][:, missing]
+def assert_conditional(filled, mask, x, mean, covariance):
+    """Mean and covariance of the missing entries of each row are those of a Gaussian, given the observed ones."""
+    assert filled.shape == (2, 1500, 4)
+    for row, (value, missing) in enumerate(zip(x, mask, strict=True)):
+        observed = ~missing
+        assert torch.equal(filled[row][:, observed], value[observed].expand(1500, -1))  # bit by bit
+        cross = covariance[missing][:, observed] @ torch.linalg.inv(covariance[observed][:, observed])
+        centre = mean[missing] + cross @ (value[observed] - mean[observed])
+        spread = covariance[missing][:, missing] - cross @ covariance[observed][:, missing]
+        assert_moments(filled[row][:, missing], centre, spread.reshape(len(centre), -1), 1000)
 
 
 @pytest.mark.parametrize("preprocess", [(), (ebf.Rescale(-3.0, 5.0),)])
@@ -35,25 +36,14 @@ def test_imputation_has_the_exact_conditional(preprocess):
     x = mean + torch.randn(2, 4, generator=rng(1), dtype=WIDE) @ torch.linalg.cholesky(covariance).mT
     mask = torch.tensor([[True, False, True, False], [False, True, True, True]])
     filled = impute(model, x, mask, steps=300, step_size=0.02, burn_in=200, chains=1500, generator=rng())
-    assert filled.shape == (2, 1500, 4)
-    for row in range(2):
-        observed = ~mask[row]
-        assert torch.equal(filled[row][:, observed], x[row, observed].expand(1500, -1))  # bit by bit
-        centre, spread = conditional(mean, covariance, observed, x[row])
-        assert_moments(filled[row][:, mask[row]], centre, spread.reshape(len(centre), -1), 1000)
+    assert_conditional(filled, mask, x, mean, covariance)
 
 
 def ill_scaled():
     """A Gaussian whose widest direction is a thousand times its narrowest."""
-    layer = ebflow_nflows.FullLinear(4, dtype=WIDE)
     turn = torch.linalg.qr(torch.randn(4, 4, generator=rng(3), dtype=WIDE)).Q
-    with torch.no_grad():
-        layer.weight.copy_(torch.tensor([100.0, 10.0, 1.0, 0.1], dtype=WIDE)[:, None] * turn)
-        layer.bias.normal_(generator=rng(4))
-    layer.requires_grad_(False)
-    inverse = torch.linalg.inv(layer.weight)
-    model = ebf.wrap(flows.Flow(layer, distributions.StandardNormal([4])))
-    return model, -inverse @ layer.bias, inverse @ inverse.mT
+    weight = torch.tensor([100.0, 10.0, 1.0, 0.1], dtype=WIDE)[:, None] * turn
+    return gaussian(weight, torch.randn(4, generator=rng(4), dtype=WIDE))
 
 
 def test_a_covariance_makes_ill_scaled_chains_fast_and_keeps_the_limit():
@@ -62,11 +52,7 @@ def test_a_covariance_makes_ill_scaled_chains_fast_and_keeps_the_limit():
     mask = torch.tensor([[True, False, True, False], [False, True, True, True]])
     options = {"steps": 60, "burn_in": 40, "step_size": 0.5, "chains": 1500, "generator": rng()}
     filled = impute(model, x, mask, **options, covariance=covariance, init=torch.zeros_like(x))
-    for row in range(2):
-        observed = ~mask[row]
-        assert torch.equal(filled[row][:, observed], x[row, observed].expand(1500, -1))
-        centre, spread = conditional(mean, covariance, observed, x[row])
-        assert_moments(filled[row][:, mask[row]], centre, spread.reshape(len(centre), -1), 1000)
+    assert_conditional(filled, mask, x, mean, covariance)
 
 
 def test_chains_without_a_covariance_do_not_get_there():
@@ -194,13 +180,8 @@ def test_errors_of_denoise(sigma):
         denoise(model, torch.zeros(3, 3, dtype=WIDE), sigma)
 
 
-def small_model():
-    torch.manual_seed(0)
-    return ebf.wrap(flows.Flow(transforms.LULinear(4), distributions.StandardNormal([4])).requires_grad_(False))
-
-
 def test_a_mask_of_one_row_holds_for_all():
-    model, x = small_model(), torch.randn(3, 4)
+    (model, _, _), x = make_gaussian(4), randn(3, 4)
     mask = torch.tensor([True, False, True, False])
     runs = [
         ebf.impute(model, x, given, steps=4, step_size=0.1, generator=rng(0))
@@ -213,16 +194,16 @@ def test_a_mask_of_one_row_holds_for_all():
 
 
 def test_arrays_are_refused_and_no_rows_are_fine():
-    model, x = small_model(), torch.randn(3, 4)
-    array = np.zeros((3, 4), dtype=np.float32)
-    with pytest.raises(ebf.InputError, match="x must be a tensor, got ndarray"):
-        ebf.denoise(model, array, 0.1)
-    with pytest.raises(ebf.InputError, match="x must be a tensor, got ndarray"):
-        ebf.impute(model, array, x > 0, steps=1, step_size=0.1)
-    with pytest.raises(ebf.InputError, match="init must be a tensor, got ndarray"):
-        ebf.impute(model, x, x > 0, steps=1, step_size=0.1, init=array)
-    with pytest.raises(ebf.InputError, match="generator must be a torch.Generator"):
-        ebf.langevin(model, x, steps=1, step_size=0.1, generator=0)
+    (model, _, _), x = make_gaussian(4), randn(3, 4)
+    array, options = np.zeros((3, 4)), {"steps": 1, "step_size": 0.1}
+    for call, message in (
+        (lambda: ebf.denoise(model, array, 0.1), "x must be a tensor, got ndarray"),
+        (lambda: ebf.impute(model, array, x > 0, **options), "x must be a tensor, got ndarray"),
+        (lambda: ebf.impute(model, x, x > 0, **options, init=array), "init must be a tensor, got ndarray"),
+        (lambda: ebf.langevin(model, x, **options, generator=0), "generator must be a torch.Generator"),
+    ):
+        with pytest.raises(ebf.InputError, match=message):
+            call()
     assert ebf.denoise(model, x[:0], 0.1).shape == (0, 4)
     assert ebf.denoise(model, x[:0], 0.1, batch_size=2).shape == (0, 4)
 

@@ -8,6 +8,7 @@ import torch
 from nflows import distributions, flows, transforms
 
 import ebflow_plugin as ebf
+import gaussian_models
 from ebflow_nflows import FullLinear
 from ebflow_plugin.objectives import ML, ReverseKL
 from randomness import randn, rng
@@ -15,11 +16,10 @@ from randomness import randn, rng
 
 def gaussian(scale, mean=(0.0, 0.0)):
     """N(mean, diag(scale²))."""
-    layer = FullLinear(len(scale), dtype=torch.float64)
-    with torch.no_grad():
-        layer.weight.copy_(torch.diag(1 / torch.tensor(scale, dtype=torch.float64)))
-        layer.bias.copy_(-layer.weight @ torch.tensor(mean, dtype=torch.float64))
-    return ebf.wrap(flows.Flow(layer, distributions.StandardNormal([len(scale)])).double())
+    weight = torch.diag(1 / torch.tensor(scale, dtype=torch.float64))
+    model, _, _ = gaussian_models.gaussian(weight, -weight @ torch.tensor(mean, dtype=torch.float64))
+    model.flow.requires_grad_(True)
+    return model
 
 
 def normal(x):

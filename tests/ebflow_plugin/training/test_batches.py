@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from ebflow_plugin.training import batches
 from ebflow_plugin.training.batches import Loader, once
@@ -86,6 +86,16 @@ def test_one_pass_leaves_the_place_alone_and_a_counter_need_not_exhaust_it():
     next(stream)
     next(stream)  # the last one; Lightning counts, and asks for no more
     assert len(rows(loader)) == 3
+
+
+def test_one_pass_leaves_a_pass_of_persistent_workers_alone():
+    """They serve one iterator, which a second pass over the same DataLoader would begin anew."""
+    loader = DataLoader(TensorDataset(X), batch_size=5, num_workers=1, persistent_workers=True)
+    seen = []
+    for (batch,) in loader:
+        seen.append(batch.flatten().tolist())
+        assert len(list(once(loader))) == 3
+    assert seen == [[*range(5)], [*range(5, 10)], [*range(10, 14)]]
 
 
 def test_pairs_and_datasets():

@@ -13,11 +13,10 @@ import ebflow_plugin as ebf
 from ebflow_nflows import FullLinear
 from ebflow_plugin.linalg.random import derive_seed
 from ebflow_plugin.objectives import DSM, ML, SSM, ReverseKL
-from ebflow_plugin.objectives.evaluation import LikelihoodSum
-from ebflow_plugin.objectives.noise import noise_of, use_generators
 from ebflow_plugin.training import fit
 from ebflow_plugin.training.batches import Loader, once
-from ebflow_plugin.training.fitting import Judge
+from ebflow_plugin.training.evaluation import Judge, LikelihoodSum
+from ebflow_plugin.training.fitting import noise_of, use_generators
 from nflows_small import coupling_model
 from randomness import rng
 from training_models import adam, make_data, make_model, same, weights, without_timing
@@ -148,7 +147,7 @@ def test_other_processes_draw_from_a_copy_of_the_users_generator():
     objective = objective + 0.5 * SSM(objective.model) + 0.2 * DSM(objective.model, generator=own)
     before, draws = own.get_state(), []
     for rank in range(3):
-        noise = noise_of(objective, 0, rank, torch.device("cpu"))
+        noise = noise_of(objective, rng(derive_seed(0, "noise", rank)), rank)
         first, shared, second = (noise[term] for term in objective.terms)
         assert first is second is not shared
         assert (first is own) == (rank == 0)

@@ -2,6 +2,7 @@
 
 import copy
 
+import normflows as nf
 import pytest
 import torch
 from nflows.distributions.normal import StandardNormal
@@ -42,6 +43,9 @@ def test_kernels_of_k_pixels_have_1_over_k_of_the_rate():
         ["3.weight"],
     ]
     assert names(model, ebf.parameter_groups(model.flow, 0.5)) == names(model, groups)  # of any module
+    slower = ebf.parameter_groups(model, 0.5, trained=True)
+    assert [group["lr"] for group in slower] == pytest.approx([0.5 * rate**2 for rate in RATES])
+    assert names(model, slower) == names(model, groups)
 
 
 def test_what_is_frozen_is_in_no_group_and_no_group_is_empty():
@@ -101,6 +105,35 @@ def test_upgrading_a_trained_glow_makes_it_no_worse():
         assert nll(upgraded) < trained
 
 
+@pytest.mark.parametrize("kernel", [3, 5])
+def test_an_upgraded_glow_is_no_worse_than_one_that_goes_on_as_it_is_in_any_step(kernel):
+    """With a new Adam at its full rate, which harms both for some steps: 1/k is worse than no upgrade in these."""
+    plain = small_glow(kernel=1)
+    train(plain, 100, "exact")
+    upgraded = ebf.wrap(ebf.unconstrain(plain.flow, kernel))
+    left = [followed(model, [1, 1, 3, 5, 15]) for model in (upgraded, plain)]
+    assert all(ours < theirs for ours, theirs in zip(*left, strict=True))
+
+
+@pytest.mark.parametrize("library", ["nflows", "normflows"])
+def test_kernels_that_go_into_a_flow_in_use_are_careful_by_default(library):
+    """Whether it is in use, its ActNorms tell."""
+    for started, share in ((False, 1 / 3), (True, 1 / 9)):
+        flow = build("glow", (2, 8, 8), levels=1, blocks=2, hidden=4) if library == "nflows" else blocks_of_normflows()
+        if started:
+            ebf.wrap(flow).initialize(smooth_images(64, 1)[..., :8, :8])
+        model = ebf.wrap(copy.deepcopy(ebf.unconstrain(flow, 3)))
+        assert [each["lr"] for each in ebf.parameter_groups(model, 1.0)] == pytest.approx([1.0, share])
+        for told, power in ((False, 1), (True, 2)):
+            groups = ebf.parameter_groups(model, 1.0, trained=told)
+            assert [each["lr"] for each in groups] == pytest.approx([1.0, 3.0**-power])
+
+
+def blocks_of_normflows():
+    blocks = [nf.flows.GlowBlock(8, 4), nf.flows.GlowBlock(8, 4), nf.flows.Squeeze()]
+    return nf.MultiscaleFlow([nf.distributions.DiagGaussian((8, 4, 4))], [blocks], [], class_cond=False)
+
+
 def test_kernels_of_a_new_glow_learn_more_than_at_a_tenth():
     """At which they hardly move: a Glow on CIFAR-10 lost most of what 3 × 3 kernels gain."""
     found, slow = small_glow(kernel=3), small_glow(kernel=3)
@@ -126,11 +159,25 @@ def smooth_images(count, seed):
 
 def train(model, steps, log_det, shares=()):
     """Adam, with other shares of the rate for kernels on request."""
-    x, order = smooth_images(1000, 1), rng(2)
-    objective = ML(model, log_det=log_det, generator=rng(1))
     optimizer = Adam(ebf.parameter_groups(model, 6e-3))
     for group, share in zip(optimizer.param_groups[1:], shares, strict=False):
         group["lr"] = 6e-3 * share
+    go_on(ML(model, log_det=log_det, generator=rng(1)), optimizer, steps, rng(2))
+
+
+def followed(model, parts, **options):
+    """The NLL after each part of a training run, of so many steps."""
+    objective, order = ML(model, log_det="auto", generator=rng(1)), rng(2)
+    optimizer = Adam(ebf.parameter_groups(model, 6e-3, **options))
+    left = []
+    for steps in parts:
+        go_on(objective, optimizer, steps, order)
+        left.append(nll(model))
+    return left
+
+
+def go_on(objective, optimizer, steps, order):
+    x = smooth_images(1000, 1)
     for _ in range(steps):
         loss = objective(x[torch.randint(len(x), (16,), generator=order)])
         optimizer.zero_grad()

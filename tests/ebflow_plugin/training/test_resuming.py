@@ -1,5 +1,6 @@
 """Runs in Lightning that are cut, killed, interrupted, or whose files are damaged."""
 
+import atexit
 import os
 import resource
 import signal
@@ -8,6 +9,7 @@ import threading
 
 import pytest
 import torch
+from torch import distributed
 
 import ebflow_plugin as ebf
 from ebflow_plugin.errors import EBFlowError, InputError, TrainingError, WriteError
@@ -36,6 +38,13 @@ def default_handler():
 
 def names(folder):
     return sorted(path.name for path in folder.iterdir())
+
+
+def resumed(folder, step, **options):
+    """A run that is cut after a step, and goes on."""
+    with pytest.raises(CrashError):
+        run(folder, Cut(step), **options)
+    return run(folder, **options)
 
 
 # --- resuming
@@ -67,9 +76,7 @@ def test_a_run_that_is_cut_after_any_step_equals_an_uninterrupted_one(tmp_path, 
 def test_the_statistics_of_an_objective_resume_too(tmp_path):
     options = {"objective": lambda model: ML(model, log_det="stochastic"), "model": None}
     expected, rows, _ = run(tmp_path / "whole", **options)
-    with pytest.raises(CrashError):
-        run(tmp_path / "parts", Cut(9), **options)
-    found, again, _ = run(tmp_path / "parts", **options)
+    found, again, _ = resumed(tmp_path / "parts", 9, **options)
     assert again == rows
     assert same(found, expected)
 
@@ -81,17 +88,12 @@ def test_shrinking_noise_goes_on_where_it_was(tmp_path, start, monkeypatch):
     def objective(model):
         return DSM(model, sigma=schedule, latent_weight=0.5) + 0.5 * FDSSM(model, sigma=schedule)
 
-    def parts(name):
-        with pytest.raises(CrashError):
-            run(tmp_path / name, Cut(9), objective=objective)
-        return run(tmp_path / name, objective=objective)[:2]
-
     expected, rows, _ = run(tmp_path / "whole", objective=objective)
-    found, again = parts("parts")
+    found, again, _ = resumed(tmp_path / "parts", 9, objective=objective)
     assert again == rows
     assert same(found, expected)
     monkeypatch.setattr(AddedNoise, "load_state", lambda noise, state: None)
-    assert not same(parts("forgetful")[0], expected)
+    assert not same(resumed(tmp_path / "forgetful", 9, objective=objective)[0], expected)
 
 
 def test_the_last_two_are_kept_and_the_best_with_its_nll(tmp_path):
@@ -390,3 +392,15 @@ def test_without_a_folder_nothing_is_saved(tmp_path, monkeypatch):
     assert [row[0] for row in rows] == [4, 8]
     assert names(tmp_path) == []
     assert AtomicCheckpointIO()._readable is False
+
+
+def test_a_process_ends_its_group_before_it_exits(tmp_path, monkeypatch):
+    """Threads of a group that is left alive abort the process at its end, now and then."""
+    at_exit = []
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    trainer(steps=1, accelerator="cpu")
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    for function in at_exit:
+        function()
+    assert not distributed.is_initialized()
+    at_exit[-1]()  # of a process without a group

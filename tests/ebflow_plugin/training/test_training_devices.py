@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import Callback
 from nflows.distributions import StandardNormal
 from nflows.flows import Flow
-from nflows.transforms import ActNorm, CompositeTransform, LULinear
+from nflows.transforms import ActNorm, CompositeTransform, LULinear, MaskedAffineAutoregressiveTransform
 
 import accelerator as pretend
 import ebflow_plugin as ebf
@@ -22,8 +22,8 @@ from training_models import CrashError, same
 D = 4
 
 
-def flow_of(*first, device="cpu"):
-    steps = [*first, FullLinear(D), SmoothLeakyReLU(0.3), ActNorm(D), LULinear(D)]
+def flow_of(*first, last=(), device="cpu"):
+    steps = [*first, FullLinear(D), SmoothLeakyReLU(0.3), ActNorm(D), LULinear(D), *last]
     return Flow(CompositeTransform(steps), StandardNormal([D])).double().to(device)
 
 
@@ -50,32 +50,43 @@ def device(request, accelerator):
 
 
 STARTS = {
-    "initialize": lambda model, x: model.initialize(x),
+    "initialize": lambda model, x: model.initialize(*(x if isinstance(x, tuple) else (x,))),
     "whiten": lambda model, x: model.initialize(x, whiten=True),
     "gaussianize": lambda model, x: model.initialize(x, gaussianize=True),
-    "calibrate": lambda model, x: (model.initialize(data()), model.calibrate(x)),
-    "calibrate, diagonal": lambda model, x: (model.initialize(data()), model.calibrate(x, kind="diagonal")),
+    "calibrate": lambda model, x: (begin(model, x), model.calibrate(x)),
+    "calibrate, diagonal": lambda model, x: (begin(model, x), model.calibrate(x, kind="diagonal")),
+}
+FORMS = {
+    "tensor": lambda x, context: x,
+    "loader": lambda x, context: loader(x),
+    "pair": lambda x, context: (x, context),
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "rows"),
-    [*((name, "tensor") for name in STARTS), ("whiten", "loader"), ("gaussianize", "loader"), ("calibrate", "loader")],
-)
-def test_starts_take_data_of_the_cpu(name, rows, device):
+def begin(model, x):
+    model.initialize(*(x if isinstance(x, tuple) else (data(),)))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", STARTS)
+def test_starts_take_data_of_the_cpu(name, form, device):
+    if (name, form) == ("initialize", "loader"):
+        pytest.skip("a start of ActNorms takes one batch")
     torch.manual_seed(0)
-    x = data().cpu()
-    flow = flow_of(FullLinear(D), SinhArcsinh(D)) if name == "gaussianize" else flow_of()
+    with torch.device("cpu"):
+        x, context = data(), randn(64, 2, seed=2) if form == "pair" else None
+        last = [MaskedAffineAutoregressiveTransform(D, 8, context_features=2)] if form == "pair" else []
+        flow = flow_of(*([FullLinear(D), SinhArcsinh(D)] if name == "gaussianize" else []), last=last)
     found = []
     for place in ("cpu", device):
         model = ebf.wrap(copy.deepcopy(flow).to(place))
-        given = loader(x) if rows == "loader" else x
+        given = FORMS[form](x, context)
         if place == "cpu":
             with torch.device("cpu"):
                 STARTS[name](model, given)
         else:
             STARTS[name](model, given)
-        found.append(model.log_prob(x.to(place)).detach().cpu())
+        found.append(model.log_prob(x.to(place), context if context is None else context.to(place)).detach().cpu())
     torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-6)
 
 
@@ -87,13 +98,19 @@ def test_everything_public_under_a_device(device):
     for value in (model.energy(x), model.score(x), model.log_prob(x), model.log_z(), model.sample(3)):
         assert value.device == device
     generator = torch.Generator("cpu").manual_seed(0)
-    assert model.sample(3, generator=generator).device == device
+    assert model.sample(3, temperature=0.5, generator=generator, batch_size=2).device == device
     assert model.log_z(method="lanczos").value is not None
     assert model.log_z(method="importance", samples=2000, proposal=model.sample(1000)).value is not None
-    ebf.langevin(model, x[:5], steps=3, step_size=0.01)
     mask = torch.zeros(5, D, dtype=torch.bool, device=device)
     mask[:, 0] = True
-    ebf.impute(model, x[:5], mask, steps=3, step_size=0.01)
+    inside = ebf.wrap(model.flow, preprocess=[ebf.Rescale(-20.0, 20.0, source=(0.0, 1.0))])
+    options = {"steps": 3, "step_size": 0.01, "burn_in": 3, "generator": generator}
+    for space in ("data", "matched"):
+        chains = ebf.langevin(inside, x[:5].sigmoid(), **options, space=space, thin=1)
+        found = (chains.samples, chains.trajectory, chains.energies, chains.step_sizes)
+        filled = ebf.impute(inside, x[:5].sigmoid(), mask, **options, space=space)
+        for tensor in (*found, filled, ebf.denoise(inside, x[:5].sigmoid(), 0.1, space=space)):
+            assert tensor.device == device
     ebf.importance(model, lambda y: -0.5 * y.square().sum(1), 64)
     ebf.coverage(model, data(200))
     ebf.verify(model.flow, x[:8])

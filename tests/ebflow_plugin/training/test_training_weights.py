@@ -4,15 +4,17 @@ import copy
 
 import pytest
 import torch
-from nflows import distributions, flows, transforms
+from nflows import transforms
 from torch.utils.data import DataLoader, TensorDataset
 
 import ebflow_plugin as ebf
 from ebflow_nflows import FullLinear, SmoothLeakyReLU
 from ebflow_plugin.objectives import DSM, ML, SSM, ReverseKL
-from ebflow_plugin.objectives.evaluation import LikelihoodSum
 from ebflow_plugin.training import fit
 from ebflow_plugin.training.batches import Loader
+from ebflow_plugin.training.evaluation import LikelihoodSum
+from gaussian_models import full_layer
+from nflows_small import flow_of
 from randomness import randn, rng
 from training_models import adam
 
@@ -22,9 +24,7 @@ COUNTS = torch.randint(0, 4, (ROWS,), generator=rng(3))
 
 def model_of(*first):
     torch.manual_seed(0)
-    layers = [*first, FullLinear(3), SmoothLeakyReLU(0.4), FullLinear(3)]
-    flow = flows.Flow(transforms.CompositeTransform(layers), distributions.StandardNormal([3]))
-    return ebf.wrap(flow.double())
+    return ebf.wrap(flow_of(*first, FullLinear(3), SmoothLeakyReLU(0.4), FullLinear(3), shape=(3,)))
 
 
 def rows():
@@ -106,10 +106,7 @@ def test_a_loader_gives_three_parts_if_there_are_weights():
 def test_samples_of_importance_train_by_fit():
     """The bridge from a target to data: weighted samples of a wide model, fitted by likelihood."""
     torch.manual_seed(0)
-    layer = FullLinear(2).double()
-    model = ebf.wrap(flows.Flow(layer, distributions.StandardNormal([2])).double())
-    with torch.no_grad():
-        layer.weight.copy_(0.5 * torch.eye(2))
+    model = ebf.wrap(flow_of(full_layer(0.5 * torch.eye(2)), shape=(2,)))
 
     def target(x):
         return -0.5 * (x - 1.0).square().sum(1)

@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader
 import ebflow_plugin as ebf
 from ebflow_plugin.lightning import ConditionGuard, ExactNLL, FiniteGuard, LitObjective
 from ebflow_plugin.objectives import score_matching, stochastic
-from ebflow_plugin.objectives.noise import terms_of
 from training_models import make_data, make_model
 
 ROWS = 12
@@ -74,7 +73,7 @@ class SameNoise(LitObjective):
 
     def setup(self, stage):
         super().setup(stage)
-        self._noise = {term: torch.Generator().manual_seed(7) for term in terms_of(self.objective)}
+        self._noise = {term: torch.Generator().manual_seed(7) for _, term in self.objective.pairs()}
 
     def training_step(self, batch, batch_idx):
         with shared_noise(self.global_rank, self.trainer.world_size):
