@@ -12,13 +12,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ebflow_examples.reproduce import EXPERIMENTS
-
 PACKAGES = ("ebflow_plugin", "ebflow_nflows", "ebflow_normflows", "ebflow_zuko", "ebflow_examples")
 # What only shows numbers: another picture of the same numbers is no other recipe.
-SHOWING = {f"ebflow_examples.{name}" for name in ("cli", "bench", "console", "plots", "demo", "profiler")} | {
-    f"ebflow_examples.reproduce.{name}" for name in ("__init__", "output", "paper", "provenance")
-}
+SHOWING = {f"ebflow_examples.{name}" for name in ("cli", "bench", "console", "plots", "demo", "profiler")}
+HERE = "ebflow_examples.reproduce."  # of which only these count, and what an experiment has of other experiments
+COMPUTING = {f"{HERE}{name}" for name in ("common", "timed", "table2_report")}
 
 
 def recipe(made: Any, data: str) -> str:
@@ -37,13 +35,12 @@ def recipe(made: Any, data: str) -> str:
         >>> recipe(race, "mnist") == recipe(race, "mnist"), recipe(race, "mnist") == recipe(tablea3, "mnist")
         (True, False)
     """
-    used = [made, *(each for each in vars(made).values() if isinstance(each, ModuleType))]
-    others = {f"ebflow_examples.reproduce.{what.lower()}" for what in EXPERIMENTS}
-    skipped = SHOWING | (others - {getattr(each, "__name__", "") for each in used})
+    used = {getattr(each, "__name__", "") for each in (made, *vars(made).values()) if isinstance(each, ModuleType)}
     found = hashlib.sha256()
     for name, file in _modules().items():
         parts = name.split(".")
-        if skipped.isdisjoint(".".join(parts[:end]) for end in range(len(parts) + 1)):
+        shows = not SHOWING.isdisjoint(".".join(parts[:end]) for end in range(len(parts) + 1))
+        if not shows and (not name.startswith(HERE) or name in used | COMPUTING):
             found.update(f"{name} {_code(file)} ".encode())
     for file in _files(Path(data).expanduser()):
         found.update(f"{file} ".encode() + hashlib.sha256(file.read_bytes()).digest())
