@@ -133,7 +133,7 @@ def _instance_norm_refusal(part: Any, name: str) -> str | None:
 
 
 def _dropout_refusal(part: Any, name: str) -> str | None:
-    return _random(part, name, part.p)
+    return _random(part, name, part.p) if part.p else None
 
 
 def _random_inside_refusal(part: Any, name: str) -> str | None:
