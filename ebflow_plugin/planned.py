@@ -257,8 +257,8 @@ class PlannedFlow(nn.Module):
         owner: Any = self.flow
         for part in owners:
             owner = owner._modules[part]  # getattr takes ten times as long
-        found: Tensor | None = getattr(owner, name, None)
-        return found
+        found: Tensor | None = owner._parameters.get(name)
+        return getattr(owner, name, None) if found is None else found
 
     def check(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         """Raises on input that the flow cannot take. Returns x; integers for a Dequantize get the dtype of the flow.
@@ -306,8 +306,9 @@ class Watch:
     """
 
     def __init__(self, parts: list[Any], buffers: nn.Module | None = None, *, traced: bool = False) -> None:
-        self._classes = [(part, type(part)) for part in parts]
-        self._held: list[tuple[dict[Any, Any], int, tuple[Any, ...], tuple[Any, ...]]] = []
+        self._parts, self._classes = parts, list(map(type, parts))
+        self._sized: list[dict[Any, Any]] = []
+        self._members: list[tuple[dict[Any, Any], Any, Any]] = []
         for part in parts:
             attributes = vars(part)
             chosen = {name: value for name, value in attributes.items() if _decides(name, value, traced)}
@@ -320,6 +321,7 @@ class Watch:
                     self._record(part._buffers, part._buffers)
         if buffers is not None:
             self._record(buffers._buffers, buffers._buffers)
+        self._settle()
 
     @classmethod
     def of_parameters(cls, model: nn.Module) -> Watch:
@@ -327,20 +329,25 @@ class Watch:
         watch = cls([])
         for part in model.modules():
             watch._record(part._parameters, part._parameters)
+        watch._settle()
         return watch
 
     def _record(self, held: Any, members: Any) -> None:
-        self._held.append((held, len(held), tuple(members), tuple(members.values())))
+        self._sized.append(held)
+        self._members.extend((held, name, value) for name, value in members.items())
+
+    def _settle(self) -> None:
+        self._sizes = list(map(len, self._sized))
+        self._held, self._names, self._values = zip(*self._members, strict=True) if self._members else ((), (), ())
 
     def unchanged(self) -> bool:
         """Whether nothing has changed."""
-        for part, kind in self._classes:
-            if type(part) is not kind:
-                return False
-        for held, size, names, values in self._held:
-            if len(held) != size or (names and not all(map(is_, map(held.get, names), values))):
-                return False
-        return True
+        # No loop of Python's: this runs in each call, over all modules.
+        return (
+            list(map(type, self._parts)) == self._classes
+            and list(map(len, self._sized)) == self._sizes
+            and all(map(is_, map(dict.get, self._held, self._names), self._values))
+        )
 
 
 def _decides(name: str, value: Any, traced: bool = False) -> bool:

@@ -91,7 +91,7 @@ RULES: dict[str, Rule] = {
     "Exp": steps.ExpStep,
     "GatedLinearUnit": steps.GatedLinearUnitStep,
     "CauchyCDF": steps.CauchyCDFStep,
-    "AffineCouplingTransform": steps.NetworkStep,
+    "AffineCouplingTransform": steps.CouplingStep,
     "AdditiveCouplingTransform": steps.AdditiveCouplingStep,
     "MaskedAffineAutoregressiveTransform": steps.NetworkStep,
     "UMNNCouplingTransform": steps.IntegratedStep,

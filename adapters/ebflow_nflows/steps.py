@@ -6,7 +6,9 @@ Classes are matched by name and package, not by identity: they exist in ``nflows
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import log, pi
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +27,7 @@ from ebflow_plugin.adapting import (
     SigmoidStep,
     Smoothness,
     clamped_logit_map,
+    is_a,
 )
 
 
@@ -61,7 +64,37 @@ class NetworkStep(ConditionedStep, NflowsStep):
         return super().smoothness
 
 
-class AdditiveCouplingStep(NetworkStep):
+class CouplingStep(NetworkStep):
+    """A coupling with an affine map: features are taken and put back by index, which costs less than indexing.
+
+    The network and the arithmetic are the module's own. Forks of nflows, and what it refuses, are left to the module.
+    """
+
+    def __init__(self, module: Any, path: str, inverted: bool = False) -> None:
+        super().__init__(module, path, inverted)
+        self._plain = is_a(module, ("CouplingTransform",), ("nflows",)) and module.unconditional_transform is None
+
+    def call_forward(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
+        if not self._takes(x):
+            return super().call_forward(x, context)
+        return self._coupled(x, context, self.module._coupling_transform_forward)
+
+    def call_inverse(self, y: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor]:
+        if not self._takes(y):
+            return super().call_inverse(y, context)
+        return self._coupled(y, context, self.module._coupling_transform_inverse)
+
+    def _takes(self, x: Tensor) -> bool:
+        return self._plain and x.dim() in (2, 4) and x.shape[1] == self.module.features
+
+    def _coupled(self, x: Tensor, context: Tensor | None, curve: Callable[..., Any]) -> tuple[Tensor, Tensor]:
+        module = self.module
+        parameters = module.transform_net(x.index_select(1, module.identity_features), context)
+        changed, log_det = curve(x.index_select(1, module.transform_features), parameters)
+        return x.index_copy(1, module.transform_features, changed.to(x.dtype)), log_det
+
+
+class AdditiveCouplingStep(CouplingStep):
     """A coupling that shifts: its log-det is 0, but it is not affine in x."""
 
     reason = VOLUME_PRESERVING

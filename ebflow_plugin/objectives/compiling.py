@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -36,8 +36,7 @@ Objective = Any  # that of base.py, which imports this module
 Terms = Sequence[tuple[float, Objective]]
 
 
-_KIND = attrgetter("dtype", "requires_grad")  # a parameter is on the device of the batch
-
+_DTYPE, _TRAINED = attrgetter("dtype"), attrgetter("requires_grad")
 _FLOAT16 = (
     "a compiled loss takes its gradients before a GradScaler multiplies them, so that small ones vanish in float16: "
     "use bfloat16, or a loss that is not compiled"
@@ -70,8 +69,8 @@ class Key(NamedTuple):
     plans: tuple[Any, ...]  # of the terms; their steps are compared by identity
     rows: int
     shapes: tuple[Any, ...]  # of the inputs, with None for the rows
-    kinds: tuple[Any, ...]  # of the parameters and inputs
-    device: torch.device
+    kinds: tuple[Any, ...]  # the dtypes of the parameters and inputs, and whether each is trained
+    device: torch.device  # of the batch, where the parameters are too
     autocast: tuple[Any, ...]
 
 
@@ -91,12 +90,19 @@ class Graph:
     reached: list[int]
     serves: Callable[[int], bool]
     terms: Terms
-    shared: bool
+    shared: bool = True
 
     def run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """The loss, and its gradients."""
-        found: tuple[Tensor, list[Tensor]] = _run(self.compiled, self.terms, tensors)
-        return found
+        """The loss, and its gradients. The graph has the casts of autocast in it, and no TF32 in finite differences."""
+        like = tensors[-1]
+        context: AbstractContextManager[object] = nullcontext()
+        if any(term.full_precision for _, term in self.terms):
+            context = full_precision(like)
+        elif torch.is_autocast_enabled(like.device.type):
+            context = torch.autocast(like.device.type, enabled=False)
+        with torch.no_grad(), context:
+            loss, gradients = self.compiled(*tensors)
+        return loss, gradients
 
 
 class CompiledLoss:
@@ -143,7 +149,8 @@ class CompiledLoss:
                 loss = _Loss(objective.model, terms, prepared)
                 graph = self._build(objective, _Trace(loss, list(self._named), tensors, key.rows), bool(alike))
             self._graphs[key] = graph
-        handed: Tensor = _Handed.apply(graph, tensors, *(tensors[place] for place in graph.reached))
+        targets = [tensors[place] for place in graph.reached]
+        handed: Tensor = _Handed.apply(graph, _values(tensors, count), *targets)
         return handed
 
     def _build(self, objective: Objective, trace: _Trace, again: bool) -> Graph:
@@ -156,9 +163,9 @@ class CompiledLoss:
             print(f"compiling {objective.describe()}: this can take a minute …", file=sys.stderr, flush=True)
         try:
             traced, reached, serves = trace(again)
-            compiled, terms = torch.compile(traced, **self.options), trace.loss.terms
+            graph = Graph(torch.compile(traced, **self.options), reached, serves, trace.loss.terms)
             examples = trace.examples(again and serves(trace.rows + 1))
-            _, gradients = _run(compiled, terms, examples)  # compiles it
+            _, gradients = graph.run(examples)  # compiles it
             taken = {tensor.untyped_storage().data_ptr() for tensor in examples}
             places = {tensor.untyped_storage().data_ptr() for tensor in gradients}
             shared = len(places - taken) < len(gradients)
@@ -168,7 +175,7 @@ class CompiledLoss:
             raise _refusal(objective, error) from error
         if shown:
             print(f"compiled in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-        return Graph(compiled, reached, serves, terms, shared)
+        return replace(graph, shared=shared)
 
 
 class _Loss(nn.Module):
@@ -237,7 +244,7 @@ class _Trace:
 
     def examples(self, any_size: bool) -> list[Tensor]:
         """The tensors to compile the graph with; those of a graph for any size are marked."""
-        found, marked = list(self.tensors), dict[int, Tensor]()
+        found, marked = _values(self.tensors, len(self.names)), dict[int, Tensor]()
         for place, tensor in enumerate(found):
             if any_size and self._has_rows(place):
                 # What is one tensor in a call is one here too, or the call would be compiled again.
@@ -279,22 +286,14 @@ class _Handed(Function):
         if gradients is None:
             _, gradients = ctx.graph.run(ctx.saved_tensors)
         # On a device, reading the scale would synchronise, and a CUDA graph writes into the same tensors in each call.
-        if ctx.graph.shared or scale.device.type != "cpu" or scale != 1.0:
+        if ctx.graph.shared or scale.device.type != "cpu" or scale.item() != 1.0:
             gradients = torch._foreach_mul(gradients, scale)
         return (None, None, *gradients)
 
 
-def _run(compiled: Callable[..., Any], terms: Terms, tensors: Sequence[Tensor]) -> Any:
-    """Runs a graph, which has the casts of autocast in it, without autocast; a finite difference without TF32 too."""
-    like = tensors[-1]
-    context: AbstractContextManager[object] = nullcontext()
-    if any(term.full_precision for _, term in terms):
-        context = full_precision(like)
-    elif torch.is_autocast_enabled(like.device.type):
-        context = torch.autocast(like.device.type, enabled=False)
-    with torch.no_grad(), context:
-        # A context may be the output of a network, whose graph is not part of this.
-        return compiled(*(tensor if tensor.is_leaf else tensor.detach() for tensor in tensors))
+def _values(tensors: Sequence[Tensor], count: int) -> list[Tensor]:
+    """The tensors to call a graph with, of which the first are so many parameters: a context has its own graph."""
+    return [*tensors[:count], *(each.detach() if each.requires_grad else each for each in tensors[count:])]
 
 
 def _tensors(given: Prepared) -> list[Tensor]:
@@ -334,7 +333,7 @@ def _key(prepared: Sequence[Prepared], tensors: list[Tensor], count: int) -> Key
         tuple(given.plan for given in prepared),
         rows,
         tuple(map(shape, tensors[count:])),
-        tuple(map(_KIND, tensors)),
+        (*map(_DTYPE, tensors), *map(_TRAINED, tensors)),
         prepared[0].u.device,
         (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
     )

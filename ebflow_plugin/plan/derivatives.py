@@ -90,7 +90,8 @@ def derivatives(
             outputs = [at.push(tangent) for tangent in inputs]
         except Exception as error:
             raise_from_step(error, step, value, context)
-        head.append((step, at, inputs))
+        # What the curvature alone needs is freed where there is none to compute.
+        head.append((step, at if inputs else at._replace(curvature=None), inputs))
         for one, output in zip((stack, *tangents), (at.value, *outputs), strict=True):
             one.extend((output,) if isinstance(output, Tensor) else output)
     latents, total, gaussian = tuple(stack), None, None
@@ -113,7 +114,8 @@ def derivatives(
             curvatures.append(reduce(add, (v.square().flatten(1).sum(1) for v in whitened)))
         if energy:
             total = plan.energy_from(len(head), latents, context)[0]
-    for step, at, inputs in reversed(head):
+    while head:
+        step, at, inputs = head.pop()
         adjoint = adjoints.pop() if step.n_out == 1 else pop(adjoints, step.n_out)
         try:
             if at.curvature is not None:

@@ -9,6 +9,7 @@ import nflows.transforms
 import pytest
 import torch
 from nflows import distributions, flows, transforms
+from nflows.nn import nets
 from torch import nn
 
 import ebflow_plugin as ebf
@@ -235,3 +236,36 @@ def test_a_multiscale_flow_is_shown_with_its_splits():
         ("_transform", "MultiscaleCompositeTransform", "joins the latents"),
     ]
     assert ebf.wrap(flow).plan.event_shape == (4, 2, 2)
+
+
+@pytest.mark.parametrize("kind", [transforms.AffineCouplingTransform, transforms.AdditiveCouplingTransform])
+@pytest.mark.parametrize("shape", [(D,), (D, 2, 3)])
+@pytest.mark.parametrize("unconditional", [False, True])
+def test_couplings_are_exactly_those_of_nflows(kind, shape, unconditional):
+    def net(inputs, outputs):
+        kinds = {True: nn.Linear, False: partial(nn.Conv2d, kernel_size=1)}
+        layer = kinds[len(shape) == 1](inputs, outputs)
+        return type("Net", (nn.Module,), {"forward": lambda self, x, context=None: layer(x)})()
+
+    coupling = kind([1, 0, -1, 2, 0, 1], net)
+    if unconditional:
+        coupling.unconditional_transform = transforms.PointwiseAffineTransform(0.3, 2.0)
+    (step,) = ebf.wrap(flows.Flow(coupling, distributions.StandardNormal(shape))).plan.steps
+    x = torch.randn(4, *shape, generator=rng(1))
+    for found, expected in ((step.call_forward, coupling), (step.call_inverse, coupling.inverse)):
+        for one, other in zip(found(x, None), expected(x), strict=True):
+            assert torch.equal(one, other)
+    with pytest.raises(ValueError, match="Expected features = 6, got 5"):
+        step.encode(x[:, :5], None)
+
+
+def test_a_coupling_runs_under_autocast_and_in_transforms():
+    coupling = transforms.AffineCouplingTransform([1, 0] * 3, lambda i, o: nets.ResidualNet(i, o, 8))
+    model = ebf.wrap(flows.Flow(coupling, distributions.StandardNormal([D])))
+    x = torch.randn(4, D, generator=rng(1))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        step = model.plan.steps[0]
+        for given in (x, x.bfloat16()):
+            assert step.encode(given, None)[0].dtype == given.dtype
+    energies = torch.func.vmap(lambda row: model.energy(row[None])[0])(x)
+    torch.testing.assert_close(energies, model.energy(x))

@@ -132,6 +132,24 @@ def test_gradients_reach_a_context_and_leave_out_what_is_frozen(graphs):
     assert found[1][1].flow._transform._transforms[0].bias.grad is None
 
 
+def test_a_context_that_is_trained_itself_makes_two_graphs_too():
+    """Each call must look to torch as the one that was compiled did, or it compiles again, for one size alone."""
+    torch.compiler.reset()
+    counters.clear()
+    plain, compiled = make(context=3), make(context=3)
+    one, other = (ML(model) + SSM(model) for model in (plain, compiled))
+    other.compile(backend="eager")
+    for rows in (6, 9, 4, 7):
+        found = []
+        for objective in (one, other):
+            context = torch.randn(rows, 3, dtype=torch.float64, generator=rng(2)).requires_grad_()
+            objective(data(rows), context, generator=rng(1)).backward()
+            found.append(context.grad)
+        torch.testing.assert_close(found[1], found[0])
+    same(plain, compiled)
+    assert counters["stats"]["unique_graphs"] == 2
+
+
 def test_two_graphs_serve_all_sizes_and_steps_trace_nothing(graphs):
     model = make()
     objective = LatentMatch(model, sigma=NoiseSchedule(start=1.0, end=0.1, steps=5)).compile(backend="eager")
