@@ -307,8 +307,8 @@ class Watch:
 
     def __init__(self, parts: list[Any], buffers: nn.Module | None = None, *, traced: bool = False) -> None:
         self._parts, self._classes = parts, list(map(type, parts))
-        self._sized: list[dict[Any, Any]] = []
-        self._members: list[tuple[dict[Any, Any], Any, Any]] = []
+        self._sized, self._sizes = list[dict[Any, Any]](), list[int]()
+        self._held, self._names, self._values = list[dict[Any, Any]](), list[str](), list[Any]()
         for part in parts:
             attributes = vars(part)
             chosen = {name: value for name, value in attributes.items() if _decides(name, value, traced)}
@@ -321,7 +321,6 @@ class Watch:
                     self._record(part._buffers, part._buffers)
         if buffers is not None:
             self._record(buffers._buffers, buffers._buffers)
-        self._settle()
 
     @classmethod
     def of_parameters(cls, model: nn.Module) -> Watch:
@@ -329,16 +328,14 @@ class Watch:
         watch = cls([])
         for part in model.modules():
             watch._record(part._parameters, part._parameters)
-        watch._settle()
         return watch
 
     def _record(self, held: Any, members: Any) -> None:
         self._sized.append(held)
-        self._members.extend((held, name, value) for name, value in members.items())
-
-    def _settle(self) -> None:
-        self._sizes = list(map(len, self._sized))
-        self._held, self._names, self._values = zip(*self._members, strict=True) if self._members else ((), (), ())
+        self._sizes.append(len(held))
+        self._held += [held] * len(members)
+        self._names += members.keys()
+        self._values += members.values()
 
     def unchanged(self) -> bool:
         """Whether nothing has changed."""

@@ -124,7 +124,7 @@ def derivatives(
         except Exception as error:
             raise_from_step(error, step, adjoint, context)
         adjoints.extend((pulled,) if isinstance(pulled, Tensor) else pulled)
-        if energy and at.log_det is not None:
+        if energy and total is not None and at.log_det is not None:
             total = total - at.log_det()
     return Derivatives(adjoints[0], curvatures, total if energy else None, latents)
 
