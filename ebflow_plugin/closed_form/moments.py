@@ -55,8 +55,12 @@ class Moments:
     def add(self, rows: Tensor, weights: Tensor | None = None) -> None:
         """Adds rows with shape ``(N, D)``, and their weights with shape ``(N,)``. Best many rows at a time: O(D²)."""
         rows = rows.detach().double()
-        weights = rows.new_ones(len(rows)) if weights is None else weights.detach().double()
-        total, squares = torch.stack([weights.sum(), weights.square().sum()]).tolist()
+        total = squares = float(len(rows))  # equal weights need no look at the device
+        if weights is None:
+            weights = rows.new_ones(len(rows))
+        else:
+            weights = weights.detach().double()
+            total, squares = torch.stack([weights.sum(), weights.square().sum()]).tolist()
         if total:
             mean = (weights / total) @ rows
             deviations = rows - mean
