@@ -257,12 +257,15 @@ class FDSSM(ScoreObjective):
                 f"FDSSM subtracts nearly equal energies, of which {u.dtype} leaves nothing; train in float32 with "
                 "autocast, which it switches off for itself, or use DSM or SSM"
             )
-        noised, growth = (u, 1.0) if self.noise is None else (self.noise.add(u, generator), self.noise.growth)
-        size, eps = prod(u.shape[1:]), self.eps * growth
+        size = prod(u.shape[1:])
+        if self.noise is None:
+            return u, sphere(u, generator) * (self.eps / sqrt(size))
+        noised, eps = self.noise.add(u, generator), self.eps * self.noise.growth
         return noised, sphere(u, generator) * (eps / sqrt(size)), u.new_ones(()) * (size / eps**2)
 
     def matched(self, plan: Plan, u: Tensor, context: Tensor | None, drawn: tuple[Tensor, ...]) -> Matched:
-        noised, step, scale = drawn[:3]
+        noised, step = drawn[:2]
+        scale = prod(u.shape[1:]) / self.eps**2 if self.noise is None else drawn[2]
         rows = None if context is None else torch.cat([context] * 3)
         with full_precision(u):
             points = torch.cat([noised, noised + step, noised - step])

@@ -15,6 +15,7 @@ of that model and uses the module's own parameters. Nothing is copied, and nothi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -235,8 +236,10 @@ class Plan:
         terms = list(self.log_dets(event_shape, like, without))
         # torch.tensor of a number would copy it to the device
         each = [like.new_full((), x) if not isinstance(x, Tensor) else x.to(like).reshape(()) for _, x in terms]
-        values = torch.stack([like.new_zeros(()), *each])
-        finite = values[1:].isfinite().tolist() if may_read(values) else [True] * len(each)
+        if not each:
+            return like.new_zeros(())
+        values = torch.stack(each)
+        finite = map(math.isfinite, values.tolist()) if may_read(values) else [True] * len(each)
         singular = [step.where for (step, _), fine in zip(terms, finite, strict=True) if not fine]
         if singular:
             raise SingularError(

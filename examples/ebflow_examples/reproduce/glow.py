@@ -238,9 +238,10 @@ def _notes() -> list[str]:
         "A small Glow: 2 levels of 4 blocks, affine couplings with Glow's networks (32 wide), started by ActNorm from "
         f"{STARTING_ROWS} images. The 1 × 1 convolutions of the same start became k × k ones with zeros around the old "
         f"weight (`unconstrain(kernel_size=k)`). Batches of {BATCH}, Adam {RATE:g} with a cosine over the run "
-        f"(`parameter_groups`: k × k kernels at 1/k of it), gradients clipped at {CLIP:g}, by CPU seconds of one thread, evaluations not counted, the "
-        f'last weights. k × k: `ML(log_det="auto")`, 1 × 1: exact. Validation: {VALIDATION_ROWS} images with the same '
-        "noise each time; test: all test images, once. The exact NLL of all models."
+        f"(`parameter_groups`: k × k kernels at 1/k of it), gradients clipped at {CLIP:g}, by CPU seconds of one "
+        'thread, evaluations not counted, the last weights. k × k: `ML(log_det="auto")`, 1 × 1: exact. '
+        f"Validation: {VALIDATION_ROWS} images with the same noise each time; test: all test images, once. The exact "
+        "NLL of all models."
     ]
 
 

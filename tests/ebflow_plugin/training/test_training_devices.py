@@ -229,9 +229,6 @@ def test_random_states_of_any_device(accelerator):
     with kept_random_state(accelerator):
         draws()
     assert draws()[:2] == first[:2]
-    old = {**{name: value for name, value in state.items() if name != "device"}, "cuda": state["device"]}
-    set_random_state(old, accelerator, [generator])  # of an earlier version
-    assert draws() == first
 
 
 def test_fit_leaves_the_random_state_of_the_device(accelerator):
