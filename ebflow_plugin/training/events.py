@@ -46,7 +46,7 @@ class Event:
         return "  ".join([step, *describe(self.record), *pace])
 
 
-def describe(record: Mapping[str, Any], conditions: bool = True) -> list[str]:
+def describe(record: Mapping[str, Any]) -> list[str]:
     """The metrics of an evaluation, as text.
 
     Example:
@@ -64,7 +64,7 @@ def describe(record: Mapping[str, Any], conditions: bool = True) -> list[str]:
         parts.append(f"bits/dim {record['bits_per_dim']:.4f}")
     if record.get("effective") is not None:
         parts.append(f"effective {record['effective']:.2f}")
-    if conditions and record.get("condition"):
+    if record.get("condition"):
         parts.append(f"condition ≥ {max(values['condition'] for values in record['condition'].values()):.1e}")
     if record.get("exact_log_dets"):
         total = f" of {record['log_dets']}" if "log_dets" in record else ""

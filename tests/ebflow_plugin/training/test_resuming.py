@@ -1,6 +1,5 @@
 """Runs in Lightning that are cut, killed, interrupted, or whose files are damaged."""
 
-import atexit
 import os
 import resource
 import signal
@@ -9,7 +8,6 @@ import threading
 
 import pytest
 import torch
-from torch import distributed
 
 import ebflow_plugin as ebf
 from ebflow_plugin.errors import EBFlowError, InputError, TrainingError, WriteError
@@ -392,15 +390,3 @@ def test_without_a_folder_nothing_is_saved(tmp_path, monkeypatch):
     assert [row[0] for row in rows] == [4, 8]
     assert names(tmp_path) == []
     assert AtomicCheckpointIO()._readable is False
-
-
-def test_a_process_ends_its_group_before_it_exits(tmp_path, monkeypatch):
-    """Threads of a group that is left alive abort the process at its end, now and then."""
-    at_exit = []
-    monkeypatch.setattr(atexit, "register", at_exit.append)
-    trainer(steps=1, accelerator="cpu")
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    for function in at_exit:
-        function()
-    assert not distributed.is_initialized()
-    at_exit[-1]()  # of a process without a group

@@ -1,9 +1,13 @@
 """Two real processes that train together. All objectives under DDP, and sharded: test_lightning.py."""
 
+import atexit
+
 import pytest
 import torch
+from torch import distributed
 
 import ebflow_plugin as ebf
+from ebflow_plugin.lightning import trainer
 from processes import load_script, run_together
 from training_models import make_model, same
 
@@ -58,3 +62,15 @@ def test_starts_are_the_same_in_all_processes(tmp_path):
     for name in ("whiten", "gaussianize"):
         assert same(first[name], second[name])
     assert first["gaussianize nll"] == second["gaussianize nll"]
+
+
+def test_a_process_ends_its_group_before_it_exits(tmp_path, monkeypatch):
+    """Threads of a group that is left alive abort the process at its end, now and then."""
+    at_exit = []
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    trainer(steps=1, accelerator="cpu")
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    for function in at_exit:
+        function()
+    assert not distributed.is_initialized()
+    at_exit[-1]()  # of a process without a group
